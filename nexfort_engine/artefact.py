@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An artefact in this process: what its manifest says, the loaded code, and its binding to one module.
+
+The manifest is plain JSON, so that it can be checked before anything is loaded: shape conditions, read-set guards, the
+attributes the capture read, the hashes of the host's source files, and how a call maps to the code's inputs. One
+artefact serves every module of the same structure; a `Binding` ties it to one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import readset
+from .capture import Captured
+from .conditions import Conditions
+from .lower import Loaded
+from .modulestate import ModuleState
+from .signature import Flat, Leaves, unflatten
+
+
+def manifest_of(captured: Captured, region: str, kind: str) -> dict[str, Any]:
+    """What must be stored beside the payload. Raises Refused for what cannot be written down."""
+    return {
+        "kind": kind,
+        "weights": captured.weights,
+        "tensors": captured.tensors,
+        "options": [list(path) for path in captured.options],
+        "ints": captured.ints,
+        "conditions": captured.conditions.as_json(),
+        "guards": captured.guards,
+        "reads": captured.reads,
+        "output": _spec_to_json(captured.output),
+        "mutated": captured.mutated,
+        "writes": captured.writes,
+        "sources": captured.sources,
+        "modules": captured.modules,
+        "info": {"region": region},
+    }
+
+
+def _spec_to_json(spec: Any) -> Any:
+    if isinstance(spec, str):
+        return spec
+    if spec[0] == "=":
+        if type(spec[1]) not in readset.PLAIN:
+            raise readset.Refused(f"it returns a {type(spec[1]).__qualname__}")
+        return {"value": spec[1]}
+    kind = spec[0]
+    named = len(spec) > 1 and isinstance(spec[1], tuple) and all(isinstance(n, str) for n in spec[1])
+    head = {"module": kind.__module__, "class": kind.__qualname__}
+    if named and kind not in (list, tuple, torch.Size):
+        return {**head, "names": list(spec[1]), "items": [_spec_to_json(s) for s in spec[2:]]}
+    return {**head, "items": [_spec_to_json(s) for s in spec[1:]]}
+
+
+def _spec_from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if "value" in value:
+        return ("=", value["value"])
+    kind: Any = sys.modules[value["module"]]
+    for part in value["class"].split("."):
+        kind = getattr(kind, part)
+    items = [_spec_from_json(v) for v in value["items"]]
+    return (kind, tuple(value["names"]), *items) if "names" in value else (kind, *items)
+
+
+class Artefact:
+    """A stored artefact as the engine uses it; its code is loaded on first use."""
+
+    def __init__(self, entry_id: str, primary: str, manifest: Mapping[str, Any]) -> None:
+        self.id, self.primary = entry_id, primary
+        self.weights: list[int] = manifest["weights"]
+        self.tensors: list[int] = manifest["tensors"]
+        self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
+        self.ints: list[int] = manifest["ints"]
+        self.conditions = Conditions(**manifest["conditions"])
+        self.check = readset.checker(manifest["guards"])
+        self.reads: list[list[Any]] = manifest["reads"]
+        self.output = _spec_from_json(manifest["output"])
+        self.mutated: list[int] = manifest["mutated"]
+        self.writes: list[list[Any]] = manifest["writes"]
+        self.code: Loaded | None = None
+
+    def broken_by(self, flat: Flat) -> str | None:
+        """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
+        extra = [readset.look(flat.mappings, path) for path in self.options]
+        if not all(isinstance(t, torch.Tensor) for t in extra):
+            return "an option that was a tensor is none"
+        shapes = [flat.tensors[i].shape for i in self.tensors] + [t.shape for t in extra]
+        reason = self.conditions.broken(shapes, [flat.ints[i] for i in self.ints])
+        if reason is None and not self.check(flat.mappings):
+            reason = "the options answer differently from the captured call"
+        return reason
+
+
+class Binding:
+    """One artefact for one module."""
+
+    __slots__ = ("artefact", "code", "plain", "state")
+
+    def __init__(self, artefact: Artefact, module: nn.Module, state: ModuleState | None = None) -> None:
+        assert artefact.code is not None, "an artefact is bound after its code was loaded"
+        self.artefact, self.code = artefact, artefact.code
+        self.state = state or ModuleState(module, artefact.reads)
+        # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
+        self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
+
+    def usable(self, mappings: list[dict[Any, Any]]) -> bool:
+        """Whether the options answer as captured and the module is what it was. Sizes were checked before."""
+        return self.artefact.check(mappings) and self.state.unchanged()
+
+    def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor]) -> Any:
+        """Call the artefact. `tensors` are the call's, brought into the memory format of the signature."""
+        artefact = self.artefact
+        inputs: list[Any] = [weights[i] for i in artefact.weights]
+        inputs += [tensors[i] for i in artefact.tensors]
+        if artefact.options:
+            inputs += [readset.look(flat.mappings, path).contiguous() for path in artefact.options]
+        inputs += [flat.ints[i] for i in artefact.ints]
+        results = self.code(inputs)
+        if self.plain:
+            return results[0]
+        for i in artefact.mutated:
+            original, used = flat.tensors[artefact.tensors[i]], tensors[artefact.tensors[i]]
+            if used is not original:
+                original.copy_(used)
+        for number, key, template in artefact.writes:
+            flat.mappings[number][key] = self._written(template, flat)
+        return unflatten(artefact.output, Leaves(results))
+
+    def _written(self, template: Any, flat: Flat) -> Any:
+        if "plain" in template:
+            return template["plain"]
+        if "size" in template:
+            i, d = template["size"]
+            return flat.tensors[i].shape[d]
+        kind = "tuple" if "tuple" in template else "list"
+        items = [self._written(t, flat) for t in template[kind]]
+        return tuple(items) if kind == "tuple" else items

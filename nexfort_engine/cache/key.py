@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The primary key of an artefact: a pure function of what shapes compiled code; and this machine's facts.
+
+`primary_key` hashes any tree of plain values into a short text. It depends on the values alone: not on the
+order of a mapping, on paths, on time or on the process. `environment_parts` collects what is the same for
+every artefact of a process and a device. Nothing here touches the disk cache; storage lives in `store.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping, Set
+from pathlib import Path, PurePath
+from typing import Any
+
+KEY_LENGTH = 32
+# Every distribution name under which a Triton can be installed; its version is read without importing it.
+TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
+# Files of the engine that only observe, present or store. Everything else counts as shaping artefacts, so
+# that a new file is safe by default: forgetting to name it here costs a recompilation, never a stale
+# artefact.
+NOT_SHAPING = frozenset(
+    (
+        *("__init__", "__main__", "cache", "cli", "doctor", "headless", "headless_run", "hosts", "locate"),
+        *("progress", "report", "selfcheck"),
+    )
+)
+_TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")
+
+
+def primary_key(parts: Mapping[str, object]) -> str:
+    """The key of `parts`: the first 32 hex digits of the SHA-256 of its canonical JSON.
+
+    Values may be None, bool, int, float, str, bytes, torch dtypes and their like, and lists, tuples, sets and
+    mappings of these. Anything else is a TypeError: an object that prints its address would make a key that
+    never hits.
+    """
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:KEY_LENGTH]
+
+
+def canonical_json(value: object) -> str:
+    """JSON with the same text for two values exactly if they are the same (a list is as good as a tuple)."""
+    return _dump(_canonical(value, "parts"))
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _canonical(value: object, where: str) -> Any:
+    """`value` as JSON; mappings and special types are tagged, so that no plain value can imitate them."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": bytes(value).hex()}
+    if isinstance(value, Mapping):
+        pairs = [
+            [_canonical(k, f"a key of {where}"), _canonical(v, f"{where}[{k!r}]")] for k, v in value.items()
+        ]
+        return {"$map": sorted(pairs, key=lambda pair: _dump(pair[0]))}
+    if isinstance(value, Set):
+        return {"$set": sorted((_canonical(v, f"an element of {where}") for v in value), key=_dump)}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in _TORCH_SCALARS:
+        return {"$torch": str(value)}
+    if isinstance(value, PurePath):
+        raise TypeError(
+            f"{where} is a path; a key must not depend on where files lie: use a hash of the content"
+        )
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}; a key takes plain scalars, bytes, torch dtypes "
+        "and lists, sets and mappings of these: turn it into one of them"
+    )
+
+
+def environment_parts(device_type: str) -> dict[str, object]:
+    """What every artefact for `device_type` ("cpu", "cuda:1") depends on, collected once a process."""
+    return dict(_environment_parts(_with_index(device_type)))
+
+
+@functools.cache
+def _environment_parts(device: str) -> Mapping[str, object]:
+    import torch
+
+    return {
+        "engine": engine_source_hash(),
+        "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
+        "triton": triton_versions(),
+        # The pickles inside an artefact and the tags of its extension modules follow the minor version.
+        "python": [platform.python_implementation(), *sys.version_info[:2]],
+        "platform": [platform.system(), platform.machine()],
+        "device": device_facts(device),
+    }
+
+
+def _with_index(device_type: str) -> str:
+    """`cuda` names whichever card is current, which may change in the process: pin it before it is cached."""
+    if device_type != "cuda":
+        return device_type
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else device_type
+
+
+def device_facts(device: str) -> list[object]:
+    """Name and abilities of one device, as far as compiled code depends on them."""
+    import torch
+
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return ["cpu", *cpu_facts()]
+    if kind == "cuda":
+        index = torch.device(device).index or 0
+        properties = torch.cuda.get_device_properties(index)
+        capability = list(torch.cuda.get_device_capability(index))
+        return [
+            "cuda",
+            torch.cuda.get_device_name(index),
+            capability,
+            getattr(properties, "gcnArchName", None),
+        ]
+    if kind == "xpu":
+        return ["xpu", torch.xpu.get_device_name(torch.device(device))]
+    # Metal has one device and its code follows the system's version.
+    return [kind, platform.processor(), platform.mac_ver()[0], platform.release()]
+
+
+@functools.cache
+def cpu_facts(cpuinfo: str = "/proc/cpuinfo") -> tuple[str, str]:
+    """(model name, hash of the instruction set flags) of this CPU; without /proc what `platform` knows."""
+    try:
+        text = Path(cpuinfo).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux, or a sandbox without /proc
+        text = ""
+    fields: dict[str, str] = {}
+    for line in text.split("\n\n", 1)[0].splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip().lower()] = value.strip()
+    model = fields.get("model name") or " ".join(
+        fields[name] for name in ("cpu implementer", "cpu part", "cpu variant") if name in fields
+    )
+    flags = fields.get("flags") or fields.get("features") or ""
+    model = model or platform.processor() or platform.machine()
+    return model, hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]
+
+
+def triton_versions() -> dict[str, str]:
+    """Installed Triton distributions and their versions, without importing any."""
+    found = {}
+    for name in TRITON_NAMES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def engine_source_hash(root: Path | None = None) -> str:
+    """SHA-256 over the engine's source files that shape artefacts, by content, wherever they lie."""
+    package = root or Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for name, path in shaping_files(package):
+        # Line ends differ between checkouts of one commit; the code does not.
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def shaping_files(package: Path) -> list[tuple[str, Path]]:
+    """(name within the package, file) of every source file that shapes artefacts, in a fixed order."""
+    found = []
+    for folder, folders, files in os.walk(package):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for file in files:
+            path = Path(folder, file)
+            name = path.relative_to(package).as_posix()
+            if file.endswith(".py") and name.partition("/")[0].removesuffix(".py") not in NOT_SHAPING:
+                found.append((name, path))
+    return sorted(found)
+
+
+def package_version(name: str) -> str:
+    """The version of an installed or loaded package, without importing it; "none" if there is none."""
+    package = __name__.partition(".")[0] if name == "nexfort" else name
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(loaded, str):
+        return str(loaded)
+    if name == "triton":
+        return next(iter(triton_versions().values()), "none")
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

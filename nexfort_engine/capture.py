@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block -> graph: one repeated block captured once, with its weights as arguments and its sizes as symbols.
+
+The way is torch.export in non-strict mode over the block's own Python code. What is added here: weights, buffers and
+plain tensor attributes become inputs; mappings are recorded (readset.py), attribute reads are recorded
+(modulestate.py); the sizes, relations and ranges that the trace took for granted become conditions (conditions.py);
+the source files of the code that was walked through are listed with their hashes.
+
+Nothing is lowered here, and the module is the same after as before, also when the capture fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import modulestate, readset
+from .conditions import Conditions, Dim
+from .readset import ReadSet, Refused, ValueUsed
+from .signature import Flat, Leaves, flatten, spec_text, unflatten_call
+
+LOCK = threading.RLock()  # export, attribute recording and Inductor's settings are process-wide: one at a time
+_MAX_CONSTANT = 1 << 16  # elements; a larger tensor from outside the block is data that may change
+_MAX_ADMISSIONS = 64
+
+
+@dataclass
+class Example:
+    """One call of a block, enough to capture it: the structure, and sizes in place of tensors."""
+
+    spec: Any
+    tensors: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
+    ints: list[int]
+    mappings: list[dict[Any, Any]]
+
+    @classmethod
+    def of(cls, spec: Any, flat: Flat) -> Example:
+        metas = [(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]
+        return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
+
+
+@dataclass
+class Captured:
+    """A graph and everything that must be checked before its artefact is used.
+
+    graph inputs, in order: the weights in `weights` (indices of WeightSlots), `constants`, the tensors in `tensors`
+    (indices of the call's), the option tensors in `options` (paths), the ints in `ints` (indices).
+    """
+
+    graph: torch.fx.GraphModule
+    weights: list[int]
+    constants: list[torch.Tensor]
+    tensors: list[int]
+    options: list[readset.Path]
+    ints: list[int]
+    conditions: Conditions
+    guards: list[list[Any]]
+    reads: list[list[Any]]
+    output: Any
+    mutated: list[int]
+    writes: list[list[Any]]
+    sources: dict[str, str]
+    modules: list[str] = field(default_factory=list)
+
+
+class _Trace:
+    """What one capture needs and finds."""
+
+    def __init__(self, block: nn.Module, slots: modulestate.WeightSlots, example: Example) -> None:
+        self.block, self.slots, self.example = block, slots, example
+        self.log = ReadSet({})
+        self.recordings: list[readset.Recording] = []
+        self.admitted: dict[readset.Path, Any] = {}
+        self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
+        self.output: Any = None
+
+
+class _Lifted(nn.Module):
+    """The block as a function of its weights. The block hides in __dict__, so that export finds no parameters."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()
+        self.__dict__["trace"] = trace  # an object of its own: export puts back what a forward assigns to its module
+
+    def forward(self, weights: list[torch.Tensor], tensors: list[torch.Tensor], extra: list[Any], ints: list[int]):
+        trace: _Trace = self.__dict__["trace"]
+        log = trace.log = ReadSet({**trace.admitted, **dict(zip(trace.paths, extra, strict=True))})
+        recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
+        trace.recordings = recordings
+        args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
+        with trace.slots.replaced(weights):
+            result = trace.block(*args, **kwargs)
+        flat = Flat()
+        trace.output = flatten(result, flat)
+        if flat.mappings:
+            raise Refused("it returns a mapping")
+        if not flat.tensors:
+            raise Refused("it returns no tensor")
+        if flat.ints:
+            raise Refused("it returns a number")
+        return flat.tensors
+
+
+def capture(module: nn.Module, example: Example, *, dynamic: bool = True) -> Captured:
+    """Capture one block at one example call.
+
+    dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
+    artefact can stand for the block; anything torch raises while tracing passes through.
+    """
+    reason = modulestate.foreign(module)
+    if reason:
+        raise Refused(f"it carries {reason}")
+    slots = modulestate.WeightSlots(module)
+    trace = _Trace(module, slots, example)
+    try:
+        with LOCK, modulestate.recording(module) as reads:
+            program = _export(trace, dynamic)
+        return _finish(program, trace, modulestate.rows_of(reads))
+    except Exception as error:
+        error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
+        raise
+
+
+def _export(trace: _Trace, dynamic: bool) -> torch.export.ExportedProgram:
+    example = trace.example
+    weights = [_plain(w) for w in trace.slots.read()]
+    tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
+    for _ in range(_MAX_ADMISSIONS):
+        args = (weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
+        try:
+            with torch.no_grad():
+                dims = _dims(args, dynamic)
+                return torch.export.export(_Lifted(trace), args, dynamic_shapes=dims, strict=False)
+        except ValueUsed as used:
+            value = readset.admit(example.mappings, used.path)
+            if isinstance(value, torch.Tensor):
+                trace.paths.append(used.path)
+            else:
+                trace.admitted[used.path] = value
+    raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
+
+
+def _guards_so_far(trace: _Trace) -> list[list[Any]]:
+    try:
+        return readset.to_json(trace.log)
+    except Refused:
+        return []
+
+
+def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch.Tensor:
+    """The tensor at a path of the call's mappings, as an input of the graph."""
+    return readset.look(list(mappings), path).detach().contiguous()
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    if type(weight) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise Refused(f"a weight is a {type(weight).__qualname__}, not a plain tensor")
+    return weight.detach()
+
+
+def _dims(args: tuple[list[Any], ...], dynamic: bool) -> Any:
+    auto = torch.export.Dim.AUTO
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {i: auto for i, size in enumerate(value.shape) if size > 1} if dynamic else {}
+        return auto if dynamic else None
+
+    weights, tensors, extra, ints = args
+    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], [of(i) for i in ints]
+
+
+def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[list[Any]]) -> Captured:
+    graph = program.graph_module
+    holders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    constants = _constants(program, holders)
+    n_weights, n_tensors, n_extra = len(trace.slots.names), len(trace.example.tensors), len(trace.paths)
+    _refuse_random(graph)
+    mutated = _mutated(graph, holders)
+    inputs = holders[len(constants) :]
+    groups = [
+        inputs[:n_weights],
+        inputs[n_weights : n_weights + n_tensors],
+        inputs[n_weights + n_tensors : n_weights + n_tensors + n_extra],
+        inputs[n_weights + n_tensors + n_extra :],
+    ]
+    kept = [[i for i, node in enumerate(group) if node.users or node in mutated] for group in groups]
+    if any(groups[0][i] in mutated for i in kept[0]):
+        raise Refused("it changes its own weights or buffers")
+    conditions = _conditions(groups, kept, program)
+    writes = _writes(trace.recordings, groups, kept)
+    for group, keep in zip(groups, kept, strict=True):
+        for i, node in enumerate(group):
+            if i not in keep:
+                graph.graph.erase_node(node)
+    _order(graph, constants, groups, kept)
+    graph.recompile()
+    return Captured(
+        graph=graph,
+        weights=kept[0],
+        constants=[value for _, value in constants],
+        tensors=kept[1],
+        options=[trace.paths[i] for i in kept[2]],
+        ints=kept[3],
+        conditions=conditions,
+        guards=readset.to_json(trace.log),
+        reads=rows,
+        output=trace.output,
+        mutated=[kept[1].index(i) for i in kept[1] if groups[1][i] in mutated],
+        writes=writes,
+        sources=_sources(trace.block, program),
+        modules=_op_modules(graph),
+    )
+
+
+def _constants(
+    program: torch.export.ExportedProgram, holders: list[torch.fx.Node]
+) -> list[tuple[torch.fx.Node, torch.Tensor]]:
+    """Literal tensors of the code (`torch.tensor(0.5)`), which export lifts to leading inputs."""
+    names = program.graph_signature.inputs_to_lifted_tensor_constants
+    found = []
+    for node in holders:
+        if node.name in names:
+            value = program.constants[names[node.name]]
+            if value.numel() > _MAX_CONSTANT:
+                raise Refused(f"it uses a tensor of {value.numel()} elements that is neither weight nor argument")
+            found.append((node, value.detach()))
+    return found
+
+
+def _order(graph: torch.fx.GraphModule, constants: Any, groups: Any, kept: Any) -> None:
+    """Bring the placeholders into the order that Captured documents: weights first, constants after them."""
+    nodes = [groups[0][i] for i in kept[0]] + [node for node, _ in constants]
+    first = next((n for n in graph.graph.nodes if n.op == "placeholder"), None)
+    for node in reversed(nodes):
+        if node is not first:
+            first.prepend(node)  # type: ignore[union-attr]
+            first = node
+
+
+def _refuse_random(graph: torch.fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if _dropout_of(node) == 0.0:
+                continue  # attention without dropout carries the tag as well
+            raise Refused(f"it draws random numbers ({node.target}), which compiled code would draw differently")
+
+
+def _dropout_of(node: torch.fx.Node) -> float | None:
+    """The dropout probability an operator is called with; 0 outside training; None where it has none."""
+    given = dict(node.kwargs)
+    for arg, declared in zip(node.args, node.target._schema.arguments, strict=False):  # type: ignore[union-attr]
+        given[declared.name] = arg
+    for declared in node.target._schema.arguments:  # type: ignore[union-attr]
+        if declared.name in ("dropout_p", "p"):
+            if given.get("train") is False or given.get("training") is False:
+                return 0.0
+            return given.get(declared.name, declared.default_value)  # type: ignore[return-value]
+    return None
+
+
+def _mutated(graph: torch.fx.GraphModule, holders: list[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The inputs that the graph writes to, also through views of them."""
+    found = set()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for arg, declared in zip(node.args, schema.arguments, strict=False):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                root = arg
+                while isinstance(root, torch.fx.Node) and root.op == "call_function" and _is_view(root):
+                    root = root.args[0]
+                if root in holders:
+                    found.add(root)
+    return found
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not node.args:
+        return False
+    first = schema.arguments[0].alias_info
+    return first is not None or str(node.target).startswith(("aten.reshape", "aten.contiguous", "aten.to."))
+
+
+def _dim_text(size: Any) -> Dim:
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr) if expr.is_number else _print(expr)
+
+
+def _print(expr: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(expr)
+
+
+def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram) -> Conditions:
+    tensors = [groups[1][i] for i in kept[1]] + [groups[2][i] for i in kept[2]]
+    shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
+    ints: list[Dim] = []
+    for i in kept[3]:
+        value = groups[3][i].meta["val"]
+        ints.append(value if isinstance(value, int) else _dim_text(value))
+    env = _shape_env(groups)
+    ranges: dict[str, list[int | None]] = {}
+    guards: list[str] = []
+    if env is not None:
+        for symbol, bound in program.range_constraints.items():
+            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else 1
+            high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
+            ranges[str(symbol)] = [low, high]
+        guards = _guards(env)
+    bound_names = {s for shape in shapes for s in shape if isinstance(s, str)} | {i for i in ints if isinstance(i, str)}
+    from .conditions import names
+
+    known = set().union(*[names(t) for t in bound_names]) if bound_names else set()
+    # a relation over sizes of inputs that the graph does not use says nothing about the graph
+    conditions = Conditions(shapes, ints, ranges, [g for g in guards if names(g) <= known])
+    if conditions.unbound():
+        raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
+    return conditions
+
+
+def _shape_env(groups: Any) -> Any:
+    for group in groups:
+        for node in group:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+                return value.fake_mode.shape_env
+    return None
+
+
+def _guards(env: Any) -> list[str]:
+    """The relations that must hold: every one that the block's own code branched on, and equalities of torch's.
+
+    Torch's inner inequalities (is this dimension 1, is that stride larger) choose between equal results and are
+    stricter than the lowered code: one measured family would be refused at batch 1 for nothing.
+    """
+    import sympy
+
+    torch_folder = str(Path(torch.__file__).parent)
+    found: dict[str, None] = {}
+    for guard in env.guards:
+        expr = env.replace(guard.expr)
+        if expr in (True, sympy.true) or getattr(expr, "is_number", False):
+            continue
+        frame = guard.sloc.framework_loc
+        inside = frame is None or str(getattr(frame, "filename", frame)).startswith(torch_folder)
+        if inside and not isinstance(expr, sympy.Eq):
+            continue
+        found[_print(expr)] = None
+    return list(found)
+
+
+def _writes(recordings: list[readset.Recording], groups: Any, kept: Any) -> list[list[Any]]:
+    """What the block writes into its caller's mappings and can be written again: plain values, and sizes of inputs."""
+    places: dict[str, list[int]] = {}
+    for i in kept[1]:
+        for d, size in enumerate(groups[1][i].meta["val"].shape):
+            if not isinstance(size, int):
+                places.setdefault(str(size.node.expr), [i, d])
+    rows = []
+    for number, recording in enumerate(recordings):
+        for key, value in recording.written.items():
+            text = _write_value(value, places)
+            if text is not None and type(key) is str:
+                rows.append([number, key, text])
+    return rows
+
+
+def _write_value(value: Any, places: dict[str, list[int]]) -> Any:
+    if isinstance(value, torch.SymInt):
+        place = places.get(str(value.node.expr))
+        return {"size": place} if place else ({"plain": int(value)} if value.node.expr.is_number else None)
+    if isinstance(value, (list, tuple)):
+        parts = [_write_value(v, places) for v in value]
+        return None if None in parts else {"tuple" if isinstance(value, tuple) else "list": parts}
+    return {"plain": value} if type(value) in readset.PLAIN else None
+
+
+def _op_modules(graph: torch.fx.GraphModule) -> list[str]:
+    """Python modules that must be imported before the artefact is loaded: they register operators the graph calls."""
+    found = set()
+    for node in graph.graph.nodes:
+        namespace = getattr(node.target, "namespace", None) if node.op == "call_function" else None
+        if namespace and namespace not in ("aten", "prim", "prims", "_operator", "higher_order"):
+            found.add(_registering_module(str(node.target._schema.name)))
+    return sorted(m for m in found if m)
+
+
+def _registering_module(name: str) -> str:
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(name)
+    return getattr(getattr(definition, "_init_fn", None), "__module__", "") or ""
+
+
+def _sources(block: nn.Module, program: torch.export.ExportedProgram) -> dict[str, str]:
+    """Module name -> hash of the source file, for every file of Python code outside torch that the trace walked."""
+    names = {type(sub).__module__ for sub in block.modules()}
+    for sub in block.modules():
+        for kind in type(sub).__mro__:
+            names.add(kind.__module__)
+    files = {getattr(sys.modules.get(n), "__file__", None): n for n in names}
+    by_file = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
+    for trace in {node.meta.get("stack_trace") or "" for node in program.graph.nodes}:
+        for file in _trace_files(trace) & by_file.keys():
+            files[file] = by_file[file]
+    torch_folder = str(Path(torch.__file__).parent)
+    return {
+        name: hash_source(file)
+        for file, name in files.items()
+        if file and not str(file).startswith(torch_folder) and Path(file).is_file() and __package__ not in name
+    }
+
+
+def _trace_files(text: str) -> set[str]:
+    return {line.split('"')[1] for line in text.splitlines() if line.strip().startswith('File "')}
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash_file(path: str, _size: int, _mtime: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def hash_source(path: str) -> str:
+    """SHA-256 of a source file, remembered while its size and time stay."""
+    stat = Path(path).stat()
+    return _hash_file(path, stat.st_size, stat.st_mtime_ns)
+
+
+def sources_changed(sources: dict[str, str]) -> str | None:
+    """The first module of a manifest whose source is not what it was at capture, or None. Imports nothing."""
+    for name, digest in sources.items():
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None) or (inspect.getsourcefile(module) if module else None)
+        if file is None or not Path(file).is_file() or hash_source(file) != digest:
+            return name
+    return None
+
+
+def spec_key(spec: Any, flat: Flat, metas: Sequence[Any]) -> list[Any]:
+    """The call's part of the primary key: structure, dtypes, ranks, memory formats; no sizes."""
+    return [spec_text(spec), [list(m) for m in metas], len(flat.ints), len(flat.mappings)]

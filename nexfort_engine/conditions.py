@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape conditions of an artefact: which sizes it may be called with.
+
+A lowered graph carries no guards of its own; run at other sizes than it was made for it is wrong or fails. So the
+conditions are stored as text beside it and evaluated once for every new combination of sizes: each input dimension is
+a number, a symbol or an expression of symbols; ranges bound the symbols; guards are relations that the capture took as
+given. Text is evaluated by a small interpreter over Python's syntax tree, never by `eval`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Dim = int | str
+
+
+def _mod(a: int, b: int) -> int:
+    return a % b
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "Mod": _mod,
+    "PythonMod": _mod,
+    "Min": min,
+    "Max": max,
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "FloorDiv": lambda a, b: a // b,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "Eq": lambda a, b: a == b,
+    "Ne": lambda a, b: a != b,
+    "Not": lambda a: not a,
+    "And": lambda *a: all(a),
+    "Or": lambda *a: any(a),
+    "TruncToInt": math.trunc,
+    "IntTrueDiv": lambda a, b: a / b,
+    "ToFloat": float,
+}
+_OPERATORS: dict[type, Any] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Div: lambda a, b: a / b,
+    ast.Mod: _mod,
+    ast.Pow: lambda a, b: a**b,
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def evaluate(text: str, symbols: Mapping[str, int]) -> Any:
+    """The value of an expression of symbols. Raises ValueError for syntax that no condition has."""
+    return _value(_parse(text), symbols)
+
+
+def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, bool)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in symbols:
+        return symbols[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, symbols), _value(node.right, symbols))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
+        value = _value(node.operand, symbols)
+        return -value if isinstance(node.op, ast.USub) else not value
+    if isinstance(node, ast.BoolOp):
+        values = [_value(v, symbols) for v in node.values]
+        return all(values) if isinstance(node.op, ast.And) else any(values)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+        left, right = _value(node.left, symbols), _value(node.comparators[0], symbols)
+        return _OPERATORS[type(node.ops[0])](left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*[_value(a, symbols) for a in node.args])
+    raise ValueError(f"{ast.unparse(node)!r} was found in a shape condition, expected arithmetic over {set(symbols)}")
+
+
+def names(text: str) -> set[str]:
+    """The symbols in an expression."""
+    return {n.id for n in ast.walk(_parse(text)) if isinstance(n, ast.Name) and n.id not in _FUNCTIONS}
+
+
+class Conditions:
+    """When an artefact may be called.
+
+    shapes: for each tensor input the sizes as numbers or expressions; ints: the same for each integer input;
+    ranges: symbol -> [least, greatest or None]; guards: relations. `as_json` and `Conditions(**json)` are inverses.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[Dim]],
+        ints: Sequence[Dim] = (),
+        ranges: Mapping[str, Sequence[int | None]] | None = None,
+        guards: Sequence[str] = (),
+    ) -> None:
+        self.shapes = [list(s) for s in shapes]
+        self.ints = list(ints)
+        self.ranges = {k: list(v) for k, v in (ranges or {}).items()}
+        self.guards = list(guards)
+        self._bind = self._binding_places()
+
+    def _binding_places(self) -> list[tuple[str, int, int]]:
+        """Where each symbol stands alone: (symbol, input, dimension), or (symbol, -1, number of the int)."""
+        places: dict[str, tuple[int, int]] = {}
+        for i, shape in enumerate(self.shapes):
+            for d, size in enumerate(shape):
+                if isinstance(size, str) and size.isidentifier():
+                    places.setdefault(size, (i, d))
+        for i, value in enumerate(self.ints):
+            if isinstance(value, str) and value.isidentifier():
+                places.setdefault(value, (-1, i))
+        return [(name, *place) for name, place in places.items()]
+
+    def unbound(self) -> set[str]:
+        """Symbols that no input dimension gives alone; with any, the conditions cannot be checked."""
+        used: set[str] = set()
+        for text in [*(d for s in self.shapes for d in s), *self.ints, *self.guards]:
+            if isinstance(text, str):
+                used |= names(text)
+        return used - {name for name, _, _ in self._bind}
+
+    def broken(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> str | None:
+        """Why a call with these sizes may not use the artefact, or None if it may."""
+        symbols: dict[str, int] = {}
+        for shape, expected in zip(shapes, self.shapes, strict=True):
+            if len(shape) != len(expected):
+                return f"rank {len(shape)} where {len(expected)} was captured"
+        for name, i, d in self._bind:
+            symbols[name] = int(ints[d] if i < 0 else shapes[i][d])
+        for i, (shape, expected) in enumerate(zip(shapes, self.shapes, strict=True)):
+            for d, size in enumerate(expected):
+                wanted = size if isinstance(size, int) else evaluate(size, symbols)
+                if shape[d] != wanted:
+                    return f"size {shape[d]} of dimension {d} of input {i} where {size} was captured"
+        for value, expected_int in zip(ints, self.ints, strict=True):
+            wanted = expected_int if isinstance(expected_int, int) else evaluate(expected_int, symbols)
+            if value != wanted:
+                return f"the number {value} where {expected_int} was captured"
+        for name, (least, greatest) in self.ranges.items():
+            if name in symbols:
+                if least is not None and symbols[name] < least:
+                    return f"{name} = {symbols[name]} below {least}"
+                if greatest is not None and symbols[name] > greatest:
+                    return f"{name} = {symbols[name]} above {greatest}"
+        for guard in self.guards:
+            if not evaluate(guard, symbols):
+                return f"the relation {guard} does not hold"
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"shapes": self.shapes, "ints": self.ints, "ranges": self.ranges, "guards": self.guards}

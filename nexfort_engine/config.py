@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode grammar and options -> one frozen `CompileConfig`.
+
+A config says what the user asked for and what of it changes an artefact. This file parses, names the nearest
+valid word on errors and translates to Inductor's settings by name. It does not import torch or Inductor,
+changes no setting of the process, and decides nothing about a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TOKENS: dict[str, str] = {
+    "O2": "default: fused kernels at the model's own precision, no search, any size",
+    "O3": "O2 plus low-precision",
+    "max-autotune": "search for the fastest kernels; compiles longer",
+    "max-optimize": "all fusions; with max-autotune also the finest search",
+    "cudagraphs": "replay whole steps as CUDA graphs",
+    "freezing": "inline weights as constants",
+    "low-precision": "allow cheaper arithmetic",
+    "cache-all": "keep everything compiled on disk (always on)",
+    "benchmark": "let cuDNN measure its convolution algorithms",
+    "jit": "fast-compile profile: least compile time, less speed",
+    "disable-runtime-fusion": "fast-compile profile, as jit",
+    "quant": "quantised weights",
+}
+DEFAULT_MODE = "O2"
+
+OPTIONS: dict[str, type] = {
+    "inductor.optimize_linear_epilogue": bool,
+    "triton.fuse_attention_allow_fp16_reduction": bool,
+    "overrides.conv_benchmark": bool,
+    "overrides.matmul_allow_tf32": bool,
+    "inductor.force_triton_sdpa": bool,
+    "cuda.fuse_timestep_embedding": bool,
+}
+KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
+MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
+
+EXAMPLE = '{"mode": "O2", "memory_format": "channels_last", "dynamic": true}'
+
+# What the composite tokens stand for. cache-all is always on: the engine has no mode without its disk cache.
+_EXPANSION: dict[str, tuple[str, ...]] = {
+    "O2": ("max-optimize", "cache-all"),
+    "O3": ("O2", "max-optimize", "cache-all", "low-precision"),
+}
+_SEARCHING = ("max-autotune", "max-optimize")
+_FAST = ("jit", "disable-runtime-fusion")
+_PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
+
+# Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
+# is compiled, `lowering_key` picks it up by itself.
+_INACTIVE_TOKENS: dict[str, str] = {
+    "cudagraphs": "CUDA graphs are not available yet; kernels are launched one by one",
+    "low-precision": "low precision is not available yet; everything runs at the model's own precision",
+    "quant": "quantised kernels are not available yet; weights are used as they are",
+    "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
+    "nothing is inlined",
+    "O3": "runs as O2: low precision is not available yet",
+}
+_INACTIVE_OPTIONS: dict[str, str] = {
+    "triton.fuse_attention_allow_fp16_reduction": "the fused attention kernel",
+    "inductor.force_triton_sdpa": "the fused attention kernel",
+    "cuda.fuse_timestep_embedding": "the fused timestep embedding",
+}
+_LOWERING_TOKENS = ("low-precision", "quant")
+_LOWERING_OPTIONS = tuple(name for name in OPTIONS if name != "overrides.conv_benchmark")
+
+# Words of torch.compile and of habit that are not near their equivalent by spelling.
+_SYNONYMS = {
+    "default": "O2",
+    "reduce-overhead": "cudagraphs",
+    "max-autotune-no-cudagraphs": "max-autotune",
+    "cuda-graphs": "cudagraphs",
+    "fp8": "quant",
+    "int8": "quant",
+    "nhwc": "channels_last",
+    "nchw": "contiguous_format",
+}
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What to compile for: frozen, hashable, normalised on construction.
+
+    Make one with `CompileConfig.parse`. `tokens` are sorted and unique, `options` sorted pairs.
+    """
+
+    tokens: tuple[str, ...] = (DEFAULT_MODE,)
+    dynamic: bool = True
+    memory_format: str | None = None
+    fullgraph: bool = False
+    disable: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, str):
+            raise ValueError(
+                f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)"
+            )
+        for token in self.tokens:
+            _check_name(token, TOKENS, "mode token")
+        for key in ("dynamic", "fullgraph", "disable"):
+            _check_bool(getattr(self, key), key)
+        if self.memory_format is not None:
+            _check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
+        values = dict(self.options)
+        for name, value in values.items():
+            _check_name(name, OPTIONS, "option")
+            _check_bool(value, f"option {name!r}")
+        object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))) or (DEFAULT_MODE,))
+        object.__setattr__(self, "options", tuple(sorted(values.items())))
+
+    @classmethod
+    def parse(
+        cls,
+        options: str | Mapping[str, Any] | CompileConfig | None = None,
+        *,
+        dynamic: bool | None = None,
+    ) -> CompileConfig:
+        """Read a mapping, JSON text, a bare mode such as "max-autotune:cudagraphs", or nothing (O2).
+
+        The keyword `dynamic` holds unless `options` says `dynamic` itself. The caller's mapping is only read.
+        Raises ValueError naming what was found, the nearest valid word and all valid words.
+        """
+        if isinstance(options, CompileConfig):
+            return options
+        given = _as_mapping(options)
+        fields: dict[str, Any] = {}
+        for key, value in given.items():
+            _check_key(key)
+            if value is not None:  # null means "not given": torch.compile users write dynamic=None
+                fields[key] = value
+        if dynamic is not None:
+            fields.setdefault("dynamic", dynamic)
+        if "mode" in fields:
+            fields["tokens"] = _parse_mode(fields.pop("mode"))
+        if "memory_format" in fields:
+            # str() turns torch.channels_last into "torch.channels_last" without importing torch here
+            fields["memory_format"] = str(fields["memory_format"]).removeprefix("torch.")
+        if "options" in fields:
+            fields["options"] = _parse_options(fields["options"])
+        return cls(**fields)
+
+    @property
+    def mode(self) -> str:
+        """The canonical mode text: sorted, without duplicates."""
+        return ":".join(self.tokens)
+
+    @property
+    def profile(self) -> str:
+        """How much compile time to spend: "search" (max-autotune), "fast" (jit) or "standard".
+
+        A max-* token beside jit wins: who asks for a search does not also mean the fastest compile.
+        """
+        if "max-autotune" in self.tokens:
+            return "search"
+        if "max-optimize" not in self.tokens and any(token in self.tokens for token in _FAST):
+            return "fast"
+        return "standard"
+
+    def has(self, token: str) -> bool:
+        """Whether `token` is asked for, directly or through O2 and O3. Modifiers alone count as O2."""
+        _check_name(token, TOKENS, "mode token")
+        return token in self._effective()
+
+    def _effective(self) -> frozenset[str]:
+        asked = set(self.tokens)
+        if not asked.intersection(_PROFILES):
+            asked.add(DEFAULT_MODE)
+        for token in tuple(asked):
+            asked.update(_EXPANSION.get(token, ()))
+        if self.profile == "fast":
+            asked.discard("max-optimize")  # "O2:jit" asks for the cheapest compile, not for every fusion
+        return frozenset(asked)
+
+    def option(self, name: str, default: bool | None = None) -> bool | None:
+        """The value of a dotted option, or `default` where the user gave none."""
+        _check_name(name, OPTIONS, "option")
+        return dict(self.options).get(name, default)  # type: ignore[return-value]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data that JSON can hold; `parse` of it gives this config back."""
+        return {
+            "mode": self.mode,
+            "dynamic": self.dynamic,
+            "memory_format": self.memory_format,
+            "fullgraph": self.fullgraph,
+            "disable": self.disable,
+            "options": dict(self.options),
+        }
+
+    def inactive(self) -> list[dict[str, str]]:
+        """What was asked for and has no effect, with the reason: tokens first, then options."""
+        found = [(token, _INACTIVE_TOKENS[token]) for token in self.tokens if token in _INACTIVE_TOKENS]
+        if self.profile != "fast":
+            winner = next((token for token in _SEARCHING if token in self.tokens), "")
+            reason = f"{winner} asks for the opposite of the fast-compile profile and wins"
+            found += [(token, reason) for token in self.tokens if token in _FAST]
+        for name, value in self.options:
+            if name in _INACTIVE_OPTIONS:
+                what = _INACTIVE_OPTIONS[name]
+                effect = (
+                    "is not available yet"
+                    if value
+                    else "is not available yet, so there is nothing to turn off"
+                )
+                found.append((name, f"{what} {effect}"))
+            elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
+                found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
+        return [{"token": token, "reason": reason} for token, reason in found]
+
+    def refuse_freezing(self, where: str) -> None:
+        """Raise ValueError if the mode has `freezing`; `where` names the place whose weights can change."""
+        if "freezing" not in self.tokens:
+            return
+        rest = ":".join(token for token in self.tokens if token != "freezing") or DEFAULT_MODE
+        raise ValueError(
+            f"mode {self.mode!r} has 'freezing', which inlines weights as constants, but in {where} weights "
+            f"can change (LoRA, model swap, offload) and the picture would silently keep the old ones; "
+            f"expected a mode without it, for example {rest!r}"
+        )
+
+    def lowering_key(self) -> str:
+        """Canonical text of only what changes an artefact; equal keys may share artefacts.
+
+        Token order, `disable`, `fullgraph`, run-time flags (cuDNN benchmark) and whatever is inactive are
+        left out.
+        """
+        asked = self._effective()
+        options = {
+            name: value
+            for name, value in self.options
+            if name in _LOWERING_OPTIONS and name not in _INACTIVE_OPTIONS
+        }
+        if self.profile != "search":
+            options.pop("inductor.optimize_linear_epilogue", None)
+        parts = {
+            "profile": self.profile,
+            "optimize": "max-optimize" in asked,
+            "precision": [t for t in _LOWERING_TOKENS if t in asked and t not in _INACTIVE_TOKENS],
+            "dynamic": self.dynamic,
+            "layout": None if self.memory_format == "preserve_format" else self.memory_format,
+            "options": options,
+        }
+        return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+    def inductor_options(self, device_type: str) -> dict[str, object]:
+        """Names and values for `torch._inductor.config`, to lower with this config on "cuda" or "cpu".
+
+        Everything the profile depends on is written out, so that an environment variable of the user
+        (TORCHINDUCTOR_MAX_AUTOTUNE=1) cannot make an artefact that its key does not describe.
+        """
+        on_gpu = device_type != "cpu"
+        search = self.profile == "search"
+        found: dict[str, object] = {
+            "freezing": False,  # weights are inputs; inlining them would make every LoRA a new artefact
+            "triton.cudagraphs": False,  # a graph around one region would copy its weights in on each call
+            "max_autotune": search,
+            "max_autotune_pointwise": search and on_gpu,
+            "max_autotune_gemm": search,
+            "coordinate_descent_tuning": search and on_gpu and self.has("max-optimize"),
+        }
+        if search:
+            # DEFAULT, not EXHAUSTIVE: the unbounded search took 20 to 40 minutes on a large UNet
+            found["max_autotune_gemm_search_space"] = "DEFAULT"
+            found["max_autotune_gemm_backends"] = "ATEN,TRITON" if on_gpu else "ATEN,CPP"
+            found["max_autotune_conv_backends"] = "ATEN,TRITON" if on_gpu else "ATEN"
+            epilogue = self.option("inductor.optimize_linear_epilogue")
+            if epilogue is not None:
+                found["epilogue_fusion"] = epilogue
+        if self.profile == "fast" and on_gpu:
+            found["triton.autotune_pointwise"] = False  # one launch configuration a kernel, nothing is timed
+            found["shape_padding"] = False  # padding is decided by timing each product
+        if self.memory_format == "channels_last":
+            found["layout_optimization"] = True
+            # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours
+            found["force_layout_optimization"] = on_gpu
+        elif self.memory_format == "contiguous_format":
+            found["layout_optimization"] = False
+        return found
+
+    def backend_flags(self) -> dict[str, bool]:
+        """Settings to hold while the model runs, as keywords for `flags.backend_scope`."""
+        found: dict[str, bool] = {}
+        conv = self.option("overrides.conv_benchmark", True if "benchmark" in self.tokens else None)
+        if conv is not None:
+            found["conv_benchmark"] = conv
+        tf32 = self.option("overrides.matmul_allow_tf32")
+        if tf32 is not None:
+            found["matmul_allow_tf32"] = tf32
+        return found
+
+
+def _as_mapping(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if options is None:
+        return {}
+    if isinstance(options, Mapping):
+        return options
+    if not isinstance(options, str):
+        raise ValueError(
+            f"options is a {type(options).__name__}; expected a dict, JSON text or a mode, "
+            f"for example {EXAMPLE}"
+        )
+    text = options.strip()
+    if not text:
+        return {}
+    if text != "null" and not re.search(r'[{}\[\]"]', text):
+        return {"mode": text}
+    loaded = _load_json(text)
+    if loaded is None:
+        return {}
+    if isinstance(loaded, str):
+        return {"mode": loaded}
+    if not isinstance(loaded, dict):
+        raise ValueError(
+            f"options is a JSON {type(loaded).__name__}; expected an object, for example {EXAMPLE}"
+        )
+    return loaded
+
+
+def _load_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        hint = "; JSON wants double quotes" if "'" in text and '"' not in text else ""
+        near = text[max(0, error.pos - 12) : error.pos + 12]
+        raise ValueError(
+            f"options is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, "
+            f"near {near!r}{hint}; expected for example {EXAMPLE}"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"options is nested too deeply for JSON; expected for example {EXAMPLE}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(
+                f"options has the key {key!r} twice; expected each key once, so remove one of them"
+            )
+        found[key] = value
+    return found
+
+
+def _parse_mode(mode: object) -> tuple[str, ...]:
+    if not isinstance(mode, str):
+        raise ValueError(
+            f"mode is a {type(mode).__name__}; expected text of tokens joined by ':', for example "
+            f"'max-optimize:max-autotune'. All tokens: {', '.join(TOKENS)}"
+        )
+    return tuple(token.strip() for token in mode.split(":") if token.strip())
+
+
+def _parse_options(options: object) -> tuple[tuple[str, object], ...]:
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f'"options" is a {type(options).__name__}; expected an object such as '
+            f'{{"overrides.conv_benchmark": true}}. All options: {", ".join(OPTIONS)}'
+        )
+    for name in options:
+        if name in KEYS:
+            raise ValueError(
+                f'{name!r} stands inside "options"; expected one level up, beside "mode", '
+                f"for example {EXAMPLE}"
+            )
+    return tuple((name, value) for name, value in options.items() if value is not None)
+
+
+def _check_key(key: object) -> None:
+    if isinstance(key, str) and key in OPTIONS:
+        raise ValueError(
+            f'{key!r} is a low-level option; expected inside "options": {{"options": {{"{key}": true}}}}. '
+            f"All keys here: {', '.join(KEYS)}"
+        )
+    _check_name(key, KEYS, "key")
+
+
+def _check_bool(value: object, what: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; expected true or false")
+
+
+def _check_name(name: object, valid: Iterable[str], what: str) -> None:
+    words = tuple(valid)
+    if isinstance(name, str) and name in words:
+        return
+    raise ValueError(
+        f"unknown {what} {name!r}; did you mean {_nearest(str(name), words)!r}? Valid: {', '.join(words)}"
+    )
+
+
+def _nearest(name: str, words: tuple[str, ...]) -> str:
+    """The valid word nearest to `name`: by habit first, then by spelling regardless of case, '_' and '-'."""
+    plain = name.strip().lower()
+    synonym = _SYNONYMS.get(plain.replace("_", "-"), "")
+    if synonym in words:
+        return synonym
+    folded = {word.lower().replace("_", "-"): word for word in words}
+    best = difflib.get_close_matches(plain.replace("_", "-"), list(folded), n=1, cutoff=0.0)
+    return folded[best[0]]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Inductor finds out about a CPU by compiling, remembered from process to process.
+
+Inductor asks which vector instructions work by building a small library for each and loading it in a new Python: 11 of
+the 13 seconds of a first load. The answers depend on the CPU, the compiler and torch alone, so they are kept in one
+JSON file beside the artefacts. Nothing else about the machine is stored, and a lost or foreign file costs the probe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cache.key import cpu_facts
+
+log = logging.getLogger("nexfort")
+
+_FILE = "cpu_probes.json"
+_folder: Path | None = None
+
+
+def remember_in(folder: Path) -> None:
+    """Keep the answers in `folder` from now on; without it they last as long as the process."""
+    global _folder
+    _folder = folder
+
+
+@contextlib.contextmanager
+def remembered_probes() -> Iterator[None]:
+    """Answer Inductor's vector-instruction probe from memory inside the block; new answers are stored at its end.
+
+    Replaces one method of Inductor's for the length of the block; to be used inside flags.inductor_scope, whose lock
+    keeps it to one thread.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    original = VecISA.check_build
+    answers = _read()
+    known = len(answers)
+
+    def check_build(self: Any, code: str) -> bool:
+        key = _key(self, code)
+        if key not in answers:
+            answers[key] = bool(original(self, code))
+        return answers[key]
+
+    VecISA.check_build = check_build  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA.check_build = original  # type: ignore[method-assign]
+        if len(answers) > known:
+            _write(answers)
+
+
+def _key(isa: Any, code: str) -> str:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("cl") or ""
+    stamp = os.stat(compiler).st_mtime if os.path.isfile(compiler) else 0
+    parts = [torch.__version__, *cpu_facts(), compiler, stamp, type(isa).__name__, isa._arch_flags, code]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _read() -> dict[str, bool]:
+    if _folder is None:
+        return {}
+    try:
+        found = json.loads((_folder / _FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, bool)} if isinstance(found, dict) else {}
+
+
+def _write(answers: dict[str, bool]) -> None:
+    if _folder is None:
+        return
+    part = _folder / f".{_FILE}.{os.getpid()}"
+    try:
+        _folder.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(answers, indent=1))
+        os.replace(part, _folder / _FILE)
+    except OSError as error:
+        log.debug("Nexfort: what was probed about this CPU could not be stored: %s", error)

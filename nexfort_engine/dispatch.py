@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Region: the signature of a call -> its artefact -> the call; eager with a reason otherwise.
+
+No tracing happens here and nothing is guessed: a call runs an artefact only if its structure, dtypes, memory formats,
+sizes, options and the block's own attributes answer as they did at capture. The result of that search is remembered
+for the exact sizes, and what can change between two calls of the same sizes (options, attributes, weights) is compared
+every time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .artefact import Binding
+from .modulestate import WeightSlots, foreign, structure
+from .regions import RegionSpec
+from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .session import Session
+
+log = logging.getLogger("nexfort")
+
+_MOST_SIZES = 4096  # remembered combinations of sizes a region; beyond it the memory starts afresh
+
+
+class Region:
+    """One region of one model: finds the artefact for a call and runs it."""
+
+    def __init__(self, engine: Engine, spec: RegionSpec) -> None:
+        self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
+        self.module, self.inner = spec.module, spec.inner
+        self.slots = WeightSlots(self.module)
+        self.bindings: list[Binding] = []
+        self.known: dict[Any, list[Binding]] = {}
+        self.declined: dict[Any, list[tuple[Callable[[list[Any]], bool], str]]] = {}
+        self.latched: str | None = None
+        self._ids: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._device: torch.device | None = None
+        self._structure: list[Any] | None = None
+        self._problem: str | None = None
+
+    # -- the call ----------------------------------------------------------------------------------------
+
+    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session) -> Any:
+        """Run the block for one call. `plain` is the block's own forward."""
+        if self.latched is not None:
+            return self._eager(plain, args, kwargs, session, self.latched)
+        flat = Flat()
+        try:
+            spec = flatten_call(args, kwargs, flat)
+            weights = self.weights()
+            key = (spec, tuple([_size_key(t) for t in flat.tensors]), tuple(flat.ints))
+            binding = self._find(key, flat)
+            if binding is None:
+                binding = self.engine.builder.obtain(self, key, flat, session)
+        except Unsupported as reason:
+            return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
+        except Ineligible as reason:
+            return self._eager(plain, args, kwargs, session, str(reason))
+        if binding is None:
+            return self._inside(plain, args, kwargs, session)
+        return self._run(binding, weights, flat, plain, args, kwargs, session)
+
+    def _find(self, key: Any, flat: Flat) -> Binding | None:
+        for binding in self.known.get(key, ()):
+            if binding.usable(flat.mappings):
+                return binding
+        return None
+
+    def _run(self, binding: Binding, weights: Any, flat: Flat, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
+        tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
+        try:
+            return binding.run(weights, flat, tensors)
+        except torch.OutOfMemoryError:
+            raise  # the host has its own remedies: unloading, tiling
+        except Exception as error:
+            # whatever it was, the step must complete; the region stays eager from here on and says why
+            self.latched = f"its artefact failed: {type(error).__name__}: {_first_line(error)}"
+            log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, self.latched)
+            return self._eager(plain, args, kwargs, session, self.latched)
+
+    def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
+        self.engine.report.eager(self.path, reason)
+        return self._inside(plain, args, kwargs, session)
+
+    @staticmethod
+    def _inside(plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+        session.inside, before = True, session.inside
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            session.inside = before
+
+    # -- what the module is now --------------------------------------------------------------------------
+
+    def weights(self) -> list[torch.Tensor]:
+        """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
+        weights = self.slots.read()
+        if list(map(id, weights)) != self._ids or [w.dtype for w in weights] != self._dtypes:
+            self._inspect(weights)
+        elif weights and (weights[0].device != self._device or weights[-1].device != self._device):
+            self._inspect(weights)
+        if self._problem is not None:
+            raise Ineligible(self._problem)
+        return weights
+
+    def _inspect(self, weights: list[torch.Tensor]) -> None:
+        if any(w is None for w in weights):  # the tree changed its weights: a slot went away
+            self.slots = WeightSlots(self.module)
+            weights = self.slots.read()
+        self._problem = _weight_problem(weights)
+        before = self._structure
+        self._structure = None
+        if self._problem is None:
+            self._ids, self._dtypes = list(map(id, weights)), [w.dtype for w in weights]
+            self._device = weights[0].device if weights else None
+            if before is not None and self.structure() != before:
+                self.forget()
+
+    def forget(self) -> None:
+        """Forget every artefact: the module is not what it was."""
+        self.bindings, self.known, self.declined = [], {}, {}
+
+    def structure(self) -> list[Any]:
+        """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
+        if self._structure is None:
+            strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in self.slots.read()]
+            self._structure = [structure(self.module), strides]
+        return self._structure
+
+    def remember(self, key: Any, binding: Binding) -> None:
+        """Use a binding for calls of these exact sizes."""
+        if len(self.known) >= _MOST_SIZES:
+            self.known.clear()
+        found = self.known.setdefault(key, [])
+        if binding not in found:
+            found.append(binding)
+
+    def metas(self, flat: Flat) -> list[tuple[str, int, str, str]]:
+        """The tensors' part of the signature. Raises Unsupported."""
+        return [tensor_meta(t) for t in flat.tensors]
+
+    def carries(self) -> str | None:
+        """Hooks and the like that keep the block from being captured or replaced now."""
+        return foreign(self.module)
+
+
+class Ineligible(Exception):
+    """The block cannot run an artefact now. The text is the reason."""
+
+
+def _size_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride(), type(tensor))
+
+
+def _weight_problem(weights: list[Any]) -> str | None:
+    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    for weight in weights:
+        if type(weight) not in kinds and type(weight).__module__ != "torch.nn.parameter":
+            return f"a weight is a {type(weight).__qualname__}, not a plain tensor"
+    if len({w.device for w in weights}) > 1:
+        return "its weights are on different devices (partly offloaded)"
+    if any(w.device.type == "meta" for w in weights):
+        return "its weights are not loaded"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]

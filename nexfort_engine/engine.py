@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: one backbone with one config. It stands its regions in the blocks' places for the length of a call.
+
+What stands in a block's place is an instance-level `forward` that acts only in the context of the call that put it
+there: for any other thread, and after the call, the block is its plain self. Two engines may share modules and run at
+once; the last call to leave takes the stand-ins out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import Builder
+from .cache.store import Store
+from .config import CompileConfig
+from .dispatch import Region
+from .flags import backend_scope, disabled
+from .regions import find_regions
+from .report import Report
+from .session import Session, current, entered
+from .support import unsupported
+
+log = logging.getLogger("nexfort")
+
+_lock = threading.Lock()
+_installed: dict[int, tuple[nn.Module, list[int]]] = {}
+
+
+class Engine:
+    """Regions, artefacts and the report of one backbone under one config.
+
+    cancel: called several times a second while artefacts are made; raises to stop (the host's interrupt).
+    plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: CompileConfig,
+        store: Store,
+        *,
+        cancel: Callable[[], None] | None = None,
+        plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    ) -> None:
+        self.root, self.config, self.store = root, config, store
+        self.cancel = cancel or (lambda: None)
+        self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
+        self.report = Report(config, str(store.root))
+        self.builder = Builder(self)
+        self._table: dict[int, Region] | None = None
+        self._off: str | None = None
+
+    @property
+    def regions(self) -> list[Region]:
+        """The regions, found on first use."""
+        return list(self._regions().values())
+
+    def _regions(self) -> dict[int, Region]:
+        if self._table is None:
+            self._table = {id(spec.module): Region(self, spec) for spec in find_regions(self.root)}
+            if not self._table:
+                self.report.note("no region: the module holds no weights; it runs as it is")
+        return self._table
+
+    def refresh(self) -> None:
+        """Find the regions anew: submodules were exchanged."""
+        self._table = None
+
+    # -- running -----------------------------------------------------------------------------------------
+
+    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the backbone: `plain` is its own forward. Regions are in place for the length of the call."""
+        reason = self.passes(args, kwargs)
+        if reason is not None:
+            if reason:
+                self.report.eager("(whole module)", reason)
+            return plain(*args, **kwargs)
+        with self.active() as session:
+            session.root = (_copied(args), _copied(kwargs))
+            own = self._regions().get(id(self.root))
+            return own.call(plain, args, kwargs, session) if own is not None else plain(*args, **kwargs)
+
+    def passes(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str | None:
+        """Why a call runs without regions: a reason, "" where the user asked for it, None if it does not."""
+        if self.config.disable or disabled():
+            return ""
+        if torch.compiler.is_compiling():
+            return "it is being traced by torch.compile or torch.export"
+        if torch.is_grad_enabled() and _requires_grad(self.root, args, kwargs or {}):
+            return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
+        if self._off is None:
+            self._off = unsupported(self.root) or ""
+            if self._off:
+                log.warning("Nexfort: running eager: %s", self._off)
+        return self._off or None
+
+    @contextlib.contextmanager
+    def active(self, *, watch_root: bool = False, recording: bool = False) -> Iterator[Session]:
+        """Regions stand in the blocks' places inside the block, in this context only.
+
+        watch_root: the backbone is called by somebody else inside the block; note what it is called with.
+        """
+        session = Session(self, recording=recording)
+        modules = [r.module for r in self._regions().values() if r.module is not self.root]
+        if watch_root:
+            modules.append(self.root)
+        placed = [module for module in modules if _place(module)]
+        began = time.perf_counter()
+        try:
+            with backend_scope(**self.config.backend_flags()), entered(session):
+                yield session
+        finally:
+            for module in placed:
+                _displace(module)
+            if not recording:
+                self.report.call(time.perf_counter() - began)
+
+    def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+        """What a stand-in does when its block is called inside a session of this engine."""
+        if module is self.root:
+            session.root = (_copied(args), _copied(kwargs))
+        region = self._regions().get(id(module))
+        if region is None or session.inside:
+            return plain(*args, **kwargs)
+        if session.recording:
+            return self.builder.record(region, plain, args, kwargs, session)
+        return region.call(plain, args, kwargs, session)
+
+
+def _copied(value: Any) -> Any:
+    """A call's arguments in containers of their own: networks take items out of the ones they are given."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v) for v in value)
+    if type(value) is dict:
+        return {k: _copied(v) for k, v in value.items()}
+    return value
+
+
+def _requires_grad(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(p.requires_grad for p in root.parameters()):
+        return True
+    values = (*args, *kwargs.values())
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def _place(module: nn.Module) -> bool:
+    """Put a stand-in into a module, or count one more user of the one that is there. False: a foreign one is."""
+    with _lock:
+        entry = _installed.get(id(module))
+        if entry is not None:
+            entry[1][0] += 1
+            return True
+        if "forward" in module.__dict__:
+            return False
+        module.__dict__["forward"] = _stand_in(module)
+        _installed[id(module)] = (module, [1])
+        return True
+
+
+def _displace(module: nn.Module) -> None:
+    with _lock:
+        entry = _installed[id(module)]
+        entry[1][0] -= 1
+        if entry[1][0]:
+            return
+        del _installed[id(module)]
+        if getattr(module.__dict__.get("forward"), "nexfort_shim", False):
+            del module.__dict__["forward"]
+
+
+def _stand_in(module: nn.Module) -> Callable[..., Any]:
+    own = type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        session = current.get()
+        if session is None:
+            return own(module, *args, **kwargs)
+
+        def plain(*a: Any, **k: Any) -> Any:
+            return own(module, *a, **k)
+
+        return session.engine.on_call(module, plain, args, kwargs, session)
+
+    forward.nexfort_shim = True  # type: ignore[attr-defined]
+    return forward

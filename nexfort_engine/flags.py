@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every process-wide setting the engine touches, set for a scope and put back exactly.
+
+Three scopes: environment variables, Inductor's settings while lowering or loading, and `torch.backends` while
+a model runs. Nothing here is set for good, nothing is imported from Inductor before a scope needs it, and no
+policy lives here: which values to use is `config.py`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "NEXFORT_DISABLE"
+_OFF_WORDS = ("", "0", "false", "no", "off")
+
+# What every lowering and loading needs: local caches on, nothing sent to or read from a remote cache.
+_INDUCTOR_BASE: dict[str, object] = {
+    "fx_graph_cache": True,
+    "fx_graph_remote_cache": False,
+    "autotune_local_cache": True,
+    "autotune_remote_cache": False,
+    "bundled_autotune_remote_cache": False,
+    "bundle_triton_into_fx_graph_cache": True,
+    "freezing": False,
+}
+_CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_FUNCTORCH_BASE: dict[str, object] = {"enable_autograd_cache": True, "enable_remote_autograd_cache": False}
+
+_SNAPSHOT_PREFIXES = ("TORCH", "TRITON", "INDUCTOR", "NEXFORT", "PYTORCH", "CUBLAS")
+
+# Inductor's settings and the environment belong to the process, so two scopes with different directories must
+# not overlap. Re-entrant, because loading one artefact may lower another.
+_inductor_lock = threading.RLock()
+_backend_lock = threading.Lock()
+_unsupported: set[str] = set()
+
+
+def disabled() -> bool:
+    """Whether NEXFORT_DISABLE asks for a pass-through; read afresh on each call."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in _OFF_WORDS
+
+
+@contextmanager
+def scoped_env(**values: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Set environment variables for the block; None removes one. What was absent is absent again afterwards.
+
+    Takes no lock, since a block may wait for other threads: do not open two for one variable at the same
+    time.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name, value in values.items():
+            _put_env(name, None if value is None else os.fspath(value))
+        yield
+    finally:
+        for name, old in before.items():
+            _put_env(name, old)
+
+
+@contextmanager
+def inductor_scope(
+    cache_dir: str | os.PathLike[str], options: Mapping[str, object] | None = None
+) -> Iterator[None]:
+    """Let Inductor work inside `cache_dir` with `options` (names of its config), then undo all of it.
+
+    Triton's files land in `cache_dir`/triton. One thread at a time; the same thread may enter again. Code of
+    others that compiles with Inductor in another thread meanwhile writes into `cache_dir` too: that is
+    harmless to both.
+    """
+    with _inductor_lock, ExitStack() as stack:
+        # TRITON_CACHE_DIR is removed, not set: Inductor then derives one per device below cache_dir, and what
+        # it writes into the variable itself is undone with the rest.
+        stack.enter_context(scoped_env(TORCHINDUCTOR_CACHE_DIR=cache_dir, TRITON_CACHE_DIR=None))
+        inductor_config, functorch_config = _compiler_configs()
+        stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
+        stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))
+        yield
+
+
+def supported_options(options: Mapping[str, object]) -> dict[str, object]:
+    """`options` without the names that this torch's Inductor does not have; each is logged once."""
+    return _known(_compiler_configs()[0], options)
+
+
+@contextmanager
+def backend_scope(
+    *, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None
+) -> Iterator[None]:
+    """Hold cuDNN benchmarking and TF32 products at these values for the block; None leaves one as it is.
+
+    Both belong to the process: a model running eagerly in another thread sees them while the block lasts.
+    Where blocks overlap, the latest still open decides, and the last to leave restores what the first one
+    found.
+    """
+    wanted = {"conv_benchmark": conv_benchmark, "matmul_allow_tf32": matmul_allow_tf32}
+    entered: list[tuple[str, object]] = []
+    try:
+        for name, value in wanted.items():
+            if value is not None:
+                entered.append((name, _HELD[name].enter(value)))
+        yield
+    finally:
+        for name, ticket in reversed(entered):
+            _HELD[name].leave(ticket)
+
+
+def snapshot(*, compiler: bool = False) -> dict[str, object]:
+    """All process-wide settings that the engine could touch, as comparable plain values.
+
+    Variables that begin with TORCH, PYTORCH, TRITON, INDUCTOR, CUBLAS or NEXFORT, the flags of
+    `torch.backends`, the precision and determinism switches; with `compiler` also Inductor's and functorch's
+    settings (imports both). A getter that refuses is recorded by its error, so that a change from or to it
+    shows too. Starts no device.
+    """
+    found: dict[str, object] = {
+        f"env.{name}": value for name, value in os.environ.items() if name.startswith(_SNAPSHOT_PREFIXES)
+    }
+    for name, getter in _torch_getters().items():
+        try:
+            found[name] = getter()
+        except RuntimeError as error:  # torch refuses to read TF32 where old and new switches were mixed
+            found[name] = f"unreadable: {str(error).splitlines()[0]}"
+    if compiler:
+        for module in _compiler_configs():
+            found.update({f"{module.__name__}.{k}": repr(v) for k, v in module.get_config_copy().items()})
+    found["sys.path"] = tuple(sys.path)
+    return found
+
+
+def _compiler_configs() -> tuple[Any, Any]:
+    # Importing Inductor writes its default directory into the environment; a look must not leave that behind.
+    before = {name: os.environ.get(name) for name in _CACHE_VARIABLES}
+    with scoped_env(**before):
+        import torch._functorch.config as functorch_config
+        import torch._inductor.config as inductor_config
+    return inductor_config, functorch_config
+
+
+def _put_env(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _known(module: Any, options: Mapping[str, object]) -> dict[str, object]:
+    found = {name: value for name, value in options.items() if hasattr(module, name)}
+    for name in options.keys() - found.keys():
+        if f"{module.__name__}.{name}" not in _unsupported:
+            _unsupported.add(f"{module.__name__}.{name}")
+            logger.warning("Nexfort: this torch has no %s.%s; going on without it", module.__name__, name)
+    return found
+
+
+@contextmanager
+def _patched(module: Any, options: Mapping[str, object]) -> Iterator[None]:
+    with module.patch(_known(module, options)):
+        yield
+
+
+class _Held:
+    """One process-wide flag held by any number of overlapping scopes; the latest still open decides."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._read, self._write = read, write
+        self._open: dict[object, bool] = {}
+        self._before: Any = None
+
+    def enter(self, value: bool) -> object:
+        ticket = object()
+        with _backend_lock:
+            if not self._open:
+                self._before = self._read()
+            self._write(value)
+            self._open[ticket] = value
+        return ticket
+
+    def leave(self, ticket: object) -> None:
+        with _backend_lock:
+            del self._open[ticket]
+            self._write(next(reversed(self._open.values())) if self._open else self._before)
+
+
+def _read_cudnn() -> bool:
+    import torch
+
+    return torch.backends.cudnn.benchmark
+
+
+def _write_cudnn(value: bool) -> None:
+    import torch
+
+    torch.backends.cudnn.benchmark = value
+
+
+def _read_tf32() -> tuple[bool | None, str | None]:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    try:
+        return matmul.allow_tf32, precision
+    except (
+        RuntimeError
+    ):  # the user set it through fp32_precision only, and the older switch cannot be read then
+        return None, precision
+
+
+def _write_tf32(value: bool | tuple[bool | None, str | None]) -> None:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    if isinstance(value, tuple):
+        legacy, precision = value
+        if legacy is not None:
+            matmul.allow_tf32 = legacy
+        if precision is not None:  # after the older switch, which would leave "ieee" where "none" was
+            matmul.fp32_precision = precision
+    else:
+        matmul.allow_tf32 = value
+
+
+_HELD = {
+    "conv_benchmark": _Held(_read_cudnn, _write_cudnn),
+    "matmul_allow_tf32": _Held(_read_tf32, _write_tf32),
+}
+
+
+def _torch_getters() -> dict[str, Any]:
+    import torch
+
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    getters: dict[str, Any] = {
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+        "default_dtype": lambda: str(torch.get_default_dtype()),
+        "num_threads": torch.get_num_threads,
+        "mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
+        "sdp.flash": cuda.flash_sdp_enabled,
+        "sdp.mem_efficient": cuda.mem_efficient_sdp_enabled,
+        "sdp.math": cuda.math_sdp_enabled,
+        "sdp.cudnn": cuda.cudnn_sdp_enabled,
+        "sdp.fp16_bf16_reduction_math": cuda.fp16_bf16_reduction_math_sdp_allowed,
+    }
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32", "benchmark_limit"):
+        getters[f"cudnn.{name}"] = lambda name=name: getattr(cudnn, name)
+    for name in (
+        "allow_tf32",
+        "fp32_precision",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ):
+        if _has(cuda.matmul, name):
+            getters[f"cuda.matmul.{name}"] = lambda name=name: getattr(cuda.matmul, name)
+    return getters
+
+
+def _has(owner: object, name: str) -> bool:
+    try:
+        return hasattr(owner, name)
+    except RuntimeError:
+        return True  # it is there and refuses to be read now

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph -> artefact: Inductor run on a captured graph, into a directory of its own, and loaded from it again.
+
+An artefact's payload *is* a private Inductor cache directory: generated code, compiled kernels and Triton's cubins all
+land in it, so a later process finds everything by content and neither traces nor compiles. Weights are inputs, so the
+payload holds none.
+
+This file does not decide what is lowered (dispatch.py) nor where it is kept (cache/).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .capture import Captured
+from .cpu_probe import remembered_probes
+from .flags import inductor_scope
+
+log = logging.getLogger("nexfort")
+
+CONSTANTS = "constants.safetensors"
+Loaded = Callable[[list[Any]], Any]
+
+
+class LoweringFailed(Exception):
+    """Inductor could not make an artefact that can be stored. The text is the reason for the report."""
+
+
+def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:
+    """Lower a captured graph into the empty directory `payload`.
+
+    options: Inductor settings by name. Raises LoweringFailed; whatever Inductor itself raises passes through.
+    """
+    graph = captured.graph
+    for node in graph.graph.nodes:
+        # Inductor looks for the capture's shape environment under this name alone. Without it every size is made
+        # anew from the example, and two sizes that happen to be equal there become one.
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    payload.mkdir(parents=True, exist_ok=True)
+    from torch._inductor import standalone_compile
+
+    with inductor_scope(payload, options), remembered_probes(), torch.no_grad():
+        artefact = standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={})
+        _check_complete(artefact, payload)
+    if captured.constants:
+        from safetensors.torch import save_file
+
+        tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(captured.constants)}
+        save_file(tensors, str(payload / CONSTANTS))
+
+
+def _check_complete(artefact: Any, payload: Path) -> None:
+    entries = list((payload / "aotautograd").iterdir()) if (payload / "aotautograd").is_dir() else []
+    if len(entries) != 1:
+        raise LoweringFailed(
+            f"Inductor stored {len(entries)} compiled graphs where one was expected: the graph holds something that "
+            "cannot be written to disk"
+        )
+
+
+def load(payload: Path, options: Mapping[str, object], modules: list[str], weights: int = 0) -> Loaded:
+    """Load an artefact: a function of the list of its inputs (see Captured), which gives the list of its outputs.
+
+    modules: Python modules that register operators the graph calls; imported first. weights: how many of the inputs
+    come before the literal tensors of the code.
+    """
+    for name in modules:
+        importlib.import_module(name)
+    from torch._inductor import CompiledArtifact
+
+    with inductor_scope(payload, options), remembered_probes():
+        artefact = CompiledArtifact.load(path=str(payload), format="unpacked")
+    constants = _constants(payload)
+    if not constants:
+        return lambda inputs: artefact(*inputs)
+    return _WithConstants(artefact, constants, weights)
+
+
+def _constants(payload: Path) -> list[torch.Tensor]:
+    file = payload / CONSTANTS
+    if not file.exists():
+        return []
+    from safetensors.torch import load_file
+
+    tensors = load_file(str(file))
+    return [tensors[str(i)] for i in range(len(tensors))]
+
+
+class _WithConstants:
+    """An artefact whose literal tensors are put in after its weights, on the device of the first weight or input."""
+
+    def __init__(self, artefact: Any, constants: list[torch.Tensor], weights: int) -> None:
+        self._artefact, self._constants, self._weights = artefact, constants, weights
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), None)
+        if device is not None and self._constants[0].device != device:
+            self._constants = [c if c.ndim == 0 else c.to(device) for c in self._constants]
+        return self._artefact(*inputs[: self._weights], *self._constants, *inputs[self._weights :])

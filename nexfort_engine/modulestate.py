@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block is besides its weights: the plain attributes its code reads, and the structure of its module tree.
+
+While a block is captured every attribute read on it or a submodule is recorded (`recording`), so that an artefact is
+guarded by what its code consulted and by nothing else: a layer's number that no code reads splits no artefacts, a flag
+that is read and later flipped does. `ModuleState` turns that into flat slots that are compared before every call, and
+into text that another process can compare.
+
+Weights are found here too: parameters, buffers and plain tensor attributes, all of them arguments of the artefact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .readset import PLAIN, Refused
+
+# nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
+_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# attributes that this engine or torch puts on modules for the length of a capture or a call
+_OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
+_MISSING = object()
+Slot = tuple[dict[str, Any], str]
+
+
+class WeightSlots:
+    """Where a module tree's tensors live: dictionaries and names, so that a list of them costs 60 ns a weight.
+
+    names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        self.slots: list[Slot] = []
+        for path, sub in module.named_modules():
+            for table in (sub._parameters, sub._buffers, sub.__dict__):
+                for name, value in table.items():
+                    if isinstance(value, torch.Tensor) and name not in _INTERNAL:
+                        self.names.append(f"{path}.{name}" if path else name)
+                        self.slots.append((table, name))
+
+    def read(self) -> list[torch.Tensor]:
+        """The tensors as they are now. A slot that lost its tensor gives None."""
+        return [table.get(name) for table, name in self.slots]  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def replaced(self, values: list[torch.Tensor]) -> Iterator[None]:
+        """Put other tensors in the slots for the length of a `with` block."""
+        before = self.read()
+        try:
+            for (table, name), value in zip(self.slots, values, strict=True):
+                table[name] = value
+            yield
+        finally:
+            for (table, name), value in zip(self.slots, before, strict=True):
+                table[name] = value
+
+
+def structure(module: nn.Module) -> list[list[Any]]:
+    """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able."""
+    rows: list[list[Any]] = []
+    for path, sub in module.named_modules():
+        weights = [
+            [name, list(value.shape), str(value.dtype)]
+            for table in (sub._parameters, sub._buffers, sub.__dict__)
+            for name, value in table.items()
+            if isinstance(value, torch.Tensor) and name not in _INTERNAL
+        ]
+        rows.append([path, class_name(type(sub)), weights])
+    return rows
+
+
+def class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def foreign(module: nn.Module) -> str | None:
+    """Why a module tree cannot be captured as it is now, or None: hooks, parametrisations, replaced forwards."""
+    for path, sub in module.named_modules():
+        at = f" on {path}" if path else ""
+        for table in _HOOKS:
+            if sub.__dict__.get(table):
+                return f"a forward hook{at}"
+        replaced = sub.__dict__.get("forward")
+        if replaced is not None and not getattr(replaced, "nexfort_shim", False):
+            return (
+                f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
+            )
+        if "parametrizations" in sub._modules:
+            return f"a parametrisation{at}"
+    return None
+
+
+class _Reads:
+    def __init__(self) -> None:
+        self.paths: dict[int, str] = {}
+        self.values: dict[tuple[str, str], Any] = {}
+
+
+@functools.cache
+def _recording_class(kind: type) -> type:
+    """A subclass of a module class that reports attribute reads. It adds no slots, so an instance can become it."""
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name not in _INTERNAL and name not in _OURS and not name.startswith("__"):
+            reads = _recording_class.current  # type: ignore[attr-defined]
+            path = reads.paths.get(id(self)) if reads is not None else None
+            if path is not None and not isinstance(value, (torch.Tensor, nn.Module)):
+                own = object.__getattribute__(self, "__dict__")
+                if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
+                    reads.values.setdefault((path, name), value)
+        return value
+
+    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__module__": kind.__module__})
+
+
+_recording_class.current = None  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def recording(module: nn.Module) -> Iterator[_Reads]:
+    """Record attribute reads on a module tree, and put back whatever the block stores on itself meanwhile.
+
+    A block that caches a tensor on itself would otherwise keep a traced one for the next eager call. Captures are made
+    one at a time (the engine holds a lock), so one recorder at a time is enough.
+    """
+    reads = _Reads()
+    subs = list(module.named_modules())
+    before = [(sub, type(sub), dict(sub.__dict__)) for _, sub in subs]
+    tables = [(sub, dict(sub._parameters), dict(sub._buffers), dict(sub._modules)) for _, sub in subs]
+    try:
+        for path, sub in subs:
+            reads.paths[id(sub)] = path
+            sub.__class__ = _recording_class(type(sub))
+        _recording_class.current = reads  # type: ignore[attr-defined]
+        yield reads
+    finally:
+        _recording_class.current = None  # type: ignore[attr-defined]
+        for sub, kind, attributes in before:
+            sub.__class__ = kind
+            if not _same_objects(sub.__dict__, attributes):
+                sub.__dict__.clear()
+                sub.__dict__.update(attributes)
+        for sub, *saved in tables:
+            for table, content in zip((sub._parameters, sub._buffers, sub._modules), saved, strict=True):
+                if not _same_objects(table, content):
+                    table.clear()
+                    table.update(content)
+
+
+def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether two tables hold the very same objects, so that nothing needs putting back."""
+    return len(now) == len(before) and all(now.get(k, _MISSING) is v for k, v in before.items())
+
+
+def describe(value: Any, depth: int = 3) -> Any:
+    """A value as JSON that is equal in two processes exactly when code cannot tell the values apart.
+
+    Raises Refused for values of which that cannot be said (open files, locks, closures over such).
+    """
+    if type(value) in PLAIN:
+        return value if not isinstance(value, float) else ["float", value.hex()]
+    if isinstance(value, (tuple, list, torch.Size)):
+        return [type(value).__name__, *[describe(v, depth) for v in value]]
+    if isinstance(value, (set, frozenset)):
+        return ["set", *sorted((describe(v, depth) for v in value), key=repr)]
+    if isinstance(value, dict):
+        return ["dict", *[[describe(k, depth), describe(v, depth)] for k, v in value.items()]]
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return ["torch", str(value)]
+    if isinstance(value, type):
+        return ["type", class_name(value)]
+    if isinstance(value, functools.partial):
+        return ["partial", *[describe(v, depth) for v in (value.func, value.args, value.keywords)]]
+    if inspect.isroutine(value):
+        return _describe_function(value, depth)
+    if isinstance(value, nn.Module):
+        return ["module", structure(value)]
+    if isinstance(value, torch.Tensor):
+        raise Refused("it reads a tensor inside an object that is not a module")
+    if depth <= 0:
+        raise Refused(f"it reads an object nested too deeply to compare ({type(value).__qualname__})")
+    fields = getattr(value, "__dict__", None)
+    if fields is None:
+        if isinstance(value, (int, float, str)):  # enums and other scalar subclasses
+            return [class_name(type(value)), str(value)]
+        raise Refused(f"it reads an object that cannot be compared ({type(value).__qualname__})")
+    return [
+        "object",
+        class_name(type(value)),
+        [[k, describe(v, depth - 1)] for k, v in sorted(fields.items())],
+    ]
+
+
+def _describe_function(value: Any, depth: int) -> Any:
+    cells = getattr(value, "__closure__", None) or ()
+    owner = getattr(value, "__self__", None)
+    bound = (
+        describe(owner, depth - 1)
+        if owner is not None and not inspect.ismodule(owner) and depth > 0
+        else None
+    )
+    name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return ["function", name, bound, [describe(c.cell_contents, depth - 1) for c in cells]]
+
+
+class ModuleState:
+    """The attributes that one capture read on one module tree, as slots that are compared before every call."""
+
+    def __init__(self, module: nn.Module, rows: list[list[Any]]) -> None:
+        """rows: [path, attribute, described value] as `rows_of` gave them; `matches_text` must have held."""
+        self._slots: list[Slot] = []
+        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        by_path = dict(module.named_modules())
+        for path, name, _ in rows:
+            self._slots.append((by_path[path].__dict__, name))
+        self._values = [_frozen(table.get(name, _MISSING)) for table, name in self._slots]
+        for table, name in self._slots:
+            value = table.get(name)
+            fields = getattr(value, "__dict__", None)
+            if (
+                fields is not None
+                and not isinstance(value, (type, nn.Module))
+                and not inspect.isroutine(value)
+            ):
+                self._objects.append((fields, dict(fields)))
+        self._children: list[tuple[dict[str, Any], str]] = []
+        for sub in by_path.values():
+            self._children.extend((sub._modules, name) for name in sub._modules)
+        self._modules = [table.get(name) for table, name in self._children]
+        self._hooks = [sub.__dict__[t] for sub in by_path.values() for t in _HOOKS]
+        self._below = [sub.__dict__ for sub in by_path.values() if sub is not module]
+
+    def unchanged(self) -> bool:
+        """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
+        if [table.get(name, _MISSING) for table, name in self._slots] != self._values:
+            return False
+        if [table.get(name) for table, name in self._children] != self._modules:
+            return False
+        if any(self._hooks) or any(["forward" in own for own in self._below]):
+            return False
+        return all(fields == before for fields, before in self._objects) if self._objects else True
+
+
+def _frozen(value: Any) -> Any:
+    return list(value) if type(value) is list else dict(value) if type(value) is dict else value
+
+
+def rows_of(reads: _Reads) -> list[list[Any]]:
+    """What was read, as JSON-able rows. Raises Refused, naming the attribute, for a value that cannot be compared."""
+    rows = []
+    for (path, name), value in sorted(reads.values.items()):
+        try:
+            rows.append([path, name, describe(value)])
+        except Refused as reason:
+            raise Refused(f"{reason} (attribute {name} of {path or 'the block'})") from None
+    return rows
+
+
+def matches_text(module: nn.Module, rows: list[list[Any]]) -> bool:
+    """Whether another module of the same structure answers every recorded read the same."""
+    by_path = dict(module.named_modules())
+    for path, name, expected in rows:
+        sub = by_path.get(path)
+        value = getattr(sub, name, _MISSING) if sub is not None else _MISSING
+        try:
+            if value is _MISSING or describe(value) != expected:
+                return False
+        except Refused:
+            return False
+    return True

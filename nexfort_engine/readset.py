@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read-set guards of mappings: what a block consulted in `transformer_options` and the like, and what it found.
+
+While a block is captured each mapping it is given is a `Recording`. Whatever the block asks of it (is the key there, is
+it None, which keys are there, what is the value) becomes a guard; a later call whose mapping answers every guard the
+same may use the artefact. Recording survives `in`, `get`, `[]`, `len`, iteration, `.items()`, `.copy()`, `dict(d)` and
+`{**d}`: a dict subclass that overrides `__iter__` makes CPython take the generic path there, and should anything copy
+the raw storage, it copies sentinels.
+
+A present value is handed out as a *sentinel* that raises on any use but identity: fetching `sigmas` into a copy and
+never looking at it is not a dependency. On use, the capture is begun again with that path admitted: a plain value
+becomes a guard by value, a tensor becomes one more input of the artefact, anything else (a callable, an object) ends
+the capture with the reason: such a block runs eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Path = tuple[
+    Any, ...
+]  # (number of the mapping among the call's mappings, key, key of the nested mapping, ...)
+
+# What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).
+# Their presence is no guard where a block merely walks over all keys; a block that looks one of them up by name, or
+# uses its value, is guarded on it like on any other.
+BOOKKEEPING = frozenset(
+    "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars multigpu_thread_device "
+    "original_shape activations_shape transformer_index block block_index block_type total_blocks img_slice".split()
+)
+
+_MISSING = object()
+PLAIN = (type(None), bool, int, float, str)
+
+
+class ValueUsed(Exception):
+    """A value that was handed out as a sentinel was used; the capture begins again with its path admitted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Refused(Exception):
+    """The block depends on something that no artefact can hold. The text is the reason for the report."""
+
+
+def _used(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    raise ValueUsed(object.__getattribute__(self, "_path"))
+
+
+class Sentinel:
+    """Stands for a value that has not been used yet: any operation but identity and storing raises ValueUsed."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        object.__setattr__(self, "_path", path)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ValueUsed(object.__getattribute__(self, "_path"))
+
+    __setattr__ = __delattr__ = _used
+
+    @classmethod
+    def __torch_function__(cls, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if type(item) is cls:
+                    raise ValueUsed(object.__getattribute__(item, "_path"))
+        return NotImplemented
+
+
+for _name in (
+    "repr str bytes format lt le eq ne gt ge hash bool call len length_hint getitem setitem delitem iter next reversed "
+    "contains add radd iadd sub rsub isub mul rmul imul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod "
+    "divmod rdivmod pow rpow lshift rlshift rshift rrshift and rand xor rxor or ror neg pos abs invert complex int "
+    "float index round trunc floor ceil enter exit await"
+).split():
+    setattr(Sentinel, f"__{_name}__", _used)
+
+
+class Place(Sentinel):
+    """Stands for a bookkeeping value that says where in the network a block sits (`block`, `block_index`).
+
+    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use: with no patch there is
+    nothing to find, and where there is something, Recording asks. Comparing and all else is a use like any other.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, path: Path, value: Any) -> None:
+        object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_value", value)
+
+    def __getitem__(self, number: Any) -> Any:
+        value = object.__getattribute__(self, "_value")
+        path = object.__getattribute__(self, "_path")
+        if type(value) is not tuple or type(number) is not int:
+            raise ValueUsed(path)
+        return Place(path, value[number])
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_value"))
+
+
+def _place_in(key: Any) -> Path | None:
+    if type(key) is Place:
+        return object.__getattribute__(key, "_path")
+    if type(key) is tuple:
+        return next((p for k in key if (p := _place_in(k)) is not None), None)
+    return None
+
+
+class ReadSet:
+    """What one capture read. `admitted` maps the paths whose values were used to the value the block may see."""
+
+    def __init__(self, admitted: Mapping[Path, Any]) -> None:
+        self.admitted = admitted
+        self.present: dict[Path, bool] = {}
+        self.none: dict[Path, bool] = {}
+        self.keys: dict[Path, tuple[str, ...]] = {}
+        self.lengths: dict[Path, int] = {}
+
+    def walked(self, path: Path, mapping: Mapping[Any, Any]) -> None:
+        self.keys[path] = tuple(sorted(str(k) for k in mapping if k not in BOOKKEEPING))
+
+    def looked_up(self, path: Path, found: bool) -> None:
+        # a key met while walking over all keys is guarded by the set of keys, unless it was also asked for by name
+        if path[:-1] in self.keys and path[-1] in BOOKKEEPING and found:
+            return
+        self.present.setdefault(path, found)
+
+
+class Recording(dict):
+    """A dict that reports every read of it to a ReadSet, and keeps writes apart (`written`)."""
+
+    def __init__(
+        self, source: Mapping[Any, Any], path: Path, log: ReadSet, written: dict[Any, Any] | None = None
+    ):
+        super().__init__()
+        self._source, self._path, self._log = source, path, log
+        self.written: dict[Any, Any] = {} if written is None else written
+        self.removed: set[Any] = set()
+        for key, value in source.items():
+            dict.__setitem__(self, key, self._wrap(key, value))
+        for key, value in self.written.items():
+            dict.__setitem__(self, key, value)
+
+    def _wrap(self, key: Any, value: Any) -> Any:
+        path = (*self._path, key)
+        if path in self._log.admitted:
+            return self._log.admitted[path]
+        if isinstance(value, Recording):
+            return value
+        if isinstance(value, dict):
+            return Recording(value, path, self._log)
+        if key in BOOKKEEPING and type(value) in (tuple, int, str):
+            return Place(path, value)
+        return None if value is None else Sentinel(path)
+
+    def _place(self, key: Any) -> bool:
+        """Whether a key is made of a Place and this mapping is empty, so that its value does not matter."""
+        path = _place_in(key)
+        if path is not None and (self._source or self.written):
+            raise ValueUsed(path)
+        if path is not None:
+            self._log.lengths[self._path] = 0
+        return path is not None
+
+    def _read(self, key: Any) -> Any:
+        """Log the look-up of one key and give what the block may see, or _MISSING."""
+        if self._place(key):
+            return _MISSING
+        if key in self.written:
+            return self.written[key]
+        found = dict.__contains__(self, key)
+        path = (*self._path, key)
+        if key not in self.removed:
+            self._log.looked_up(path, found)
+            if found:
+                self._log.none[path] = self._source.get(key) is None
+        return dict.__getitem__(self, key) if found else _MISSING
+
+    def __contains__(self, key: Any) -> bool:
+        if self._place(key):
+            return False
+        if key not in self.written and key not in self.removed:
+            self._log.looked_up((*self._path, key), dict.__contains__(self, key))
+        return dict.__contains__(self, key)
+
+    def __getitem__(self, key: Any) -> Any:
+        value = self._read(key)
+        if value is _MISSING:
+            raise KeyError(key)
+        return value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        value = self._read(key)
+        return default if value is _MISSING else value
+
+    def __iter__(self) -> Iterator[Any]:
+        self._log.walked(self._path, self._source)
+        return dict.__iter__(self)
+
+    def keys(self) -> Any:
+        self._log.walked(self._path, self._source)
+        return dict.keys(self)
+
+    def values(self) -> Any:
+        return [self[k] for k in self]
+
+    def items(self) -> Any:
+        return [(k, self[k]) for k in self]
+
+    def __len__(self) -> int:
+        # bookkeeping keys come and go; code that counts keys depends on all of them
+        self._log.lengths[self._path] = len(self._source)
+        return dict.__len__(self)
+
+    def __bool__(self) -> bool:
+        self._log.lengths.setdefault(self._path, -1 if self._source else 0)  # -1: any number but none
+        return dict.__len__(self) > 0
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self.items()) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(list(self))
+
+    def copy(self) -> Recording:
+        new = Recording(self._source, self._path, self._log, dict(self.written))
+        for key in self.removed:
+            dict.pop(new, key, None)
+            new.removed.add(key)
+        return new
+
+    __copy__ = copy
+
+    def __deepcopy__(self, _memo: Any) -> Recording:
+        return self.copy()
+
+    def __or__(self, other: Any) -> Any:
+        new = self.copy()
+        new.update(other)
+        return new
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.written[key] = value
+        self.removed.discard(key)
+        dict.__setitem__(self, key, value)
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        value = self._read(key)
+        if value is _MISSING:
+            self[key] = value = default
+        return value
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        value = self._read(key)
+        if value is _MISSING:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        del self[key]
+        return value
+
+    def popitem(self) -> Any:
+        raise Refused(f"it takes an arbitrary item out of {where(self._path)}")
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def __delitem__(self, key: Any) -> None:
+        if self._read(key) is _MISSING:
+            raise KeyError(key)
+        self.written.pop(key, None)
+        self.removed.add(key)
+        dict.pop(self, key)
+
+
+def where(path: Path) -> str:
+    """A path as a user would write it: options['patches']['attn1_patch']."""
+    return "options" + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def look(mappings: list[Any] | tuple[Any, ...], path: Path) -> Any:
+    """The value at a path, or _MISSING."""
+    value: Any = mappings[path[0]]
+    for key in path[1:]:
+        if not isinstance(value, dict) or not dict.__contains__(value, key):
+            return _MISSING
+        value = dict.__getitem__(value, key)
+    return value
+
+
+def admit(mappings: list[Any], path: Path) -> Any:
+    """What becomes of a value that is used: a plain value or a tensor is returned, anything else refused."""
+    value = look(mappings, path)
+    if isinstance(value, torch.Tensor) or is_plain(value):
+        return value
+    raise Refused(f"it uses {where(path)} ({describe_foreign(value)}), which an artefact cannot hold")
+
+
+def is_plain(value: Any) -> bool:
+    if type(value) in PLAIN:
+        return True
+    return type(value) in (tuple, list) and all(is_plain(v) for v in value)
+
+
+def describe_foreign(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(v).__qualname__ for v in value})) or 'nothing'}"
+    name = getattr(value, "__qualname__", None)
+    return f"{name}()" if name and callable(value) else f"a {type(value).__qualname__}"
+
+
+def to_json(log: ReadSet) -> list[list[Any]]:
+    """The guards of a finished capture as JSON-able rows. Paths hold plain keys only, else Refused."""
+    rows: list[list[Any]] = []
+    for path, found in log.present.items():
+        rows.append(["present", _json_path(path), found])
+    for path, is_none in log.none.items():
+        if path in log.present or path in log.admitted:
+            rows.append(["none", _json_path(path), is_none])
+    for path, keys in log.keys.items():
+        rows.append(["keys", _json_path(path), list(keys)])
+    for path, count in log.lengths.items():
+        rows.append(["length", _json_path(path), count])
+    for path, value in log.admitted.items():
+        if not isinstance(value, torch.Tensor):
+            rows.append(["value", _json_path(path), _json_value(value)])
+    return rows
+
+
+def _json_path(path: Path) -> list[Any]:
+    for key in path:
+        if type(key) not in (str, int) and not is_plain(key):
+            raise Refused(f"it reads {where(path)}, whose key cannot be written down")
+    return [list(k) if isinstance(k, tuple) else k for k in path]
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_json_value(v) for v in value]}
+    return value
+
+
+def _from_json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        return (
+            tuple(map(_from_json_value, items)) if kind == "tuple" else [_from_json_value(v) for v in items]
+        )
+    return value
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Equal in type too: 1, 1.0 and True take different branches in a block."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    return value == expected
+
+
+Check = Callable[[list[Any]], bool]
+
+
+def checker(rows: list[list[Any]]) -> Check:
+    """A function that says whether a call's mappings answer every guard as the captured call did."""
+    tests: list[Check] = []
+    for kind, raw, expected in rows:
+        path = tuple(tuple(k) if isinstance(k, list) else k for k in raw)
+        tests.append(_test(kind, path, expected))
+    if not tests:
+        return lambda mappings: True
+    return lambda mappings: all(test(mappings) for test in tests)
+
+
+def _test(kind: str, path: Path, expected: Any) -> Check:
+    if kind == "present":
+        if len(path) == 2:  # by far the most frequent: a key of the outermost mapping
+            number, key = path
+            return lambda maps: (key in maps[number]) is expected
+        return lambda maps: (look(maps, path) is not _MISSING) is expected
+    if kind == "none":
+        return lambda maps: (look(maps, path) is None) is expected
+    if kind == "keys":
+        wanted = frozenset(expected)
+        return lambda maps: _keys(look(maps, path)) == wanted
+    if kind == "length":
+        if expected == -1:
+            return lambda maps: bool(look(maps, path))
+        return lambda maps: isinstance(m := look(maps, path), dict) and len(m) == expected
+    if kind == "value":
+        value = _from_json_value(expected)
+        return lambda maps: _same(look(maps, path), value)
+    raise ValueError(f"a guard of kind {kind!r} was found, expected present, none, keys, length or value")
+
+
+def _keys(mapping: Any) -> frozenset[str] | None:
+    return frozenset(str(k) for k in mapping if k not in BOOKKEEPING) if isinstance(mapping, dict) else None

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened: regions, artefacts, variants, blocks that ran eager, times.
+
+Plain data behind one lock, written by any thread. It decides nothing and logs nothing. Everything it keeps
+only ever grows, so a mark is a set of positions and `since` is exact however many threads write meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import CompileConfig
+
+_LISTS = ("regions", "artefacts", "variants", "eager", "notes")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the life of one report. Opaque: hand it to `Report.since`."""
+
+    owner: str
+    lengths: tuple[int, ...]
+    calls: int
+    nanoseconds: int
+
+
+class Report:
+    """Thread-safe record of what the engine did for one root module.
+
+    `str(report)` is for people, `as_dict()` for programs, `since(mark)` for "nothing new was compiled".
+    """
+
+    def __init__(self, config: CompileConfig | None = None, cache_dir: str = "") -> None:
+        self._lock = threading.Lock()
+        self._id = uuid.uuid4().hex
+        self._cache_dir = str(cache_dir)
+        self._config: dict[str, object] = config.as_dict() if config is not None else {}
+        self._inactive: list[dict[str, str]] = config.inactive() if config is not None else []
+        self._rows: dict[str, list[Any]] = {name: [] for name in _LISTS}
+        self._seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in _LISTS}
+        self._calls = 0
+        self._call_ns = 0  # whole nanoseconds, so that a difference of two sums has no rounding in it
+
+    @property
+    def cache_dir(self) -> str:
+        """Where this model's artefacts live; set once the store is open."""
+        with self._lock:
+            return self._cache_dir
+
+    @cache_dir.setter
+    def cache_dir(self, path: object) -> None:
+        with self._lock:
+            self._cache_dir = str(path)
+
+    def region(self, name: str, *, kind: str, key: str) -> None:
+        """Register a region: `name` its dotted path, `kind` its class, `key` its artefact's. Once each."""
+        self._add_once("regions", {"name": name, "kind": kind, "key": key})
+
+    def loaded(self, region: str, key: str, seconds: float) -> None:
+        """An artefact came from disk for `region`."""
+        self._add_artefact(region, key, seconds, "loaded")
+
+    def compiled(self, region: str, key: str, seconds: float) -> None:
+        """An artefact was captured and lowered for `region`; `seconds` is the work of both."""
+        self._add_artefact(region, key, seconds, "compiled")
+
+    def variant(self, region: str, reason: str) -> None:
+        """`region` got a further artefact, because of `reason`. Kept once for the same region and reason."""
+        self._add_once("variants", {"region": region, "reason": reason})
+
+    def eager(self, region: str, reason: str) -> None:
+        """`region` ran eager, because of `reason`. Kept once for the same region and reason."""
+        self._add_once("eager", {"region": region, "reason": reason})
+
+    def call(self, seconds: float) -> None:
+        """One call of the root module took `seconds`."""
+        with self._lock:
+            self._calls += 1
+            self._call_ns += round(seconds * 1e9)
+
+    def note(self, text: str) -> None:
+        """Anything else a user should know. The same text is kept once."""
+        with self._lock:
+            self._append_once("notes", (text,), text)
+
+    def mark(self) -> Mark:
+        """This moment, for `since`."""
+        with self._lock:
+            return Mark(self._id, tuple(len(self._rows[name]) for name in _LISTS), self._calls, self._call_ns)
+
+    def since(self, mark: Mark) -> dict[str, Any]:
+        """`as_dict` of only what is new after `mark`: new rows, and counts and seconds as differences.
+
+        A region, variant, reason or note known before the mark is not new when it happens again.
+        """
+        if mark.owner != self._id:
+            raise ValueError("the mark belongs to another report; expected one made by mark() of this report")
+        with self._lock:
+            return self._collect(mark)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data that JSON can hold.
+
+        `seconds_cold` is capture and lowering, `seconds_warm` loading; both add up the work of each artefact,
+        which is more than the time on the clock where several are lowered at once.
+        """
+        with self._lock:
+            return self._collect(Mark(self._id, (0,) * len(_LISTS), 0, 0))
+
+    def __str__(self) -> str:
+        data = self.as_dict()
+        kinds = {row["kind"] for row in data["regions"]}
+        head = (
+            f"Nexfort {data['config'].get('mode', '')}: {_count(len(data['regions']), 'region')} of "
+            f"{_count(len(kinds), 'kind')}, {_count(data['calls'], 'call')}"
+        )
+        made = (
+            f"  artefacts: {data['artefacts_loaded']} loaded in {data['seconds_warm']:.1f} s, "
+            f"{data['artefacts_compiled']} compiled in {data['seconds_cold']:.1f} s"
+        )
+        lines = [head.replace(" :", ":"), made]
+        if data["cache_dir"]:
+            lines.append(f"  cache: {data['cache_dir']}")
+        lines += [f"  variant: {row['region']}: {row['reason']}" for row in data["variants"]]
+        lines += [f"  eager: {row['region']}: {row['reason']}" for row in data["eager"]]
+        lines += [f"  not active: {row['token']}: {row['reason']}" for row in data["inactive"]]
+        lines += [f"  note: {text}" for text in data["notes"]]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        data = self.as_dict()
+        return (
+            f"<Report regions={len(data['regions'])} loaded={data['artefacts_loaded']} "
+            f"compiled={data['artefacts_compiled']} eager={len(data['eager'])} calls={data['calls']}>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A lock can be neither copied nor pickled, and hosts deep-copy what hangs on a model.
+        with self._lock:
+            state = dict(self.__dict__)
+            state["_rows"] = {name: list(rows) for name, rows in self._rows.items()}
+            state["_seen"] = {name: set(keys) for name, keys in self._seen.items()}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+        self._id = uuid.uuid4().hex  # the copy goes its own way, so marks of the original do not fit it
+
+    def _add_artefact(self, region: str, key: str, seconds: float, source: str) -> None:
+        row = {"region": region, "key": key, "seconds": float(seconds), "source": source}
+        with self._lock:
+            self._rows["artefacts"].append(row)
+
+    def _add_once(self, name: str, row: dict[str, str]) -> None:
+        with self._lock:
+            self._append_once(name, tuple(row.values()), row)
+
+    def _append_once(self, name: str, identity: tuple[str, ...], row: object) -> None:
+        if identity not in self._seen[name]:
+            self._seen[name].add(identity)
+            self._rows[name].append(row)
+
+    def _collect(self, start: Mark) -> dict[str, Any]:
+        new = {
+            name: [dict(row) if isinstance(row, dict) else row for row in self._rows[name][length:]]
+            for name, length in zip(_LISTS, start.lengths, strict=True)
+        }
+        loaded = [row["seconds"] for row in new["artefacts"] if row["source"] == "loaded"]
+        compiled = [row["seconds"] for row in new["artefacts"] if row["source"] == "compiled"]
+        return {
+            "regions": new["regions"],
+            "artefacts_loaded": len(loaded),
+            "artefacts_compiled": len(compiled),
+            "artefacts": new["artefacts"],
+            "variants": new["variants"],
+            "eager": new["eager"],
+            "seconds_cold": math.fsum(compiled),
+            "seconds_warm": math.fsum(loaded),
+            "calls": self._calls - start.calls,
+            "seconds_calls": (self._call_ns - start.nanoseconds) / 1e9,
+            "cache_dir": self._cache_dir,
+            "config": _copied(self._config),
+            "inactive": [dict(row) for row in self._inactive],
+            "notes": new["notes"],
+        }
+
+
+def _copied(config: Mapping[str, object]) -> dict[str, object]:
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The call that is under way in this context: which engine is at work, and what its backbone was called with.
+
+Kept in a ContextVar, so that stand-ins act for the call that put them there and for nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Session:
+    """One call of a backbone. `recording`: it only notes what its regions are called with."""
+
+    def __init__(self, engine: Engine, *, recording: bool = False) -> None:
+        self.engine = engine
+        self.recording = recording
+        self.inside = False  # a block runs its own forward: nothing below it is a region
+        self.root: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.planned = False
+        self.examples: list[Any] = []
+
+
+current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)
+
+
+@contextlib.contextmanager
+def entered(session: Session | None) -> Iterator[None]:
+    """Make a session (or none) the current one inside the block."""
+    token = current.set(session)
+    try:
+        yield
+    finally:
+        current.reset(token)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signature of one call of a block: its structure, and what of it is data.
+
+A call `block(*args, **kwargs)` is flattened into a hashable *spec* (the structure with every plain Python value in it),
+the tensors, the integers (they become dynamic inputs, so that a size passed as a number costs no new artefact) and the
+mappings (`transformer_options` and its like, which are guarded by what is read from them, see readset.py).
+
+The flattening is our own, not pytree's: it needs no registration for dataclasses and plain objects that host blocks
+pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run before every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
+INT = "I"  # an int of 2 or more: data
+MAPPING = "M"  # a dict: guarded by its read-set
+
+
+class Unsupported(Exception):
+    """A call or a result that cannot be expressed as tensors, ints, mappings and plain values. The text is the reason."""
+
+
+class Flat:
+    """The leaves of one call, in order: `tensors`, `ints`, `mappings`."""
+
+    __slots__ = ("ints", "mappings", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.ints: list[int] = []
+        self.mappings: list[dict[Any, Any]] = []
+
+
+_PLAIN = (type(None), bool, str, float, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def flatten(value: Any, into: Flat) -> Any:
+    """Flatten one value; leaves go `into`, the hashable spec is returned. Raises Unsupported with the type's name."""
+    kind = type(value)
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        into.tensors.append(value)
+        return TENSOR
+    if value is None or kind is bool:
+        return ("=", value)
+    if kind is int:
+        if value in (0, 1):  # torch gives 0 and 1 a meaning of their own (broadcasting): never symbols
+            return ("=", value)
+        into.ints.append(value)
+        return INT
+    if isinstance(value, _PLAIN):
+        return ("=", value)
+    if kind is list or kind is tuple or kind is torch.Size:
+        return (kind, *[flatten(v, into) for v in value])
+    if isinstance(value, dict):
+        into.mappings.append(value)
+        return MAPPING
+    return _flatten_object(value, into)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], into: Flat) -> Any:
+    """Flatten the arguments of a call. Raises Unsupported, naming the argument's type."""
+    return (len(args), tuple(kwargs), *[flatten(v, into) for v in args], *[flatten(v, into) for v in kwargs.values()])
+
+
+def unflatten_call(spec: Any, leaves: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that `flatten_call` took apart."""
+    count, names = spec[0], spec[1]
+    values = [unflatten(s, leaves) for s in spec[2:]]
+    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+
+
+def _flatten_object(value: Any, into: Flat) -> Any:
+    kind = type(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise Unsupported("a number that depends on the sizes of the inputs")
+    if isinstance(value, tuple):  # a namedtuple
+        return (kind, *[flatten(v, into) for v in value])
+    if isinstance(value, torch.nn.Module) or callable(value) or isinstance(value, (torch.Generator, Mapping)):
+        raise Unsupported(f"an argument of type {kind.__qualname__}, which is neither data nor a plain value")
+    fields = getattr(value, "__dict__", None)
+    if fields is None or not (dataclasses.is_dataclass(value) or kind.__module__ != "builtins"):
+        raise Unsupported(f"an argument of type {kind.__qualname__}, whose content cannot be listed")
+    names = tuple(fields)
+    return (kind, names, *[flatten(fields[n], into) for n in names])
+
+
+def unflatten(spec: Any, leaves: Leaves) -> Any:
+    """The value that `flatten` took apart, from its spec and the leaves in the same order."""
+    if spec == TENSOR:
+        return next(leaves.tensors)
+    if spec == INT:
+        return next(leaves.ints)
+    if spec == MAPPING:
+        return next(leaves.mappings)
+    kind = spec[0]
+    if kind == "=":
+        return spec[1]
+    if kind is list:
+        return [unflatten(s, leaves) for s in spec[1:]]
+    if kind is tuple or kind is torch.Size:
+        items = [unflatten(s, leaves) for s in spec[1:]]
+        # a torch.Size cannot hold symbolic ints; a tuple serves wherever a block reads sizes from it
+        return tuple(items) if any(type(i) is not int for i in items) else kind(items)
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*[unflatten(s, leaves) for s in spec[1:]])
+    new = kind.__new__(kind)
+    for name, part in zip(spec[1], spec[2:], strict=True):
+        object.__setattr__(new, name, unflatten(part, leaves))
+    return new
+
+
+class Leaves:
+    """Iterators over the leaves of a call, consumed by `unflatten` in order."""
+
+    def __init__(self, tensors: Any, ints: Any = (), mappings: Any = ()) -> None:
+        self.tensors, self.ints, self.mappings = iter(tensors), iter(ints), iter(mappings)
+
+
+def spec_text(spec: Any) -> str:
+    """A spec as text that is the same in every process: types by their qualified name."""
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, tuple) and spec:
+        if spec[0] == "=":
+            return f"={spec[1]!r}"
+        head = f"{spec[0].__module__}.{spec[0].__qualname__}" if isinstance(spec[0], type) else repr(spec[0])
+        return head + "(" + ",".join(spec_text(s) for s in spec[1:]) + ")"
+    return repr(spec)
+
+
+def format_of(tensor: torch.Tensor) -> str:
+    """The memory format an artefact is made for: "c" (contiguous, what every other layout is brought to) or "l".
+
+    "l" is channels_last or channels_last_3d of a tensor of rank 4 or 5 that is not contiguous as well.
+    """
+    if tensor.is_contiguous():
+        return "c"
+    ndim = tensor.ndim
+    if ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return "l"
+    if ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return "l"
+    return "c"
+
+
+def normalised(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the memory format that `format_of` names: itself, or a contiguous copy."""
+    return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
+
+
+def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
+    """What of a tensor is in the signature: dtype, rank, device type, memory format. Sizes are conditions, not keys.
+
+    Raises Unsupported for tensors that are not plain strided data.
+    """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        raise Unsupported(f"a tensor of the subclass {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"a tensor of layout {tensor.layout}")
+    return (str(tensor.dtype), tensor.ndim, tensor.device.type, format_of(tensor))

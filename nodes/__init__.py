@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node list for ComfyUI, and the moment the HTTP routes are registered. No node lives here."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .cache_manager import NexfortCacheManager
+from .compile_model import NexfortCompileModel
+from .compile_vae import NexfortCompileVAE
+from .routes import register_routes
+
+NODES: list[type[io.ComfyNode]] = [NexfortCompileModel, NexfortCompileVAE, NexfortCacheManager]
+
+
+class NexfortExtension(ComfyExtension):
+    """What ComfyUI asks a pack for: its nodes, and a hook that runs once when the pack is loaded."""
+
+    async def on_load(self) -> None:
+        """Register the routes. ComfyUI builds its web application after all packs are loaded."""
+        register_routes()
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """The nodes of this pack, in the order of the menu."""
+        return list(NODES)
+
+
+async def comfy_entrypoint() -> NexfortExtension:
+    """ComfyUI's entry point of a pack."""
+    return NexfortExtension()

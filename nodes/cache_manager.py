@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node "Nexfort Cache Manager": shows what the compile cache holds. It changes nothing.
+
+Pruning and clearing are commands and POST routes: a widget for them, left in a workflow, would act on every
+run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from .compile_inputs import CATEGORY
+
+HEADINGS = ("region", "kind", "size", "last used")
+
+
+class NexfortCacheManager(io.ComfyNode):
+    """An output node that lists the artefacts on disk each time it runs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="NexfortCacheManager",
+            display_name="Nexfort Cache Manager",
+            category=CATEGORY,
+            description=(
+                "Lists what the compile cache holds: region, kind, size and time of last use. It only looks. "
+                "To free space run `python -m nexfort_engine cache prune` or `cache clear`; "
+                "whatever is removed is compiled again when it is next needed."
+            ),
+            search_aliases=["nexfort", "compile cache", "cache list", "disk usage"],
+            is_output_node=True,
+            not_idempotent=True,
+            inputs=[
+                io.AnyType.Input(
+                    "after",
+                    optional=True,
+                    tooltip="Connect any output here, say the image, to list the cache after that node has "
+                    "run. Unconnected, it lists whenever the queue gets to it. The value is not looked at.",
+                )
+            ],
+            outputs=[
+                io.String.Output(
+                    display_name="table", tooltip="The table as text, for a text preview or a text file."
+                )
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> int:
+        """Never the same twice: the disk changes behind ComfyUI's back, so the list is made on every run."""
+        return time.time_ns()
+
+    @classmethod
+    def execute(cls, after: object = None) -> io.NodeOutput:
+        """Read the table of the cache and show it on the node."""
+        text = table(listing())
+        _show_on_node(text, cls.hidden.unique_id)
+        return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+def listing() -> list[dict[str, Any]]:
+    """The cache as plain rows, last used first: id, region, kind, size, created and last_used (UTC text)."""
+    from nexfort_engine.cache.store import Store
+    from nexfort_engine.hosts.comfy import cache_root
+
+    rows = [_row(row) for row in Store(cache_root()).rows()]
+    return sorted(rows, key=lambda row: (row["last_used"], row["id"]), reverse=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as aligned text with a line of totals, or one sentence for an empty cache."""
+    if not rows:
+        return "The compile cache is empty. It fills when a compiled model first samples."
+    lines = [HEADINGS] + [
+        (row["region"], row["kind"], size_text(row["size"]), row["last_used"][:16].replace("T", " "))
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    total = sum(row["size"] for row in rows)
+    return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *text])
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 512 B, 3.4 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What may leave the server of one row of the store. Whatever else the engine noted stays there."""
+    info = row["info"]
+    last_used = row["last_used"]
+    return {
+        "id": row["id"],
+        "region": str(info.get("region", "?")),
+        "kind": str(info.get("kind", "?")),
+        "size": int(row["size"]),
+        "created": _time_text(row["created"]),
+        "last_used": _time_text(row["created"] if last_used is None else last_used),
+    }
+
+
+def _time_text(moment: str | float) -> str:
+    """UTC in ISO form with seconds, from the store's text or from seconds since the epoch."""
+    seconds = datetime.fromisoformat(moment).timestamp() if isinstance(moment, str) else moment
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _show_on_node(text: str, node_id: str | None) -> None:
+    """Show text under the node. The front end draws a node's own text output only for nodes of core."""
+    from server import PromptServer
+
+    server = getattr(PromptServer, "instance", None)
+    if server is not None and node_id is not None:
+        server.send_progress_text(text, node_id)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The widgets that both compile nodes share, and how their values become one `CompileConfig`.
+
+It knows no model and no VAE, and imports the engine only when a value has to be read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from comfy_api.latest import io
+
+if TYPE_CHECKING:
+    from nexfort_engine.config import CompileConfig
+
+CATEGORY = "model/compile"
+MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
+MEMORY_FORMATS = ["preserve_format", "channels_last"]
+
+MODE_TOOLTIP = """\
+How much time to spend on compiling.
+• O2 (recommended): fused kernels, seconds to a minute the first time.
+• max-autotune: also measures which matrix kernels are fastest on this card; minutes the first time.
+• max-optimize:max-autotune: the widest search; the longest first time.
+• jit:disable-runtime-fusion: the shortest first time, less speed after it.
+The picture stays the same in all of them, and each mode is paid for once: the result is kept on disk.
+Change it when a workflow has settled and you will run it often (max-autotune), or to try something (jit)."""
+
+DYNAMIC_TOOLTIP = """\
+One compiled artefact for every resolution, batch size, frame count and prompt length.
+Off: each new size is compiled for itself, which can be a little faster and costs a compile for each.
+Switch it off only for a workflow that always runs at one size."""
+
+OPTIONS_TOOLTIP = """\
+For experts: a mode of the whole grammar ("O3:benchmark") or JSON such as
+{"mode": "max-autotune", "options": {"overrides.conv_benchmark": true}}
+What is given here replaces the widget of the same name; empty means the widgets alone decide.
+The text is checked before the workflow runs, and an unknown word is answered with the nearest known one."""
+
+ENABLED_TOOLTIP = """\
+Off: the input is handed on exactly as it came in, as if the node were bypassed.
+Switch it off to compare with the uncompiled result; nothing compiled is lost."""
+
+
+def shared_inputs(*, memory_format: str, memory_format_tooltip: str) -> list[io.Input]:
+    """The widgets after the model or VAE, in order. Those an API workflow may leave out are optional."""
+    return [
+        io.Combo.Input("mode", options=MODES, default=MODES[0], tooltip=MODE_TOOLTIP),
+        io.Boolean.Input("dynamic", default=True, tooltip=DYNAMIC_TOOLTIP),
+        io.Combo.Input(
+            "memory_format", options=MEMORY_FORMATS, default=memory_format, tooltip=memory_format_tooltip
+        ),
+        io.String.Input(
+            "options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP
+        ),
+        io.Boolean.Input("enabled", default=True, optional=True, advanced=True, tooltip=ENABLED_TOOLTIP),
+    ]
+
+
+def read_config(
+    mode: str, dynamic: bool, memory_format: str, options: str | None, where: str
+) -> CompileConfig:
+    """The config of a node's widgets, with `options` on top.
+
+    Raises ValueError with one sentence for options text that cannot be read, and for `freezing`: in ComfyUI
+    weights change (`where` says in what).
+    """
+    from nexfort_engine.config import CompileConfig
+
+    text = (options or "").strip()
+    CompileConfig.parse(text)  # on its own first, so that an error is about what the user wrote
+    widgets: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "memory_format": memory_format}
+    config = CompileConfig.parse({**widgets, **_given(text)})
+    config.refuse_freezing(where)
+    return config
+
+
+def check_options(options: str | None, where: str) -> bool | str:
+    """For `validate_inputs`: True, or what is wrong in one sentence. Linked text is checked when it runs."""
+    try:
+        read_config(MODES[0], True, MEMORY_FORMATS[0], options, where)
+    except ValueError as error:
+        return str(error)
+    return True
+
+
+def _given(text: str) -> dict[str, Any]:
+    """What checked options text sets. A key with null counts as not given, so its widget holds."""
+    if not text or text == "null":
+        return {}
+    loaded = json.loads(text) if text[0] in '{"' else text
+    given = {"mode": loaded} if isinstance(loaded, str) else loaded
+    return {key: value for key, value in given.items() if value is not None}

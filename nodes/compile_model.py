@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node "Nexfort Compile Model": widgets and a model in, a model that runs compiled out.
+
+It only hands over: what is compiled, and when, is the engine's.
+"""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
+
+WHERE = "a ComfyUI model"
+
+MEMORY_FORMAT_TOOLTIP = """\
+How images lie in memory inside the model.
+• preserve_format: as the model has it. Right for transformers (Flux, PixArt, Wan, SD3).
+• channels_last: channels innermost. Made for UNets (SD1.5, SDXL): their convolutions run faster so on NVIDIA
+cards. Costs a second copy of the convolution weights.
+Change it when you change the kind of model."""
+
+
+class NexfortCompileModel(io.ComfyNode):
+    """A clone of the model whose diffusion network runs compiled."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="NexfortCompileModel",
+            display_name="Nexfort Compile Model",
+            category=CATEGORY,
+            description=(
+                "Runs the diffusion model compiled: the same picture in less time. The first step compiles "
+                "(seconds, with progress shown on the sampler); after that every size, batch and prompt "
+                "length runs at full speed, and after a restart the compiled artefacts are loaded from disk. "
+                "Put it right before the sampler, after LoRA and model-sampling nodes."
+            ),
+            search_aliases=[
+                "nexfort",
+                "torch compile",
+                "speed up",
+                "accelerate",
+                "onediff",
+                "faster sampling",
+            ],
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model to speed up. It stays as it is; the output is a clone."
+                ),
+                *shared_inputs(memory_format="preserve_format", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
+            ],
+            outputs=[
+                io.Model.Output(
+                    display_name="model", tooltip="The same model, compiled when it first samples."
+                )
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, options: str | None = "") -> bool | str:
+        """Refuse unreadable options before anything is loaded."""
+        return check_options(options, WHERE)
+
+    @classmethod
+    def execute(
+        cls,
+        model: io.Model.Type,
+        mode: str,
+        dynamic: bool,
+        memory_format: str,
+        options: str = "",
+        enabled: bool = True,
+    ) -> io.NodeOutput:
+        """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
+        if not enabled:
+            return io.NodeOutput(model)
+        config = read_config(mode, dynamic, memory_format, options, WHERE)
+        if config.disable:
+            return io.NodeOutput(model)
+        from nexfort_engine.hosts import comfy
+
+        return io.NodeOutput(comfy.attach(model, config))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node "Nexfort Compile VAE": widgets and a VAE in, a VAE that runs compiled out.
+
+It only hands over: what is compiled, and when, is the engine's.
+"""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
+
+WHERE = "a ComfyUI VAE"
+
+MEMORY_FORMAT_TOOLTIP = """\
+How images lie in memory inside the VAE.
+• channels_last (recommended): channels innermost. Image VAEs are nearly all convolutions, which run faster so
+on NVIDIA cards.
+• preserve_format: as the VAE has it. For video VAEs, whose convolutions have a time axis as well.
+Change it when you decode video, or when a picture decodes slower than without this node."""
+
+
+class NexfortCompileVAE(io.ComfyNode):
+    """A copy of the VAE whose encoder and decoder run compiled."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="NexfortCompileVAE",
+            display_name="Nexfort Compile VAE",
+            category=CATEGORY,
+            description=(
+                "Runs the VAE compiled, in decoding and encoding, whole or tiled. Decoder and encoder are "
+                "compiled when each is first used, serve every size after that, and are loaded from disk "
+                "after a restart. "
+                "The VAE that comes in stays uncompiled for other nodes."
+            ),
+            search_aliases=["nexfort", "torch compile vae", "speed up vae", "faster decode", "onediff vae"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="The VAE to speed up. It stays as it is; the output is a copy."),
+                *shared_inputs(memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
+            ],
+            outputs=[
+                io.Vae.Output(
+                    display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes."
+                )
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, options: str | None = "") -> bool | str:
+        """Refuse unreadable options before anything is loaded."""
+        return check_options(options, WHERE)
+
+    @classmethod
+    def execute(
+        cls,
+        vae: io.Vae.Type,
+        mode: str,
+        dynamic: bool,
+        memory_format: str,
+        options: str = "",
+        enabled: bool = True,
+    ) -> io.NodeOutput:
+        """Attach the engine to a copy. Nothing is compiled here: that happens in the first decode."""
+        if not enabled:
+            return io.NodeOutput(vae)
+        config = read_config(mode, dynamic, memory_format, options, WHERE)
+        if config.disable:
+            return io.NodeOutput(vae)
+        from nexfort_engine.hosts import comfy
+
+        return io.NodeOutput(comfy.attach_vae(vae, config))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests on a real ComfyUI server share: a base folder with tiny files, shipped workflows cut to them.
+
+The server itself is `nexfort_engine.headless.ComfyServer`. No test lives here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny_checkpoints
+from PIL import Image
+
+from nexfort_engine.headless import ComfyServer, find_comfyui
+
+ROOT = Path(__file__).resolve().parent.parent
+API = ROOT / "workflows" / "api"
+LOADERS = {"CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader"}
+COMPILE_NODES = {"NexfortCompileModel", "NexfortCompileVAE"}
+
+# Which tiny files stand for a family's, and what its text encoder gives. SDXL's sizes cannot be tiny.
+TINY: dict[str, dict[str, Any]] = {
+    "sd15": {"files": ("sd15_full_checkpoint", "sd15_lora"), "size": (96, 64)},
+    "pixart": {
+        "files": ("pixart_unet", "taesd", "pixart_lora"),
+        "size": (320, 256),
+        "text": {"tokens": 20, "width": 4096, "pooled": 0},
+    },
+    "flux": {
+        "files": ("flux_unet", "taesd_flux", "flux_lora"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 64, "pooled": 32},
+    },
+    "wan": {
+        "files": ("wan_unet", "wan_vae", "wan_lora"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 4096, "pooled": 0},
+    },
+}
+FILE_INPUTS = {
+    "ckpt_name": "checkpoint",
+    "unet_name": "unet",
+    "vae_name": "vae",
+    "lora_name": "lora",
+    "clip_name": "clip",
+    "clip_name1": "clip",
+    "clip_name2": "clip",
+}
+
+
+def comfyui_or_skip() -> Path:
+    """The ComfyUI of this machine; skips the test where there is none."""
+    found = find_comfyui()
+    if found is None:
+        pytest.skip("no ComfyUI found; set COMFYUI_PATH to the root of one")
+    return found[0]
+
+
+def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:
+    """A base directory for the server: the named tiny files in its models, the testing nodes in its packs."""
+    (folder / "custom_nodes").mkdir(parents=True, exist_ok=True)
+    pack = folder / "custom_nodes" / "testing_nodes"
+    if not pack.exists():
+        pack.symlink_to(ROOT / "tests" / "testing_nodes", target_is_directory=True)
+    if names:
+        tiny_checkpoints.make(comfyui, folder / "models", *names)
+    return folder
+
+
+def server(comfyui: Path, base: Path, cache: Path, *extra_args: str) -> ComfyServer:
+    """A server on a CPU with the plugin and nothing of the user's."""
+    arguments = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", *extra_args]
+    return ComfyServer(comfyui, plugin=ROOT, base_dir=base, cache_dir=cache, extra_args=arguments)
+
+
+def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: int = 0) -> dict[str, Any]:
+    """The shipped API workflow `name` with tiny files, two steps, a small size, and its latent saved.
+
+    Text encoders that cannot be tiny are replaced by random conditioning of `tokens` tokens (0: the usual).
+    """
+    family = name.split("_")[0]
+    tiny = TINY[family]
+    workflow = json.loads((API / f"{name}.json").read_text(encoding="utf-8"))
+    for number in list(workflow):
+        node = workflow[number]
+        inputs = node["inputs"]
+        for key in FILE_INPUTS.keys() & inputs.keys():
+            inputs[key] = _tiny_name(tiny["files"], FILE_INPUTS[key])
+        if node["class_type"] in COMPILE_NODES:
+            inputs["enabled"] = compiled
+        elif node["class_type"] == "KSampler":
+            inputs |= {"steps": 2, "seed": seed}
+            samples = [number, 0]
+        elif node["class_type"] in ("CLIPLoader", "DualCLIPLoader"):
+            del workflow[number]
+        elif node["class_type"] == "CLIPTextEncode" and "text" in tiny:
+            text = {**tiny["text"], "seed": int(number)}
+            workflow[number] = {"class_type": "TestRandomConditioning", "inputs": text}
+            if tokens:
+                text["tokens"] = tokens
+        if {"width", "height", "batch_size"} <= inputs.keys():
+            inputs["width"], inputs["height"] = tiny["size"]
+        if "length" in inputs:
+            inputs["length"] = 5
+    saving = {"samples": samples, "filename_prefix": f"latents/{name}"}
+    workflow["latent"] = {"class_type": "SaveLatent", "inputs": saving}
+    return dict(workflow)
+
+
+def resize(workflow: dict[str, Any], width: int, height: int, batch: int = 1) -> dict[str, Any]:
+    """The workflow at another size."""
+    for node in workflow.values():
+        if {"width", "height", "batch_size"} <= node["inputs"].keys():
+            node["inputs"] |= {"width": width, "height": height, "batch_size": batch}
+    return workflow
+
+
+def latent(base: Path, history: dict[str, Any]) -> numpy.ndarray:
+    """The latent that a run of `tiny_workflow` saved."""
+    from safetensors.numpy import load_file
+
+    (saved,) = history["outputs"]["latent"]["latents"]
+    return load_file(base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]
+
+
+def images(base: Path, history: dict[str, Any]) -> list[numpy.ndarray]:
+    """The images that a run saved, as whole numbers; for a video the file is only looked up."""
+    found = []
+    for output in history["outputs"].values():
+        for saved in output.get("images", []):
+            path = base / "output" / saved["subfolder"] / saved["filename"]
+            assert path.stat().st_size > 0
+            if path.suffix == ".png":
+                found.append(numpy.asarray(Image.open(path)).astype(int))
+    return found
+
+
+def distance(ours: numpy.ndarray, eager: numpy.ndarray) -> float:
+    """||ours - eager|| / ||eager||, as everywhere in this project."""
+    return float(numpy.linalg.norm(ours - eager) / numpy.linalg.norm(eager))
+
+
+def _tiny_name(files: tuple[str, ...], kind: str) -> str:
+    """The loader's name of the tiny file of one kind. A text encoder has none: its loader is taken out."""
+    return next((f"tiny_{file}.safetensors" for file in files if kind in file or _is_vae(file, kind)), "")
+
+
+def _is_vae(file: str, kind: str) -> bool:
+    return kind == "vae" and "taesd" in file

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process-wide settings: set inside a scope, exactly as before outside, after errors and between threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nexfort_engine import flags
+from nexfort_engine.config import CompileConfig
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    before = flags.snapshot(compiler=True)
+    yield
+    assert flags.snapshot(compiler=True) == before
+
+
+@pytest.mark.parametrize(
+    ("value", "off"),
+    [(None, False), ("", False), ("0", False), ("false", False), ("No", False), ("1", True), ("true", True)],
+)
+def test_disabled_reads_the_variable_afresh(monkeypatch, value, off):
+    monkeypatch.delenv(flags.DISABLE_VARIABLE, raising=False)
+    assert not flags.disabled()
+    if value is not None:
+        monkeypatch.setenv(flags.DISABLE_VARIABLE, value)
+    assert flags.disabled() is off
+
+
+def test_scoped_env_restores_values_and_absence(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEXFORT_TEST_A", "before")
+    monkeypatch.setenv("NEXFORT_TEST_B", "before")
+    monkeypatch.delenv("NEXFORT_TEST_C", raising=False)
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        flags.scoped_env(NEXFORT_TEST_A="now", NEXFORT_TEST_B=None, NEXFORT_TEST_C=tmp_path),
+    ):
+        assert os.environ["NEXFORT_TEST_A"] == "now"
+        assert "NEXFORT_TEST_B" not in os.environ
+        assert os.environ["NEXFORT_TEST_C"] == str(tmp_path)
+        raise RuntimeError("inside")
+    assert os.environ["NEXFORT_TEST_A"] == os.environ["NEXFORT_TEST_B"] == "before"
+    assert "NEXFORT_TEST_C" not in os.environ
+
+
+def test_scoped_env_restores_what_it_had_set_when_a_value_is_refused():
+    with pytest.raises(TypeError), flags.scoped_env(NEXFORT_TEST_A="now", NEXFORT_TEST_B=3):
+        pass
+    assert "NEXFORT_TEST_A" not in os.environ
+
+
+@pytest.mark.parametrize("before", [None, "/elsewhere"])
+def test_inductor_scope_sets_and_restores(monkeypatch, tmp_path, before):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    outside = flags.snapshot(compiler=True)
+    options = CompileConfig.parse("max-autotune").inductor_options("cpu")
+    with (
+        inductor_config.patch({"freezing": True, "fx_graph_cache": False}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        with flags.inductor_scope(tmp_path, options):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+            assert "TRITON_CACHE_DIR" not in os.environ
+            assert inductor_config.fx_graph_cache and functorch_config.enable_autograd_cache
+            assert inductor_config.max_autotune is True
+            assert inductor_config.freezing is False
+            assert inductor_config.fx_graph_remote_cache is False
+            os.environ["TRITON_CACHE_DIR"] = "/written/by/inductor"  # as its Triton launcher does on a GPU
+        assert inductor_config.freezing is True and inductor_config.fx_graph_cache is False
+        assert functorch_config.enable_autograd_cache is False
+    assert flags.snapshot(compiler=True) == outside
+
+
+def test_inductor_scope_restores_after_an_error_and_can_be_entered_again(tmp_path):
+    before = flags.snapshot(compiler=True)
+    with pytest.raises(RuntimeError, match="inside"), flags.inductor_scope(tmp_path / "outer"):
+        with flags.inductor_scope(tmp_path / "inner", {"max_autotune": True}):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inner")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "outer")
+        raise RuntimeError("inside")
+    assert flags.snapshot(compiler=True) == before
+    with flags.inductor_scope(tmp_path):
+        pass
+
+
+def test_inductor_scope_puts_inductors_files_under_its_directory(tmp_path):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+    with flags.inductor_scope(tmp_path / "c"):
+        assert cache_dir() == str(tmp_path / "c")
+        assert Path(triton_cache_dir(0)) == tmp_path / "c" / "triton" / "0"
+
+
+def test_inductor_scope_admits_one_thread_at_a_time(tmp_path):
+    inside, overlap = [], []
+
+    def work(name: str) -> None:
+        for _ in range(10):
+            with flags.inductor_scope(tmp_path / name):
+                inside.append(name)
+                time.sleep(0.002)  # lets a thread in that is not kept out
+                if len(inside) > 1 or os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(tmp_path / name):
+                    overlap.append(name)
+                inside.remove(name)
+
+    threads = [threading.Thread(target=work, args=(str(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not overlap
+
+
+def test_a_name_this_torch_does_not_have_is_left_out_and_logged_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(flags, "_unsupported", set())
+    with caplog.at_level(logging.WARNING, logger="nexfort_engine.flags"):
+        for _ in range(2):
+            with flags.inductor_scope(tmp_path, {"gone_in_a_later_torch": 1, "max_autotune": True}):
+                import torch._inductor.config as inductor_config
+
+                assert inductor_config.max_autotune is True
+    assert [r.getMessage() for r in caplog.records] == [
+        "Nexfort: this torch has no torch._inductor.config.gone_in_a_later_torch; going on without it"
+    ]
+    assert flags.supported_options({"gone_in_a_later_torch": 1, "triton.cudagraphs": False}) == {
+        "triton.cudagraphs": False
+    }
+
+
+def test_every_base_setting_exists_in_the_reference_torch():
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    if not torch.__version__.startswith("2.11."):
+        pytest.skip(f"the reference is torch 2.11, this is {torch.__version__}")
+    assert all(hasattr(inductor_config, name) for name in flags._INDUCTOR_BASE)
+    assert all(hasattr(functorch_config, name) for name in flags._FUNCTORCH_BASE)
+
+
+def test_backend_scope_sets_and_restores():
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        flags.backend_scope(conv_benchmark=True, matmul_allow_tf32=True),
+    ):
+        assert cudnn.benchmark is True and matmul.allow_tf32 is True
+        with flags.backend_scope(conv_benchmark=False):
+            assert cudnn.benchmark is False and matmul.allow_tf32 is True
+        assert cudnn.benchmark is True
+        raise RuntimeError("inside")
+    assert cudnn.benchmark is False and matmul.allow_tf32 is False
+    with flags.backend_scope():
+        assert cudnn.benchmark is False
+
+
+def test_backend_scopes_of_two_threads_restore_what_was_before_both():
+    first_in, second_in = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with flags.backend_scope(conv_benchmark=True):
+            first_in.set()
+            assert second_in.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_in.wait(10)
+    with flags.backend_scope(conv_benchmark=True):
+        second_in.set()
+        thread.join()
+        assert torch.backends.cudnn.benchmark is True, "the other scope's end must not end this one"
+    assert torch.backends.cudnn.benchmark is False
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_backend_scope_respects_a_user_of_the_newer_precision_switch(precision):
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has only allow_tf32")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        with flags.backend_scope(matmul_allow_tf32=precision != "tf32"):
+            assert matmul.fp32_precision == ("ieee" if precision == "tf32" else "tf32")
+        assert matmul.fp32_precision == precision
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_snapshot_shows_a_change_of_each_kind(monkeypatch):
+    before = flags.snapshot(compiler=True)
+    assert flags.snapshot(compiler=True) == before
+    import torch._inductor.config as inductor_config
+
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_TEST_ONLY", "1")
+        assert flags.snapshot() != {k: v for k, v in before.items() if not k.startswith("torch._")}
+    with inductor_config.patch(max_autotune=not inductor_config.max_autotune):
+        after = flags.snapshot(compiler=True)
+        assert {k for k in before if before[k] != after[k]} == {"torch._inductor.config.max_autotune"}
+    with torch.backends.cudnn.flags(benchmark=True):
+        assert flags.snapshot()["cudnn.benchmark"] is True
+
+
+def test_flags_import_and_snapshot_stay_light():
+    code = (
+        "import sys, torch; before = set(sys.modules); from nexfort_engine import flags; flags.snapshot(); "
+        "new = [m for m in set(sys.modules) - before if m.startswith(('torch._inductor', 'triton'))]; "
+        "assert not new, new; assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_the_first_look_at_inductor_leaves_the_environment_alone(tmp_path):
+    code = (
+        "import os, sys; from nexfort_engine import flags; before = flags.snapshot(); "
+        "flags.supported_options({}); flags.snapshot(compiler=True); "
+        "scope = flags.inductor_scope(sys.argv[1]); scope.__enter__(); scope.__exit__(None, None, None); "
+        "assert 'torch._inductor.config' in sys.modules; assert flags.snapshot() == before, os.environ"
+    )
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, env=env, cwd=Path(__file__).parents[1]
+    )

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin in a real ComfyUI server, with tiny but loadable checkpoint files: what a user would see.
+
+Engine details are tested next to the engine; here a promise is kept through loaders, sampler, VAE and restart.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import served
+
+from nexfort_engine.headless import ComfyError, ComfyServer
+
+pytestmark = pytest.mark.comfy
+
+NODES = {
+    "NexfortCompileModel": "Nexfort Compile Model",
+    "NexfortCompileVAE": "Nexfort Compile VAE",
+    "NexfortCacheManager": "Nexfort Cache Manager",
+}
+MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
+TOLERANCE = 1e-4  # fp32 on a CPU
+RUNNABLE = [
+    f"{family}_{flavour}"
+    for family in served.TINY
+    for flavour in ("compile_model", "compile_model_vae", "compile_model_lora")
+]
+
+
+@pytest.fixture(scope="module")
+def comfyui() -> Path:
+    """The ComfyUI of this machine."""
+    return served.comfyui_or_skip()
+
+
+@pytest.fixture(scope="module")
+def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with every tiny file that the shipped workflows can run on."""
+    names = dict.fromkeys(name for tiny in served.TINY.values() for name in tiny["files"])
+    return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *names)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artefact cache of this module's servers."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
+    """A server that remembers only the last prompt's results, so that a repeated seed is sampled again."""
+    with served.server(comfyui, base, cache, "--cache-classic") as running:
+        yield running
+
+
+def request(
+    server: ComfyServer, path: str, data: bytes | None, kind: str = "application/json"
+) -> tuple[int, Any]:
+    """(status, JSON answer) of a request, refused or not."""
+    asked = urllib.request.Request(server.url + path, data=data, headers={"Content-Type": kind})
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        text = error.read().decode()
+        return error.code, json.loads(text) if text.startswith("{") else text
+
+
+def total(server: ComfyServer, key: str) -> int:
+    """One count of the report, over all live engines."""
+    return sum(engine["report"][key] for engine in server.get("/nexfort/report")["engines"])
+
+
+# ---- what the server shows ---------------------------------------------------------------------------------
+
+
+def test_the_plugin_loads_without_a_complaint(server: ComfyServer) -> None:
+    about_us = [line for line in server.log.splitlines() if "nexfort" in line.lower()]
+    assert not [line for line in about_us if "IMPORT FAILED" in line or "WARNING" in line or "ERROR" in line]
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_object_info_shows_the_node(server: ComfyServer, name: str) -> None:
+    shown = server.get(f"/object_info/{name}")[name]
+    assert shown["display_name"] == NODES[name]
+    assert shown["description"]
+    inputs = {**shown["input"].get("required", {}), **shown["input"].get("optional", {})}
+    assert all(len(options) > 1 and options[1].get("tooltip") for options in inputs.values()), inputs
+
+
+@pytest.mark.parametrize("name", ["NexfortCompileModel", "NexfortCompileVAE"])
+def test_object_info_shows_the_dropdowns(server: ComfyServer, name: str) -> None:
+    shown = server.get(f"/object_info/{name}")[name]["input"]
+    assert list(shown["required"])[1:] == ["mode", "dynamic", "memory_format"]
+    assert shown["required"]["mode"][1]["options"] == MODES
+    assert shown["required"]["mode"][1]["default"] == "O2"
+    assert shown["required"]["dynamic"][1]["default"] is True
+    assert shown["required"]["memory_format"][1]["options"] == ["preserve_format", "channels_last"]
+    assert list(shown["optional"]) == ["options", "enabled"]
+    assert all(options[1]["advanced"] for options in shown["optional"].values())
+
+
+def test_the_cache_manager_is_an_output_without_widgets(server: ComfyServer) -> None:
+    shown = server.get("/object_info/NexfortCacheManager")["NexfortCacheManager"]
+    assert shown["output_node"] is True
+    assert shown["input"].get("required", {}) == {}
+    assert list(shown["input"]["optional"]) == ["after"]
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_each_node_has_a_help_page_where_the_front_end_looks(server: ComfyServer, name: str) -> None:
+    pack = server.get(f"/object_info/{name}")[name]["python_module"].split(".", 1)[1]
+    page = server.get_bytes(f"/extensions/{pack}/docs/{name}.md").decode()
+    shown = server.get(f"/object_info/{name}")[name]
+    assert shown["display_name"] in page
+    for kind in ("required", "optional"):
+        for key in shown["input"].get(kind, {}):
+            assert f"**{key}**" in page, key
+
+
+def test_the_workflows_are_in_the_template_browser(server: ComfyServer) -> None:
+    listed = server.get("/workflow_templates")
+    (names,) = [found for found in listed.values() if "sd15_compile_model" in found]
+    assert sorted(names) == sorted(path.stem for path in served.API.glob("*.json"))
+
+
+# ---- loader, compile, sampler, VAE, save ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_shipped_workflow_runs_with_its_nodes_switched_off(
+    server: ComfyServer, base: Path, name: str
+) -> None:
+    history = server.run(served.tiny_workflow(name, compiled=False), timeout=120)
+    assert numpy.isfinite(served.latent(base, history)).all()
+    assert all(image.std() > 5 for image in served.images(base, history))
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
+    eager = server.run(served.tiny_workflow(name, compiled=False), timeout=120)
+    other = server.run(served.tiny_workflow(name, compiled=False, seed=4), timeout=120)
+    ours = server.run(served.tiny_workflow(name), timeout=300)
+    wanted = served.latent(base, eager)
+    assert served.distance(served.latent(base, other), wanted) > 100 * TOLERANCE
+    assert served.distance(served.latent(base, ours), wanted) < TOLERANCE
+    for image, expected in zip(served.images(base, ours), served.images(base, eager), strict=True):
+        assert abs(image - expected).max() <= 1  # one step of 8 bits, where rounding tips over
+
+
+def test_a_second_prompt_compiles_nothing(server: ComfyServer, base: Path) -> None:
+    server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
+    assert server.get("/nexfort/report")["engines"], "no engine is alive after a compiled prompt"
+    before = total(server, "artefacts_compiled")
+    calls = total(server, "calls")
+    sizes = [(64, 64, 1), (128, 64, 2), (96, 160, 3)]
+    for tokens, (width, height, batch) in zip((7, 33, 50), sizes, strict=True):
+        workflow = served.tiny_workflow("flux_compile_model", seed=tokens, tokens=tokens)
+        server.run(served.resize(workflow, width, height, batch), timeout=300)
+    assert total(server, "calls") > calls
+    assert total(server, "artefacts_compiled") == before
+
+
+def test_the_same_seed_gives_the_same_bits(server: ComfyServer, base: Path) -> None:
+    first = served.latent(base, server.run(served.tiny_workflow("sd15_compile_model"), timeout=300))
+    server.run(served.tiny_workflow("sd15_compile_model", seed=4), timeout=300)
+    again = served.latent(base, server.run(served.tiny_workflow("sd15_compile_model"), timeout=300))
+    assert numpy.array_equal(first, again)
+
+
+def test_a_restart_starts_warm(server: ComfyServer, comfyui: Path, base: Path, cache: Path) -> None:
+    name = "sd15_compile_model_vae"
+    before = server.run(served.tiny_workflow(name), timeout=300)
+    with served.server(comfyui, base, cache, "--cache-classic") as restarted:
+        after = restarted.run(served.tiny_workflow(name), timeout=300)
+        assert total(restarted, "artefacts_compiled") == 0
+        assert total(restarted, "artefacts_loaded") > 0
+    assert numpy.array_equal(served.latent(base, after), served.latent(base, before))
+    for image, expected in zip(served.images(base, after), served.images(base, before), strict=True):
+        assert numpy.array_equal(image, expected)
+
+
+def test_tiled_decoding_runs_compiled(server: ComfyServer, base: Path) -> None:
+    def tiled(compiled: bool) -> dict[str, Any]:
+        workflow = served.resize(served.tiny_workflow("sd15_compile_model_vae", compiled=compiled), 128, 96)
+        for node in workflow.values():
+            if node["class_type"] == "VAEDecode":
+                tiles = {"tile_size": 64, "overlap": 16, "temporal_size": 64, "temporal_overlap": 8}
+                node |= {"class_type": "VAEDecodeTiled", "inputs": {**node["inputs"], **tiles}}
+        return workflow
+
+    eager = served.images(base, server.run(tiled(False), timeout=300))
+    ours = served.images(base, server.run(tiled(True), timeout=300))
+    assert abs(ours[0] - eager[0]).max() <= 1
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("{'mode': 'O2'}", "JSON"),
+        ('{"mode": "O2"', "JSON"),
+        ('{"mode": "max-autotunes"}', "'max-autotune'"),
+        ('{"memoryformat": "channels_last"}', "'memory_format'"),
+        ("freezing", "weights can change"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(server: ComfyServer, options: str, says: str) -> None:
+    workflow = served.tiny_workflow("flux_compile_model")
+    (node,) = [one for one in workflow.values() if one["class_type"] == "NexfortCompileModel"]
+    node["inputs"]["options"] = options
+    with pytest.raises(ComfyError, match="options - ") as refused:
+        server.queue(workflow)
+    assert says in str(refused.value)
+
+
+# ---- routes ------------------------------------------------------------------------------------------------
+
+
+def assert_no_path(answer: Any, *places: Path) -> None:
+    """No folder of this machine is told."""
+    text = json.dumps(answer)
+    assert not [place for place in places if str(place) in text]
+
+
+def test_the_cache_manager_lists_what_the_route_lists(server: ComfyServer, base: Path, cache: Path) -> None:
+    server.run(served.tiny_workflow("flux_compile_model", seed=9), timeout=300)
+    listed = server.get("/nexfort/cache")
+    assert listed["count"] == len(listed["entries"]) > 0
+    assert listed["size"] == sum(entry["size"] for entry in listed["entries"])
+    assert set(listed["entries"][0]) == {"id", "region", "kind", "size", "created", "last_used"}
+    assert_no_path(listed, cache, base, served.ROOT)
+    lister = {"1": {"class_type": "NexfortCacheManager", "inputs": {}}}
+    for _ in range(2):  # unchanged inputs, and yet it runs each time
+        (text,) = server.run(lister, timeout=60)["outputs"]["1"]["text"]
+        assert text.startswith(f"{listed['count']} artefacts")
+        assert all(entry["region"] in text and entry["kind"] in text for entry in listed["entries"])
+        assert "?" not in text
+
+
+def test_the_report_tells_no_path(server: ComfyServer, base: Path, cache: Path, comfyui: Path) -> None:
+    server.run(served.tiny_workflow("flux_compile_model", seed=10), timeout=300)
+    told = server.get("/nexfort/report")
+    assert told["engines"]
+    assert all("cache_dir" not in engine["report"] for engine in told["engines"])
+    assert_no_path(told, cache, base, comfyui, served.ROOT)
+
+
+@pytest.mark.parametrize("route", ["prune", "clear"])
+@pytest.mark.parametrize(
+    ("data", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"null", "application/json", 400),
+        (b'{"path": "/"}', "application/json", 400),
+        (b'{"max_bytes": -1, "confirm": false}', "application/json", 400),
+        (b"[" * 3000, "application/json", 400),
+        (b" " * 5000, "application/json", 413),
+        (b"{}", "text/plain", 415),
+        (b"max_bytes=0&confirm=true", "application/x-www-form-urlencoded", 415),
+    ],
+)
+def test_malformed_requests_are_refused(
+    server: ComfyServer, route: str, data: bytes, kind: str, status: int
+) -> None:
+    found, answer = request(server, f"/nexfort/cache/{route}", data, kind)
+    assert found == status, answer
+    assert "expected" in answer["error"]
+
+
+def test_wrong_methods_are_refused(server: ComfyServer) -> None:
+    assert request(server, "/nexfort/cache/clear", None)[0] in (404, 405)
+    assert request(server, "/nexfort/cache/prune", None)[0] in (404, 405)
+    assert request(server, "/nexfort/cache", b"{}")[0] == 405
+    assert request(server, "/nexfort/report", b"{}")[0] == 405
+
+
+@pytest.mark.parametrize("value", ["1", 1.5, True, -1, [1]])
+def test_pruning_wants_a_whole_number(server: ComfyServer, value: object) -> None:
+    status, answer = request(server, "/nexfort/cache/prune", json.dumps({"max_bytes": value}).encode())
+    assert (status, "whole number" in answer["error"]) == (400, True)
+
+
+def test_clearing_wants_to_be_meant(server: ComfyServer) -> None:
+    assert request(server, "/nexfort/cache/clear", b"{}")[0] == 400
+    assert request(server, "/nexfort/cache/clear", b'{"confirm": false}')[0] == 400
+
+
+def test_prune_and_clear(comfyui: Path, base: Path, tmp_path: Path) -> None:
+    with served.server(comfyui, base, tmp_path / "cache") as running:
+        empty = running.post("/nexfort/cache/prune", {"max_bytes": 0})
+        assert empty == {"removed": 0, "freed": 0, "count": 0, "size": 0}
+        running.run(served.tiny_workflow("flux_compile_model"), timeout=300)
+        full = running.get("/nexfort/cache")
+        kept = running.post("/nexfort/cache/prune", {"max_bytes": full["size"]})
+        assert kept == {"removed": 0, "freed": 0, "count": full["count"], "size": full["size"]}
+        gone = running.post("/nexfort/cache/clear", {"confirm": True})
+        assert gone == {"removed": full["count"], "freed": full["size"], "count": 0, "size": 0}
+        assert running.get("/nexfort/cache")["entries"] == []
+        # What is compiled in this process goes on working.
+        running.run(served.tiny_workflow("flux_compile_model", seed=5), timeout=300)
