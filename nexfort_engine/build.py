@@ -203,12 +203,13 @@ class Builder:
         session.planned = True
         if session.root is None or not self.engine.config.dynamic:
             return
-        args, kwargs = self.engine.plain_call(*session.root)
+        call, args, kwargs = session.root
+        args, kwargs = self.engine.plain_call(args, kwargs)
         wants_two = _batch_of(args, kwargs) == 1
         if wants_two:
             args, kwargs = _doubled(args), _doubled(kwargs)
         try:
-            found = self._observe(args, kwargs)
+            found = self._observe(call, args, kwargs)
         except torch.OutOfMemoryError:
             self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
             return
@@ -219,7 +220,7 @@ class Builder:
             return
         self._make_all(found)
 
-    def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
+    def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
         root = self.engine.root
         region = next((r for r in self.engine.regions if r.module is root), None)
         if region is not None:
@@ -227,7 +228,7 @@ class Builder:
             return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with torch.random.fork_rng(devices=[d.index for d in devices]), self.engine.active(recording=True) as session:
-            type(root).forward(root, *args, **kwargs)
+            call(*args, **kwargs)
         return session.examples
 
     def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:

@@ -85,6 +85,19 @@ class _Trace:
         self.output: Any = None
 
 
+def _contents(value: Any) -> Any:
+    """The identities of what lists and objects among the arguments hold: the caller would see a change of them."""
+    if isinstance(value, dict) and not isinstance(value, readset.Recording):
+        return [(k, _contents(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_contents(v) for v in value]
+    if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
+        return id(value)
+    if not hasattr(value, "__dict__"):
+        return id(value)
+    return [(k, _contents(v)) for k, v in value.__dict__.items()]
+
+
 class _Lifted(nn.Module):
     """The block as a function of its weights. The block hides in __dict__, so that export finds no parameters."""
 
@@ -98,8 +111,11 @@ class _Lifted(nn.Module):
         recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
         trace.recordings = recordings
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
+        before = _contents((args, kwargs))
         with trace.slots.replaced(weights):
             result = trace.block(*args, **kwargs)
+        if _contents((args, kwargs)) != before:
+            raise Refused("it changes a list or an object that it is given")
         flat = Flat()
         trace.output = flatten(result, flat)
         if flat.mappings:
@@ -174,7 +190,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool) -> Any:
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return {i: auto for i, size in enumerate(value.shape) if size > 1} if dynamic else {}
-        return auto if dynamic else None
+        return auto if dynamic and value > 1 else None
 
     weights, tensors, extra, ints = args
     return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], [of(i) for i in ints]
@@ -428,7 +444,9 @@ def _sources(block: nn.Module, program: torch.export.ExportedProgram) -> dict[st
 
 
 def _trace_files(text: str) -> set[str]:
-    return {line.split('"')[1] for line in text.splitlines() if line.strip().startswith('File "')}
+    """The files on the stack below this one: what called the engine has no part in the graph."""
+    own = text.rpartition(f'File "{__file__}"')[2]
+    return {line.split('"')[1] for line in own.splitlines() if line.strip().startswith('File "')}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,6 +51,7 @@ class Engine:
         plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
+        self.name = type(root).__name__
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.report = Report(config, str(store.root))
@@ -84,7 +85,7 @@ class Engine:
                 self.report.eager("(whole module)", reason)
             return plain(*args, **kwargs)
         with self.active() as session:
-            session.root = (_copied(args), _copied(kwargs))
+            session.root = (plain, _copied(args), _copied(kwargs))
             own = self._regions().get(id(self.root))
             return own.call(plain, args, kwargs, session) if own is not None else plain(*args, **kwargs)
 
@@ -126,7 +127,7 @@ class Engine:
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""
         if module is self.root:
-            session.root = (_copied(args), _copied(kwargs))
+            session.root = (plain, _copied(args), _copied(kwargs))
         region = self._regions().get(id(module))
         if region is None or session.inside:
             return plain(*args, **kwargs)

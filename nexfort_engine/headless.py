@@ -216,7 +216,7 @@ class ComfyServer:
             raise ComfyError("the server does not run: start it first")
         if (code := self._process.poll()) is not None:
             if self._reader is not None:
-                self._reader.join(timeout=5)
+                self._reader.join(timeout=1)  # not for long: a worker that lives on keeps the pipe open
             raise ComfyError(f"ComfyUI at {self.comfyui} ended with exit code {code}{self._tail()}")
 
     def _tail(self, lines: int = 30) -> str:
@@ -266,6 +266,11 @@ class ComfyServer:
         if isinstance(error, urllib.error.HTTPError):
             text = error.read().decode("utf-8", "replace")
             return ComfyError(f"{method} {path} was refused with {error.code}: {_refusal_text(text)}")
+        if self._process is not None and not isinstance(error, TimeoutError):
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the connection breaks before the process ends
+                self._process.wait(timeout=2)
         self._check_alive()
         return ComfyError(f"{method} {path} got no answer: {error}")
 
@@ -283,7 +288,8 @@ class ComfyServer:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_alive()
-            found = self.get(f"/history/{prompt_id}").get(prompt_id)
+            # Patient: a process that loads a large model may keep its other threads waiting.
+            found = self.get(f"/history/{prompt_id}", timeout=600).get(prompt_id)
             if found is not None:
                 return dict(found)
             if deadline is not None and time.monotonic() > deadline:

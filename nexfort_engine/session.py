@@ -7,7 +7,7 @@ Kept in a ContextVar, so that stand-ins act for the call that put them there and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ class Session:
         self.engine = engine
         self.recording = recording
         self.inside = False  # a block runs its own forward: nothing below it is a region
-        self.root: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self.planned = False
         self.examples: list[Any] = []
 

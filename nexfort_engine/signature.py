@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
-INT = "I"  # an int of 2 or more: data
+INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
 
 
@@ -49,8 +49,6 @@ def flatten(value: Any, into: Flat) -> Any:
     if value is None or kind is bool:
         return ("=", value)
     if kind is int:
-        if value in (0, 1):  # torch gives 0 and 1 a meaning of their own (broadcasting): never symbols
-            return ("=", value)
         into.ints.append(value)
         return INT
     if isinstance(value, _PLAIN):

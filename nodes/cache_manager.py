@@ -46,9 +46,7 @@ class NexfortCacheManager(io.ComfyNode):
                 )
             ],
             outputs=[
-                io.String.Output(
-                    display_name="table", tooltip="The table as text, for a text preview or a text file."
-                )
+                io.String.Output(display_name="table", tooltip="The table as text, for a text preview or a text file.")
             ],
             hidden=[io.Hidden.unique_id],
         )
@@ -80,14 +78,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "The compile cache is empty. It fills when a compiled model first samples."
     lines = [HEADINGS] + [
-        (row["region"], row["kind"], size_text(row["size"]), row["last_used"][:16].replace("T", " "))
-        for row in rows
+        (row["region"], row["kind"], size_text(row["size"]), row["last_used"][:16].replace("T", " ")) for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     total = sum(row["size"] for row in rows)
     return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *text])
 

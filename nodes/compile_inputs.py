@@ -48,19 +48,13 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str) -> list[io.
     return [
         io.Combo.Input("mode", options=MODES, default=MODES[0], tooltip=MODE_TOOLTIP),
         io.Boolean.Input("dynamic", default=True, tooltip=DYNAMIC_TOOLTIP),
-        io.Combo.Input(
-            "memory_format", options=MEMORY_FORMATS, default=memory_format, tooltip=memory_format_tooltip
-        ),
-        io.String.Input(
-            "options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP
-        ),
+        io.Combo.Input("memory_format", options=MEMORY_FORMATS, default=memory_format, tooltip=memory_format_tooltip),
+        io.String.Input("options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP),
         io.Boolean.Input("enabled", default=True, optional=True, advanced=True, tooltip=ENABLED_TOOLTIP),
     ]
 
 
-def read_config(
-    mode: str, dynamic: bool, memory_format: str, options: str | None, where: str
-) -> CompileConfig:
+def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None, where: str) -> CompileConfig:
     """The config of a node's widgets, with `options` on top.
 
     Raises ValueError with one sentence for options text that cannot be read, and for `freezing`: in ComfyUI

@@ -45,16 +45,10 @@ class NexfortCompileModel(io.ComfyNode):
                 "faster sampling",
             ],
             inputs=[
-                io.Model.Input(
-                    "model", tooltip="The model to speed up. It stays as it is; the output is a clone."
-                ),
+                io.Model.Input("model", tooltip="The model to speed up. It stays as it is; the output is a clone."),
                 *shared_inputs(memory_format="preserve_format", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
             ],
-            outputs=[
-                io.Model.Output(
-                    display_name="model", tooltip="The same model, compiled when it first samples."
-                )
-            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, compiled when it first samples.")],
         )
 
     @classmethod

@@ -42,9 +42,7 @@ class NexfortCompileVAE(io.ComfyNode):
                 *shared_inputs(memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
             ],
             outputs=[
-                io.Vae.Output(
-                    display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes."
-                )
+                io.Vae.Output(display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes.")
             ],
         )
 

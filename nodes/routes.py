@@ -104,27 +104,19 @@ async def _body(request: web.Request, key: str, example: str) -> dict[str, Any]:
             f"The content type is {request.content_type!r}; expected application/json with {example}.",
         )
     if (request.content_length or 0) > BODY_LIMIT:
-        raise RefusedError(
-            413, f"The body has {request.content_length} bytes; expected at most {BODY_LIMIT}."
-        )
+        raise RefusedError(413, f"The body has {request.content_length} bytes; expected at most {BODY_LIMIT}.")
     text = await request.content.read(BODY_LIMIT + 1)
     if len(text) > BODY_LIMIT:
         raise RefusedError(413, f"The body has more than {BODY_LIMIT} bytes; expected one such as {example}.")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(
-            400, f"The body is not valid JSON ({error}); expected for example {example}."
-        ) from error
+        raise RefusedError(400, f"The body is not valid JSON ({error}); expected for example {example}.") from error
     if not isinstance(body, dict):
-        raise RefusedError(
-            400, f"The body is a JSON {type(body).__name__}; expected an object such as {example}."
-        )
+        raise RefusedError(400, f"The body is a JSON {type(body).__name__}; expected an object such as {example}.")
     unknown = sorted(set(body) - {key})
     if unknown:
-        raise RefusedError(
-            400, f"The body has the unknown key {unknown[0]!r}; expected only {key!r}, as {example}."
-        )
+        raise RefusedError(400, f"The body has the unknown key {unknown[0]!r}; expected only {key!r}, as {example}.")
     return body
 
 

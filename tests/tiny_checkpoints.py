@@ -196,9 +196,7 @@ def clip_l(seed: int) -> dict[str, Any]:
 
 def sd15_checkpoint(seed: int, text_encoder: bool = False) -> dict[str, Any]:
     """UNet and VAE in one file in the layout of Stable Diffusion 1.5, with CLIP-L or without."""
-    found = _prefixed("model.diffusion_model.", sd15_unet(seed)) | _prefixed(
-        "first_stage_model.", taesd(4)(seed)
-    )
+    found = _prefixed("model.diffusion_model.", sd15_unet(seed)) | _prefixed("first_stage_model.", taesd(4)(seed))
     if text_encoder:
         found |= _prefixed("cond_stage_model.transformer.", clip_l(seed))
         # The SD1 layout has no text projection.
@@ -208,9 +206,7 @@ def sd15_checkpoint(seed: int, text_encoder: bool = False) -> dict[str, Any]:
 
 def sd3_checkpoint(seed: int) -> dict[str, Any]:
     """UNet and VAE in one file in the layout of Stable Diffusion 3, without text encoders."""
-    return _prefixed("model.diffusion_model.", sd3_unet(seed)) | _prefixed(
-        "first_stage_model.", taesd(16)(seed)
-    )
+    return _prefixed("model.diffusion_model.", sd3_unet(seed)) | _prefixed("first_stage_model.", taesd(16)(seed))
 
 
 def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int], dict[str, Any]]:
@@ -227,9 +223,7 @@ def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int]
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
             down = torch.randn((rank, tensor.shape[1]), generator=generator) / tensor.shape[1] ** 0.5
             found[f"{key}.lora_A.weight"] = down
-            found[f"{key}.lora_B.weight"] = (
-                torch.randn((tensor.shape[0], rank), generator=generator) / rank**0.5
-            )
+            found[f"{key}.lora_B.weight"] = torch.randn((tensor.shape[0], rank), generator=generator) / rank**0.5
         return found
 
     return build
@@ -239,9 +233,7 @@ def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int]
 
 FILES: dict[str, Tiny] = {
     "sd15_checkpoint": Tiny("checkpoints", sd15_checkpoint, "SD1.5 UNet + VAE"),
-    "sd15_full_checkpoint": Tiny(
-        "checkpoints", lambda s: sd15_checkpoint(s, True), "SD1.5 UNet + VAE + CLIP-L"
-    ),
+    "sd15_full_checkpoint": Tiny("checkpoints", lambda s: sd15_checkpoint(s, True), "SD1.5 UNet + VAE + CLIP-L"),
     "sd3_checkpoint": Tiny("checkpoints", sd3_checkpoint, "SD3 + VAE"),
     "sd15_unet": Tiny("diffusion_models", sd15_unet, "SD1.5 UNet"),
     "flux_unet": Tiny("diffusion_models", flux_unet, "Flux transformer"),
@@ -276,9 +268,7 @@ def make(comfyui: Path, models: Path, *names: str, seed: int = 0) -> dict[str, P
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(
-            f"making {', '.join(names)} failed with status {done.returncode}:\n{done.stderr[-4000:]}"
-        )
+        raise RuntimeError(f"making {', '.join(names)} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
     return {name: FILES[name].path(models, name) for name in names}
 
 
@@ -313,9 +303,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI lies")
     parser.add_argument("--models", type=Path, required=True, help="the models folder to write below")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "names", nargs="+", choices=sorted(FILES), metavar="name", help=", ".join(sorted(FILES))
-    )
+    parser.add_argument("names", nargs="+", choices=sorted(FILES), metavar="name", help=", ".join(sorted(FILES)))
     args = parser.parse_args()
     _import_comfyui(args.comfyui.expanduser().resolve())
     for name in args.names:

@@ -94,9 +94,7 @@ class Graph:
         """The API format: what POST /prompt takes. `control_after_generate` is the canvas's alone."""
         found = {}
         for node in self.nodes:
-            inputs = {
-                name: value for name, value in node["widgets"].items() if name != "control_after_generate"
-            }
+            inputs = {name: value for name, value in node["widgets"].items() if name != "control_after_generate"}
             inputs |= {name: [str(out.node), out.slot] for name, out in node["links"].items()}
             title = node["title"] or node["kind"]
             found[str(node["id"])] = {"class_type": node["kind"], "inputs": inputs, "_meta": {"title": title}}

@@ -47,9 +47,7 @@ def prompts(graph: Graph, clip: Out, column: int, positive: str, negative: str |
     return first, graph.add("CLIPTextEncode", column, "Negative prompt", {"text": negative}, clip=clip)[0]
 
 
-def sampler(
-    graph: Graph, column: int, steps: int, cfg: float, name: str, scheduler: str, **links: Out
-) -> Out:
+def sampler(graph: Graph, column: int, steps: int, cfg: float, name: str, scheduler: str, **links: Out) -> Out:
     """A KSampler with the usual links."""
     widgets = {
         "seed": 42, "control_after_generate": "randomize", "steps": steps, "cfg": cfg, "sampler_name": name,
@@ -132,9 +130,7 @@ def file(folder: str, name: str, where: str = "") -> File:
     return name, folder, where and where + name
 
 
-def split_files(
-    graph: Graph, unet: File, texts: tuple[File, ...], kind: str, vae: File
-) -> tuple[Out, Out, Out]:
+def split_files(graph: Graph, unet: File, texts: tuple[File, ...], kind: str, vae: File) -> tuple[Out, Out, Out]:
     """Model, text encoder and VAE from files of their own."""
     widgets: dict[str, object] = {"unet_name": unet[0], "weight_dtype": "default"}
     model = graph.add("UNETLoader", 0, "", widgets, (unet,))[0]
@@ -193,9 +189,7 @@ def pixart(graph: Graph, flavour: str) -> None:
 def flux(graph: Graph, flavour: str) -> None:
     """Flux.1 dev; guidance instead of a negative prompt."""
     unet = file("diffusion_models", "flux1-dev.safetensors", HUB + "Comfy-Org/flux1-dev/resolve/main/")
-    texts = tuple(
-        file("text_encoders", f"{name}.safetensors", FLUX_TEXT) for name in ("clip_l", "t5xxl_fp16")
-    )
+    texts = tuple(file("text_encoders", f"{name}.safetensors", FLUX_TEXT) for name in ("clip_l", "t5xxl_fp16"))
     model, clip, vae = split_files(graph, unet, texts, "flux", file("vae", "ae.safetensors", LUMINA + "vae/"))
     latent = image_size(graph, 0, "EmptySD3LatentImage", 1024, 1024)
     if flavour == "compile_model_lora":
@@ -219,9 +213,7 @@ def wan(graph: Graph, flavour: str) -> None:
         model = lora(graph, 1, model)[0]
     model = graph.add("ModelSamplingSD3", 1, "", {"shift": 8.0}, model=model)[0]
     model, vae = compiled(graph, flavour, model, vae, ("preserve_format", "preserve_format"))
-    positive, negative = prompts(
-        graph, clip, 2, "waves break against a lighthouse at dusk, aerial shot", NEGATIVE
-    )
+    positive, negative = prompts(graph, clip, 2, "waves break against a lighthouse at dusk, aerial shot", NEGATIVE)
     links = {"model": model, "positive": positive, "negative": negative, "latent_image": latent}
     samples = sampler(graph, 3, 30, 6.0, "uni_pc", "simple", **links)
     frames = graph.add("VAEDecode", 4, samples=samples, vae=vae)[0]
@@ -273,9 +265,7 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     different = [
-        path
-        for path, text in files().items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
+        path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     for path in different:
         print(f"{path.relative_to(WORKFLOWS.parent)} differs; python tests/workflow_source.py --write")

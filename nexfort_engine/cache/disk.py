@@ -51,8 +51,13 @@ def make_private(folder: Path) -> None:
     """Creates a directory only this user can enter; parents follow the user's own umask."""
     if folder.is_dir():
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"found a file at {error.filename}, expected a directory"
+        ) from error
 
 
 def write_new(path: Path, content: bytes) -> None:

@@ -41,11 +41,11 @@ _HEX = re.compile(r"[0-9a-f]{16,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Torn(Exception):
+class TornError(Exception):
     """An entry cannot be used; the text says what was found and what was expected."""
 
 
-class OtherSchema(Exception):
+class OtherSchemaError(Exception):
     """An entry of another version of the store: sound as far as we know, but not ours to read or to move."""
 
 
@@ -102,7 +102,7 @@ class Entry:
             _check_tree(self.payload)
             for name, (size, digest) in self.manifest["files"].items():
                 _check_file(self.payload, name, size, None if quick else digest)
-        except Torn as error:
+        except TornError as error:
             return str(error)
         except OSError as error:
             return f"the payload cannot be read: {error}"
@@ -131,16 +131,16 @@ def parse_time(text: str) -> float:
 
 
 def read_entry(path: Path) -> Entry:
-    """The entry in the directory `path`, by its manifest alone; Torn if it is not a sound one."""
+    """The entry in the directory `path`, by its manifest alone; TornError if it is not a sound one."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
-        raise Torn("it is not a directory (symbolic links are not followed)")
+        raise TornError("it is not a directory (symbolic links are not followed)")
     try:
         payload = (path / PAYLOAD).lstat()
     except FileNotFoundError:
-        raise Torn(f"it has no {PAYLOAD} directory") from None
+        raise TornError(f"it has no {PAYLOAD} directory") from None
     if not stat.S_ISDIR(payload.st_mode):
-        raise Torn(f"its {PAYLOAD} is not a directory")
+        raise TornError(f"its {PAYLOAD} is not a directory")
     manifest = _read_manifest(path / MANIFEST)
     _check_manifest(manifest, path)
     return Entry(path.name, path.parent.name, path, manifest, seen=(info.st_dev, info.st_ino))
@@ -151,38 +151,38 @@ def _read_manifest(path: Path) -> Any:
         with open_plain(path) as file:
             text = file.read(MANIFEST_LIMIT + 1)
     except FileNotFoundError:
-        raise Torn(f"it has no {MANIFEST}") from None
+        raise TornError(f"it has no {MANIFEST}") from None
     if len(text) > MANIFEST_LIMIT:
-        raise Torn(f"its {MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+        raise TornError(f"its {MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Torn(f"its {MANIFEST} is not JSON: {error}") from None
+        raise TornError(f"its {MANIFEST} is not JSON: {error}") from None
 
 
 def _check_manifest(manifest: Any, path: Path) -> None:
     if not isinstance(manifest, dict):
-        raise Torn(f"its {MANIFEST} holds a {type(manifest).__name__}, expected an object")
+        raise TornError(f"its {MANIFEST} holds a {type(manifest).__name__}, expected an object")
     schema = manifest.get("schema")
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
-        raise OtherSchema(f"its {MANIFEST} has schema {schema}, this engine reads {SCHEMA}")
+        raise OtherSchemaError(f"its {MANIFEST} has schema {schema}, this engine reads {SCHEMA}")
     if schema != SCHEMA:
-        raise Torn(f"its {MANIFEST} has no schema number")
+        raise TornError(f"its {MANIFEST} has no schema number")
     if manifest.get("id") != path.name or manifest.get("primary") != path.parent.name:
-        raise Torn(f"its {MANIFEST} belongs to another entry")
+        raise TornError(f"its {MANIFEST} belongs to another entry")
     try:
         identity = entry_id(path.parent.name, manifest)
         parse_time(manifest["created"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise Torn(f"its {MANIFEST} is damaged: {error!r}") from None
+        raise TornError(f"its {MANIFEST} is damaged: {error!r}") from None
     if identity != path.name:
-        raise Torn(f"its {MANIFEST} was altered: it hashes to {identity}")
+        raise TornError(f"its {MANIFEST} was altered: it hashes to {identity}")
     made_by = manifest.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(manifest.get("files"), dict):
-        raise Torn(f"its {MANIFEST} lacks the list of files or who made them")
+        raise TornError(f"its {MANIFEST} lacks the list of files or who made them")
     for name, facts in manifest["files"].items():
         if not (isinstance(facts, list) and len(facts) == 2 and _is_file_facts(*facts)):
-            raise Torn(f"its {MANIFEST} lists {name!r} without a size and a SHA-256")
+            raise TornError(f"its {MANIFEST} lists {name!r} without a size and a SHA-256")
 
 
 def _is_file_facts(size: object, digest: object) -> bool:
@@ -196,11 +196,11 @@ def open_plain(path: Path) -> Any:
         os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
     if path.is_symlink():
-        raise Torn(f"{path.name} is a symbolic link, expected a file")
+        raise TornError(f"{path.name} is a symbolic link, expected a file")
     handle = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise Torn(f"{path.name} is not a regular file")
+            raise TornError(f"{path.name} is not a regular file")
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -227,7 +227,7 @@ def hash_tree(payload: Path) -> dict[str, list[Any]]:
             folders.remove(name)
         for name in (*folders, *files):
             if Path(folder, name).is_symlink():
-                raise Torn(f"{name} is a symbolic link; an artefact consists of plain files")
+                raise TornError(f"{name} is a symbolic link; an artefact consists of plain files")
         for name in files:
             if not name.endswith(_UNLISTED_SUFFIXES):
                 path = Path(folder, name)
@@ -238,30 +238,30 @@ def hash_tree(payload: Path) -> dict[str, list[Any]]:
 def _check_file(payload: Path, name: str, size: int, digest: str | None) -> None:
     parts = name.split("/")
     if any(part in ("", ".", "..") or "\\" in part or ":" in part or "\0" in part for part in parts):
-        raise Torn(f"the manifest lists {name!r}, which is not a path inside the payload")
+        raise TornError(f"the manifest lists {name!r}, which is not a path inside the payload")
     path = payload.joinpath(*parts)
     try:
         info = path.lstat()
         found = None if digest is None else hash_file(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise Torn(f"the payload file {name} is missing") from None
+        raise TornError(f"the payload file {name} is missing") from None
     if not stat.S_ISREG(info.st_mode):
-        raise Torn(f"the payload file {name} is not a regular file")
+        raise TornError(f"the payload file {name} is not a regular file")
     if info.st_size != size:
-        raise Torn(f"the payload file {name} has {info.st_size} bytes, the manifest says {size}")
+        raise TornError(f"the payload file {name} has {info.st_size} bytes, the manifest says {size}")
     if found is not None and found != [size, digest]:
-        raise Torn(f"the payload file {name} is not what was stored: its SHA-256 differs")
+        raise TornError(f"the payload file {name} is not what was stored: its SHA-256 differs")
 
 
 def _check_tree(payload: Path) -> None:
     """No symbolic link anywhere in the payload: whatever loads from it would follow one out of the store."""
     if payload.is_symlink():
-        raise Torn("the payload is a symbolic link")
+        raise TornError("the payload is a symbolic link")
     for folder, folders, files in os.walk(payload, onerror=_raise):
         for name in (*folders, *files):
             path = Path(folder, name)
             if path.is_symlink():
-                raise Torn(f"the payload holds a symbolic link: {path.relative_to(payload).as_posix()}")
+                raise TornError(f"the payload holds a symbolic link: {path.relative_to(payload).as_posix()}")
 
 
 def _raise(error: OSError) -> None:

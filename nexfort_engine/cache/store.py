@@ -44,8 +44,8 @@ from .entry import (
     PAYLOAD,
     SCHEMA,
     Entry,
-    OtherSchema,
-    Torn,
+    OtherSchemaError,
+    TornError,
     entry_id,
     hash_tree,
     is_key,
@@ -284,7 +284,7 @@ class Store:
             raise ValueError(f"found {primary!r} as the primary key, expected 16 to 64 hex digits")
         try:
             files = hash_tree(staged / PAYLOAD)
-        except (OSError, Torn) as error:
+        except (OSError, TornError) as error:
             raise StoreError(f"the staged artefact cannot be read back: {error}") from error
         if not files:
             raise ValueError(f"nothing to commit: write the artefact into {PAYLOAD}/ of the staged directory")
@@ -376,9 +376,9 @@ class Store:
             return read_entry(path)
         except FileNotFoundError:
             return None  # evicted just now
-        except OtherSchema as error:
+        except OtherSchemaError as error:
             log.debug("%s is left alone: %s", path, error)
-        except Torn as error:
+        except TornError as error:
             self._set_aside(path, seen, str(error))
         except OSError as error:
             log.info("the cache entry %s is skipped: %s", path.name, error)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nexfort_engine.cache import key
 
+ROOT = Path(key.__file__).parents[2]
 PARTS = {
     "environment": {
         "engine": "e" * 64,
@@ -80,8 +81,8 @@ def test_order_of_options_and_kind_of_sequence_do_not_matter() -> None:
 def test_another_process_gets_the_same_key() -> None:
     code = "from nexfort_engine.cache.key import primary_key as k;"
     code += "print(k({'a': {'z', 'y', 'x'}, 'b': [1.5, None]}))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == key.primary_key({"b": [1.5, None], "a": {"x", "y", "z"}})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == key.primary_key({"b": [1.5, None], "a": {"x", "y", "z"}})
 
 
 @given(plain, plain)
@@ -140,7 +141,7 @@ def test_environment_of_the_cpu_is_complete_and_not_shared() -> None:
 def test_triton_is_not_imported_for_its_version() -> None:
     code = "import sys; from nexfort_engine.cache import key; key.triton_versions()"
     code += "; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_cpu_facts_follow_model_and_flags_only(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from nexfort_engine.cache.store import Entry, Store, StoreError
 
 KEY = primary_key({"test": 1})
 OTHER = primary_key({"test": 2})
+ROOT = Path(store_module.__file__).parents[2]
 
 
 @pytest.fixture
@@ -389,7 +390,8 @@ def test_entries_kept_in_memory_go_with_their_process(tmp_path: Path) -> None:
         "assert entry.payload.joinpath('a').exists() and not entry.persistent\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache")], check=True, env=environment)
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT)
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -410,9 +412,11 @@ def test_another_users_cache_is_not_touched(store: Store, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 1}', b'{"schema": 1, "entries": [{}]}', b'{"schema": 2, "entries": []}',
-     b'{"schema": 1, "entries": []}', b"[" * 100_000],
-)  # fmt: skip
+    [
+        *(b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"schema": 1}', b'{"schema": 1, "entries": [{}]}'),
+        *(b'{"schema": 2, "entries": []}', b'{"schema": 1, "entries": []}'),
+    ],
+)
 def test_a_corrupt_or_false_index_is_rebuilt(store: Store, content: bytes) -> None:
     entry = put(store, info={"region": "blocks.0"})
     (store.root / index.NAME).write_bytes(content)
@@ -548,11 +552,9 @@ for turn in range(60):
 
 
 def test_two_processes_with_one_cache(store: Store) -> None:
+    command = [sys.executable, "-c", WORKER, str(store.root)]
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(store.root), str(seed)], stderr=subprocess.PIPE, text=True
-        )
-        for seed in (0, 1)
+        subprocess.Popen([*command, seed], stderr=subprocess.PIPE, text=True, cwd=ROOT) for seed in ("0", "1")
     ]
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
@@ -572,7 +574,8 @@ def test_a_process_that_dies_while_staging_leaves_a_sound_store(store: Store) ->
         "with store.stage() as staged:\n"
         "    (staged / 'payload' / 'a').write_text('1'); store.commit('0' * 32, staged, {})\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(store.root)], check=False).returncode == 9
+    done = subprocess.run([sys.executable, "-c", code, str(store.root)], check=False, cwd=ROOT)
+    assert done.returncode == 9
     assert store.entries() == [entry] and store.candidates("0" * 32) == []
     assert put(store, "0" * 32).verify() is None
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nexfort's engine: diffusion backbones compiled region by region, for any size, with the weights as arguments.
+
+Public names: `compile`, `compile_pipe`, `CompileConfig`, `Report`. Importing this package imports nothing heavy and
+changes nothing; everything else is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compiled import compile
+    from .config import CompileConfig
+    from .hosts.diffusers import compile_pipe
+    from .report import Report
+
+__version__ = "0.1.0"
+__all__ = ["CompileConfig", "Report", "compile", "compile_pipe"]
+
+_HOMES = {
+    "compile": ".compiled",
+    "compile_pipe": ".hosts.diffusers",
+    "CompileConfig": ".config",
+    "Report": ".report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(home, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

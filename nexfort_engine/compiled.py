@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile(module)`: the same module, whose calls run compiled regions.
+
+The result shares the original's attribute table, so that weights, submodules, hooks and later changes to either are one
+and the same; it is an instance of the original's class, has the same state_dict keys, and stays usable eagerly through
+`.uncompiled()`. Nothing is compiled before the first call.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cache.store import Store, default_root
+from .config import CompileConfig
+from .engine import Engine
+from .report import Report
+
+_stores: dict[Path, Store] = {}
+
+
+def store_at(root: Path | None = None) -> Store:
+    """The store in a directory (default: the user's), one object a process."""
+    root = root or default_root()
+    if root not in _stores:
+        _stores[root] = Store(root)
+    return _stores[root]
+
+
+def compile(
+    module: nn.Module, *, options: None | str | Mapping[str, Any] | CompileConfig = None, dynamic: bool = True
+) -> Any:
+    """Compile a diffusion backbone, or any module, region by region.
+
+    options: a dict or JSON text such as {"mode": "O2", "memory_format": "channels_last"}; see CompileConfig.
+    dynamic: sizes stay free, so that one artefact serves every batch, resolution and prompt length.
+
+    Returns a module that is an instance of `type(module)` with the same state_dict; `.report` says what happened,
+    `.uncompiled()` gives the original. With memory_format channels_last the module's own weights are converted, which
+    changes their layout and no value. Raises TypeError for what is no module, ValueError for options that are wrong.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"nexfort_engine.compile got a {type(module).__qualname__}, expected a torch.nn.Module such as a UNet or a "
+            "transformer; for a diffusers pipeline use nexfort_engine.compile_pipe, for a function torch.compile"
+        )
+    config = CompileConfig.parse(options, dynamic=dynamic)
+    original = module.uncompiled() if isinstance(module, CompiledModule) else module
+    if config.memory_format == "channels_last" and not config.disable:
+        original.to(memory_format=torch.channels_last)
+    return wrap_methods(original, Engine(original, config, store_at()), ("forward",))
+
+
+class CompiledModule:
+    """What compiled modules are besides instances of their own class. Made by `compile`, never directly."""
+
+    __slots__ = ("_nexfort_engine",)
+    _nexfort_engine: Engine
+
+    @property
+    def report(self) -> Report:
+        """What the engine did for this module."""
+        return self._nexfort_engine.report
+
+    def uncompiled(self) -> nn.Module:
+        """The original module; it shares every weight with this one."""
+        return self._nexfort_engine.root
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _again(type(self), copy.deepcopy(self.uncompiled(), memo), self._nexfort_engine.config)
+
+    def __copy__(self) -> Any:
+        return _again(type(self), copy.copy(self.uncompiled()), self._nexfort_engine.config)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        methods = type(self).nexfort_methods  # type: ignore[attr-defined]
+        return _rebuild, (self.uncompiled(), self._nexfort_engine.config.as_dict(), methods)
+
+
+def _again(kind: Any, module: nn.Module, config: CompileConfig) -> Any:
+    return wrap_methods(module, Engine(module, config, store_at()), kind.nexfort_methods)
+
+
+def _rebuild(module: nn.Module, options: dict[str, Any], methods: tuple[str, ...]) -> Any:
+    return wrap_methods(module, Engine(module, CompileConfig.parse(options), store_at()), methods)
+
+
+def wrap_methods(
+    module: nn.Module, engine: Engine, methods: tuple[str, ...], *, around: Callable[..., Any] | None = None
+) -> Any:
+    """A module object with the same attribute table, whose `methods` run inside the engine.
+
+    around: a decorator for those calls, for what a host wants to be true during each.
+    """
+    kind = _compiled_class(type(module), methods, around)
+    wrapper = kind.__new__(kind)
+    object.__setattr__(wrapper, "__dict__", module.__dict__)
+    object.__setattr__(wrapper, "_nexfort_engine", engine)
+    return wrapper
+
+
+@functools.cache
+def _compiled_class(
+    kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None
+) -> type:
+    table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
+    if around is not None:
+        table = {name: around(method) for name, method in table.items()}
+    table.update(__slots__=(), __module__=kind.__module__, __qualname__=kind.__qualname__, nexfort_methods=methods)
+    return type(kind.__name__, (CompiledModule, kind), table)
+
+
+def _through_engine(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine: Engine = self._nexfort_engine
+        return engine.call(functools.partial(method, engine.root), args, kwargs)
+
+    return run

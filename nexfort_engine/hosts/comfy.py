@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one file that knows ComfyUI: engines on model patchers and VAEs, its cache folder, cancel and progress.
+
+A model patcher's clone gets one APPLY_MODEL wrapper, which sees the BaseModel that really runs; engines are kept on that
+model's network, one for each config, so that a node that runs again finds its artefacts. Nothing of ComfyUI is
+replaced, and a clone without the wrapper runs the plain network at all times.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import flags, progress
+from ..compiled import store_at, wrap_methods
+from ..config import CompileConfig
+from ..engine import Engine
+from ..report import Report
+
+log = logging.getLogger("nexfort")
+
+KEY = "nexfort"
+_ENGINES = "_nexfort_engines"
+_HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class _Engines(dict):
+    """The engines of one network by config. A copy of the network starts without any: it has modules of its own."""
+
+    def __deepcopy__(self, _memo: Any) -> _Engines:
+        return _Engines()
+
+    def __reduce__(self) -> Any:
+        return _Engines, ()
+
+
+def cache_root() -> Path:
+    """Where artefacts are kept: NEXFORT_CACHE_DIR, else ComfyUI's private cache directory."""
+    if os.environ.get("NEXFORT_CACHE_DIR"):
+        from ..cache.store import default_root
+
+        return default_root()
+    import folder_paths
+
+    find = getattr(folder_paths, "get_system_user_directory", None)
+    if find is not None:
+        return Path(find("cache")) / "nexfort"
+    return Path(folder_paths.get_user_directory()) / "__nexfort_cache"
+
+
+def attach(patcher: Any, config: CompileConfig) -> Any:
+    """A clone of a model patcher whose network runs compiled. Nothing is compiled before its first step.
+
+    Returns the patcher itself where compiling is switched off. Raises TypeError for what is no model patcher and
+    ValueError where the config asks for frozen weights.
+    """
+    if not hasattr(patcher, "add_wrapper_with_key") or getattr(patcher, "model", None) is None:
+        raise TypeError(
+            f"Nexfort Compile Model got a {type(patcher).__qualname__}, expected the MODEL output of a loader node"
+        )
+    network = getattr(patcher.model, "diffusion_model", None)
+    if not isinstance(network, nn.Module):
+        raise TypeError(
+            f"Nexfort Compile Model got a {type(patcher.model).__qualname__}, which holds no diffusion model; connect "
+            "the MODEL output of a checkpoint or diffusion model loader"
+        )
+    config.refuse_freezing("a ComfyUI model")
+    if config.disable or flags.disabled():
+        return patcher
+    from comfy.patcher_extension import WrappersMP
+
+    clone = patcher.clone()
+    if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
+        clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
+        log.warning("Nexfort: the model carried core's TorchCompileModel as well; it is taken off this branch")
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
+    clone.set_attachments(KEY, config)
+    return clone
+
+
+def _wrapper(config: CompileConfig) -> Callable[..., Any]:
+    def run_compiled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        network = getattr(executor.class_obj, "diffusion_model", None)
+        if not isinstance(network, nn.Module):
+            return executor(*args, **kwargs)
+        engine = engine_for(network, config, type(executor.class_obj).__name__)
+        reason = engine.passes()
+        if reason is not None:
+            if reason:
+                engine.report.eager("(whole module)", reason)
+            return executor(*args, **kwargs)
+        with progress.use_sink(_show), engine.active(watch_root=True):
+            return executor(*args, **kwargs)
+
+    return run_compiled
+
+
+def engine_for(network: nn.Module, config: CompileConfig, name: str = "") -> Engine:
+    """The engine of a network and config; made on first use and kept as long as the network lives."""
+    engines = network.__dict__.get(_ENGINES)
+    if engines is None:
+        engines = network.__dict__[_ENGINES] = _Engines()
+    engine = engines.get(config)
+    if engine is None:
+        engine = Engine(network, config, store_at(cache_root()), cancel=_cancel, plain_call=_plain_call)
+        engine.name = name or type(network).__name__
+        engines[config] = engine
+        _live.add(engine)
+    return engine
+
+
+def attach_vae(vae: Any, config: CompileConfig) -> Any:
+    """A copy of a VAE whose decoder and encoder run compiled; the one that comes in stays as it is.
+
+    Returns the VAE itself where compiling is switched off. Raises TypeError for what is no VAE.
+    """
+    model = getattr(vae, "first_stage_model", None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Nexfort Compile VAE got a {type(vae).__qualname__}, expected the VAE output of a loader node")
+    config.refuse_freezing("a ComfyUI VAE")
+    if config.disable or flags.disabled():
+        return vae
+    original = model.uncompiled() if hasattr(model, "uncompiled") else model
+    engine = engine_for(original, config, type(original).__name__)
+    copied = copy.copy(vae)
+    copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
+    return copied
+
+
+def _with_progress(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with progress.use_sink(_show):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def report_of(value: Any) -> Report | None:
+    """The report of a patcher that `attach` returned or a VAE that `attach_vae` returned, once it has run."""
+    model = getattr(value, "first_stage_model", None)
+    if model is not None:
+        return getattr(model, "report", None)
+    config = value.get_attachment(KEY) if hasattr(value, "get_attachment") else None
+    engines = getattr(value.model, "diffusion_model", None).__dict__.get(_ENGINES, {}) if config else {}
+    engine = engines.get(config)
+    return engine.report if engine is not None else None
+
+
+def reports() -> list[tuple[str, Report]]:
+    """Name and report of every engine that is alive."""
+    return [(engine.name, engine.report) for engine in list(_live)]
+
+
+def _cancel() -> None:
+    import comfy.model_management
+
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The network's arguments without other packs' wrappers and patches, which may count their calls."""
+    options = kwargs.get("transformer_options")
+    if not isinstance(options, dict):
+        return args, kwargs
+    plain = {k: v for k, v in options.items() if k not in _HOST_ADDED}
+    return args, {**kwargs, "transformer_options": {**plain, "wrappers": {}, "callbacks": {}}}
+
+
+def _show(event: progress.Event) -> None:
+    """Show progress under the node that is executing."""
+    from comfy_execution.utils import get_executing_context
+    from server import PromptServer
+
+    context = get_executing_context()
+    server = getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(event.text, context.node_id)

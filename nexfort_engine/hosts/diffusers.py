@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diffusers pipelines: `compile_pipe` compiles the parts of a pipeline that run on every step, and the VAE."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..compiled import CompiledModule, compile
+from ..config import CompileConfig
+from ..report import Report
+
+log = logging.getLogger("nexfort")
+
+# Text encoders run once a prompt: compiling them costs more than it gives, so they stay as they are.
+PARTS = (
+    "unet",
+    "transformer",
+    "transformer_2",
+    "controlnet",
+    "fast_unet",
+    "prior",
+    "decoder",
+    "vqgan.down_blocks",
+    "vqgan.up_blocks",
+    "vae.decoder",
+    "vae.encoder",
+)
+
+
+def compile_pipe(
+    pipe: Any,
+    *,
+    options: None | str | Mapping[str, Any] | CompileConfig = None,
+    fuse_qkv_projections: bool = False,
+    ignores: Iterable[str] = (),
+) -> Any:
+    """A pipeline whose denoiser, ControlNet and VAE run compiled; the one that comes in stays as it is.
+
+    options: as for `nexfort_engine.compile`. fuse_qkv_projections: let diffusers fuse them first, where it can.
+    ignores: parts to leave alone ("vae" leaves "vae.decoder" and "vae.encoder").
+
+    The result has `.reports` (part -> Report) and `.uncompiled()`, which gives the original pipeline. Weights are
+    shared. Raises TypeError for what is no pipeline, ValueError for wrong options or a pipeline without such parts.
+    """
+    if not hasattr(pipe, "components"):
+        raise TypeError(
+            f"compile_pipe got a {type(pipe).__qualname__}, expected a diffusers pipeline (an object with components); "
+            "for a single module use nexfort_engine.compile"
+        )
+    config = CompileConfig.parse(options)
+    original = pipe.uncompiled() if hasattr(pipe, "_nexfort_original") else pipe
+    if fuse_qkv_projections and hasattr(original, "fuse_qkv_projections"):
+        original.fuse_qkv_projections()
+    compiled = copy.copy(original)
+    skip = tuple(ignores)
+    reports: dict[str, Report] = {}
+    for part in PARTS:
+        if not any(part == name or part.startswith(f"{name}.") for name in skip):
+            module = _compile_part(compiled, part, config)
+            if module is not None:
+                reports[part] = module.report
+    if not reports:
+        raise ValueError(
+            f"a {type(pipe).__qualname__} was given, and none of the parts that can be compiled was found in it "
+            f"({', '.join(PARTS)}); expected at least one that is not ignored"
+        )
+    compiled.__class__ = _class_of(type(original))
+    compiled.__dict__.update(_nexfort_original=original, reports=reports)
+    return compiled
+
+
+def _class_of(kind: type) -> type:
+    def uncompiled(self: Any) -> Any:
+        """The original pipeline; it shares every weight with this one."""
+        return self._nexfort_original
+
+    table = {"uncompiled": uncompiled, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), table)
+
+
+def _compile_part(pipe: Any, part: str, config: CompileConfig) -> CompiledModule | None:
+    """Compile one part of a pipeline copy in place; containers on the way are copied, so the original keeps its own."""
+    names = part.split(".")
+    owner: Any = pipe
+    for name in names[:-1]:
+        inner = getattr(owner, name, None)
+        if not isinstance(inner, nn.Module):
+            return None
+        if not getattr(inner, "_nexfort_copied", False):
+            inner = _shallow(inner)
+            setattr(owner, name, inner)
+        owner = inner
+    module = getattr(owner, names[-1], None)
+    if not isinstance(module, nn.Module):
+        return None
+    compiled = compile(module, options=config)
+    setattr(owner, names[-1], compiled)
+    return compiled
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module with the same weights and submodules whose tables are its own."""
+    new = copy.copy(module)
+    new.__dict__ = {k: dict(v) if k in ("_modules", "_parameters", "_buffers") else v for k, v in new.__dict__.items()}
+    new.__dict__["_nexfort_copied"] = True
+    return new

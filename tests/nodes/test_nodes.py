@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin as ComfyUI loads it, without a server: what it imports, what its nodes hand to the engine.
+
+The nodes only translate, so a recorder stands for the engine's host here; test_server.py has the real one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+
+from nexfort_engine.config import CompileConfig
+
+HEAVY = ("triton", "torch._inductor", "torch._dynamo", "nexfort_engine", "diffusers")
+# As ComfyUI's load_custom_node does it: a module named by its path, whose package finds its own parts.
+LOAD = """
+import importlib.util, json, sys
+def load(path):
+    name = path.replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, path + "/__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+"""
+
+
+def run_python(code: str, *arguments: str, cwd: Path) -> Any:
+    """The JSON that a Python of its own prints; with -I none of the tests' folders is on its path."""
+    command = [sys.executable, "-I", "-c", LOAD + code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ---- the entry ---------------------------------------------------------------------------------------------
+
+
+def test_without_comfyui_the_plugin_is_silent(tmp_path: Path) -> None:
+    code = """
+path = list(sys.path)
+module = load(sys.argv[1])
+print(json.dumps({"names": [n for n in ("WEB_DIRECTORY", "comfy_entrypoint") if hasattr(module, n)],
+                  "path": sys.path != path, "torch": "torch" in sys.modules,
+                  "nodes": [m for m in sys.modules if m.endswith(".nodes")]}))
+"""
+    assert run_python(code, str(served.ROOT), cwd=tmp_path) == {
+        "names": [],
+        "path": False,
+        "torch": False,
+        "nodes": [],
+    }
+
+
+@pytest.mark.comfy
+def test_the_entry_brings_only_the_engine_and_only_at_the_end(tmp_path: Path) -> None:
+    code = """
+sys.path.insert(0, sys.argv[2])
+import comfy_api.latest
+path, before = list(sys.path), set(sys.modules)
+module = load(sys.argv[1])
+new = set(sys.modules) - before
+print(json.dumps({
+    "added": [one for one in sys.path if one not in path], "order": sys.path[:len(path)] == path,
+    "new": sorted(new), "web": module.WEB_DIRECTORY, "nodes": "nodes" in new,
+}))
+"""
+    link = tmp_path / "custom_nodes" / "Nexfort.v1"
+    link.parent.mkdir()
+    link.symlink_to(served.ROOT, target_is_directory=True)
+    found = run_python(code, str(link), str(served.comfyui_or_skip()), cwd=tmp_path)
+    assert found["added"] in ([str(served.ROOT)], [])  # none where the engine is installed
+    assert found["order"]
+    assert found["web"] == "./web"
+    assert not found["nodes"], "ComfyUI's own module `nodes` would be hidden"
+    assert not [name for name in found["new"] if name.startswith(HEAVY)]
+
+
+@pytest.fixture(scope="module")
+def plugin() -> types.ModuleType:
+    """The plugin's package of nodes, loaded in this process beside a real comfy_api."""
+    comfyui = str(served.comfyui_or_skip())
+    if comfyui not in sys.path:
+        sys.path.insert(0, comfyui)
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    name = "custom_nodes/Nexfort"
+    spec = importlib.util.spec_from_file_location(name, served.ROOT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return sys.modules[name + ".nodes"]
+
+
+def part(plugin: types.ModuleType, name: str) -> types.ModuleType:
+    """One module of the plugin."""
+    return sys.modules[f"{plugin.__name__}.{name}"]
+
+
+def node(plugin: types.ModuleType, name: str) -> Any:
+    """One node class."""
+    return next(one for one in plugin.NODES if one.__name__ == name)
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, CompileConfig]]]:
+    """What the nodes hand to the engine."""
+    calls: list[tuple[Any, CompileConfig]] = []
+
+    def attach(given: Any, config: CompileConfig) -> str:
+        calls.append((given, config))
+        return "a clone"
+
+    host = types.ModuleType("nexfort_engine.hosts.comfy")
+    host.attach = host.attach_vae = attach  # type: ignore[attr-defined]
+    package = types.ModuleType("nexfort_engine.hosts")
+    package.comfy = host  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", package)
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
+    yield calls
+
+
+# ---- the compile nodes -------------------------------------------------------------------------------------
+
+COMPILE = ("NexfortCompileModel", "NexfortCompileVAE")
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", COMPILE)
+@pytest.mark.parametrize("mode", ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("memory_format", ["preserve_format", "channels_last"])
+def test_widgets_become_a_config(
+    plugin: types.ModuleType,
+    handed: list[tuple[Any, CompileConfig]],
+    name: str,
+    mode: str,
+    dynamic: bool,
+    memory_format: str,
+) -> None:
+    given = object()
+    result = node(plugin, name).execute(given, mode, dynamic, memory_format)
+    assert result.result == ("a clone",)
+    ((received, config),) = handed
+    assert received is given
+    assert config == CompileConfig.parse({"mode": mode, "dynamic": dynamic, "memory_format": memory_format})
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", COMPILE)
+def test_every_choice_of_a_dropdown_is_known_and_active(plugin: types.ModuleType, name: str) -> None:
+    inputs = {one.id: one for one in node(plugin, name).define_schema().inputs}
+    for mode in inputs["mode"].options:
+        for memory_format in inputs["memory_format"].options:
+            config = CompileConfig.parse({"mode": mode, "memory_format": memory_format})
+            assert config.inactive() == []
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"mode": "O2", "dynamic": True, "memory_format": "channels_last"}),
+        ("  \n", {"mode": "O2", "dynamic": True, "memory_format": "channels_last"}),
+        ("null", {"mode": "O2", "dynamic": True, "memory_format": "channels_last"}),
+        ("O3:benchmark", {"mode": "O3:benchmark", "dynamic": True, "memory_format": "channels_last"}),
+        ('"jit"', {"mode": "jit", "dynamic": True, "memory_format": "channels_last"}),
+        ('{"dynamic": false}', {"mode": "O2", "dynamic": False, "memory_format": "channels_last"}),
+        (
+            '{"dynamic": null, "mode": null}',
+            {"mode": "O2", "dynamic": True, "memory_format": "channels_last"},
+        ),
+        ('{"memory_format": "contiguous_format"}', {"mode": "O2", "memory_format": "contiguous_format"}),
+        (
+            ' {"mode": "max-autotune", "options": {"overrides.conv_benchmark": true}}',
+            {
+                "mode": "max-autotune",
+                "memory_format": "channels_last",
+                "options": {"overrides.conv_benchmark": True},
+            },
+        ),
+    ],
+)
+def test_options_text_replaces_the_widgets_it_names(
+    plugin: types.ModuleType,
+    handed: list[tuple[Any, CompileConfig]],
+    options: str,
+    expected: dict[str, Any],
+) -> None:
+    compile_model = node(plugin, "NexfortCompileModel")
+    assert compile_model.validate_inputs(options) is True
+    compile_model.execute(object(), "O2", True, "channels_last", options)
+    assert handed[0][1] == CompileConfig.parse(expected)
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", COMPILE)
+@pytest.mark.parametrize(
+    "options",
+    ["{", "{'mode': 'O2'}", "[1]", "3", '{"mod": "O2"}', '{"mode": "O9"}', "freezing", "O2:freezing"],
+)
+def test_bad_options_are_one_sentence(
+    plugin: types.ModuleType, handed: list[tuple[Any, CompileConfig]], name: str, options: str
+) -> None:
+    said = node(plugin, name).validate_inputs(options)
+    assert isinstance(said, str) and said and "\n" not in said
+    with pytest.raises(ValueError) as refused:  # a linked text gets here unchecked
+        node(plugin, name).execute(object(), "O2", True, "preserve_format", options)
+    assert str(refused.value) == said
+    assert handed == []
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", COMPILE)
+def test_switched_off_it_hands_on_the_same_object(
+    plugin: types.ModuleType, handed: list[tuple[Any, CompileConfig]], name: str
+) -> None:
+    given = object()
+    execute = node(plugin, name).execute
+    assert execute(given, "O2", True, "preserve_format", "", False).result[0] is given
+    assert execute(given, "O2", True, "preserve_format", '{"disable": true}').result[0] is given
+    assert handed == []
+
+
+@pytest.mark.comfy
+def test_validation_accepts_a_linked_text(plugin: types.ModuleType) -> None:
+    assert node(plugin, "NexfortCompileModel").validate_inputs(None) is True
+
+
+# ---- the cache manager and what the routes tell ------------------------------------------------------------
+
+ROWS = [
+    {
+        "id": "a" * 24,
+        "region": "double_blocks.0",
+        "kind": "DoubleStreamBlock",
+        "size": 3 << 20,
+        "created": "2026-01-02T03:04:05Z",
+        "last_used": "2026-02-03T04:05:06Z",
+    },
+    {
+        "id": "b" * 24,
+        "region": "final_layer",
+        "kind": "LastLayer",
+        "size": 512,
+        "created": "2026-01-02T03:04:05Z",
+        "last_used": "2026-01-02T03:04:05Z",
+    },
+]
+
+
+@pytest.mark.comfy
+def test_the_table_is_aligned_and_summed(plugin: types.ModuleType) -> None:
+    lines = part(plugin, "cache_manager").table(ROWS).splitlines()
+    assert lines[0] == "2 artefacts, 3.0 MiB"
+    assert lines[2].split() == ["region", "kind", "size", "last", "used"]
+    assert lines[3].split() == ["double_blocks.0", "DoubleStreamBlock", "3.0", "MiB", "2026-02-03", "04:05"]
+    assert len({line.find("20") for line in lines[3:]}) == 1
+
+
+@pytest.mark.comfy
+def test_an_empty_cache_is_a_sentence(plugin: types.ModuleType) -> None:
+    assert "empty" in part(plugin, "cache_manager").table([])
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (5 << 41, "10240.0 GiB")],
+)
+def test_sizes_are_for_people(plugin: types.ModuleType, size: int, text: str) -> None:
+    assert part(plugin, "cache_manager").size_text(size) == text
+
+
+@pytest.mark.comfy
+def test_the_list_is_made_anew_on_every_run(plugin: types.ModuleType) -> None:
+    manager = node(plugin, "NexfortCacheManager")
+    assert manager.fingerprint_inputs() != manager.fingerprint_inputs(after=None)
+
+
+@pytest.mark.comfy
+def test_rows_of_the_real_store(plugin: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nexfort_engine.cache.store import Store
+
+    store = Store(tmp_path)
+    with store.stage() as staged:
+        (staged / "payload").mkdir(exist_ok=True)
+        (staged / "payload" / "code.py").write_text("x = 1\n")
+        info = {"region": "blocks.0", "kind": "Block", "source": "/somewhere/secret.py"}
+        entry = store.commit("0" * 32, staged, {"inputs": 1, "info": info})
+    host = types.ModuleType("nexfort_engine.hosts.comfy")
+    host.cache_root = lambda: tmp_path  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", types.ModuleType("nexfort_engine.hosts"))
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
+    (row,) = part(plugin, "cache_manager").listing()
+    assert (row["id"], row["region"], row["kind"], row["size"]) == (entry.id, "blocks.0", "Block", 6)
+    assert "secret" not in json.dumps(row)
+    assert row["created"] == row["last_used"] and row["created"].endswith("Z")
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/home/anna/.cache/nexfort/x.so: cannot open", "…/x.so: cannot open"),
+        ("could not write '/tmp/nexfort cache' (full)", "could not write '…/nexfort cache' (full)"),
+        (r"C:\Users\anna\nexfort\a.dll is missing", "…/a.dll is missing"),
+        ("file:///home/anna/x", "file:…/x"),
+        ("double_blocks.0 ran eager: 3/4 of it", "double_blocks.0 ran eager: 3/4 of it"),
+        ("N/A, and/or", "N/A, and/or"),
+    ],
+)
+def test_reasons_lose_their_paths(plugin: types.ModuleType, text: str, left: str) -> None:
+    without = part(plugin, "routes").without_paths
+    assert without({"eager": [{"reason": text}], "cache_dir": "/x/y", "calls": 3}) == {
+        "eager": [{"reason": left}],
+        "calls": 3,
+    }
