@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One backbone, one way of running it, one process: first step, steady step, memory, final latent. Prints one JSON line.
+
+    COMFYUI_PATH=... python -m benchmarks.one_run sdxl nexfort --options '{"mode": "O2"}' --latent out.pt
+
+Ways: eager, fp32 (eager in float32: the truth that errors are measured against), noise (eager with another attention
+kernel: the noise floor), core (ComfyUI's TorchCompileModel), nexfort. The model is loaded before the first step is
+timed. Run by benchmarks.record, which puts the lines into results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = ("eager", "fp32", "noise", "core", "nexfort")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backbone")
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--options", default="", help="options of Nexfort as JSON")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the backbone's")
+    parser.add_argument("--latent", default="", help="file for the final latent")
+    parser.add_argument("--sweep", default="", help="more sizes after it, HxW,HxW: first and steady step of each")
+    parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Measure and print."""
+    args = parse()
+    sys.argv = sys.argv[:1]  # ComfyUI parses the command line of whoever imports it
+    host = os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI")
+    sys.path.insert(0, host)
+    import torch
+
+    from .backbones import BACKBONES, state_dict
+
+    backbone = BACKBONES[args.backbone]
+    import comfy.model_management
+    import comfy.sd
+
+    device = comfy.model_management.get_torch_device()
+    dtype = torch.float32 if args.way == "fp32" else backbone.dtype
+    weights = state_dict(backbone, device)
+    patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
+    del weights
+    model = prepare(patcher, args.way, args.options)
+    comfy.model_management.load_models_gpu([model])
+    print(json.dumps(measure(model, backbone, args)), flush=True)
+    return 0
+
+
+def prepare(patcher: Any, way: str, options: str) -> Any:
+    """The patcher run the given way."""
+    import torch
+
+    if way == "noise":
+        for kind in ("cudnn", "flash"):
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+        use_only_efficient_attention()
+    if way == "core":
+        from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+        return TorchCompileModel.execute(patcher, "inductor").args[0]
+    if way == "nexfort":
+        from nexfort_engine.config import CompileConfig
+        from nexfort_engine.hosts import comfy
+
+        return comfy.attach(patcher, CompileConfig.parse(options or None))
+    return patcher
+
+
+def use_only_efficient_attention() -> None:
+    """ComfyUI asks for its kernels by a list of priorities, which overrides the flags of torch.backends."""
+    import comfy.ops
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+
+    comfy.ops.scaled_dot_product_attention = attention
+
+
+def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """First step, steady step (median), peak memory and the final latent of one model."""
+    import comfy.sample
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    positive, negative = backbone.conditioning(generator), backbone.conditioning(generator)
+    height, width = map(int, args.size.split("x")) if args.size else backbone.size
+    latent = backbone.latent(height, width)
+
+    def run(steps: int, latent: torch.Tensor, times: list[float] | None = None) -> torch.Tensor:
+        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
+        last = [0.0]
+
+        def after(_step: int, _x0: Any, _x: Any, _total: int) -> None:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            if times is not None and last[0]:
+                times.append(now - last[0])
+            last[0] = now
+
+        return comfy.sample.sample(
+            model, noise, steps, backbone.cfg, "euler", backbone.scheduler, positive, negative, latent,
+            callback=after, disable_pbar=True, seed=1,
+        )  # fmt: skip
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run(1, latent)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    compiling_peak = torch.cuda.max_memory_allocated()
+    run(2, latent)
+    torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    out = run(args.steps, latent, times)
+    found = {
+        "backbone": backbone.name,
+        "way": args.way,
+        "options": args.options,
+        "size": f"{height}x{width}" + (f"x{backbone.frames}" if backbone.frames else ""),
+        "steps": args.steps,
+        "first_s": round(first, 2),
+        "ms": round(sorted(times)[len(times) // 2] * 1e3, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_peak_gib": round(compiling_peak / 2**30, 2),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "finite": bool(out.isfinite().all()),
+    }
+    if args.way == "nexfort":
+        from nexfort_engine.hosts import comfy
+
+        found["report"] = comfy.report_of(model).as_dict()
+    if args.latent:
+        torch.save(out, args.latent)
+    if args.sweep:
+        found["sweep"] = {size: sweep(run, backbone, size) for size in args.sweep.split(",")}
+        if args.way == "nexfort":
+            found["compiled_after_sweep"] = comfy.report_of(model).as_dict()["artefacts_compiled"]
+    if args.profile:
+        profile(lambda: run(2, latent))
+    return found
+
+
+def sweep(run: Any, backbone: Any, size: str) -> list[float]:
+    """Seconds of the first step and milliseconds of the steady step at another size."""
+    import torch
+
+    latent = backbone.latent(*map(int, size.split("x")))
+    began = time.perf_counter()
+    run(1, latent)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    times: list[float] = []
+    run(6, latent, times)
+    return [round(first, 3), round(sorted(times)[len(times) // 2] * 1e3, 2)]
+
+
+def profile(run: Any) -> None:
+    """Print a table of the device's time by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    with profiled(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        run()
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run backbones the several ways, each in a process of its own, print one table and append it to results.csv.
+
+    COMFYUI_PATH=... python -m benchmarks.record sdxl flux --ways fp32,eager,noise,core,cold,warm --csv results.csv
+
+`cold` and `warm` are Nexfort with an empty cache directory and, in a second process, with the one that the first left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "date gpu torch commit backbone size steps way options first_s ms peak_gib first_peak_gib compiled loaded "
+    "eager_regions error_to_fp32 error_to_eager command"
+).split()
+
+
+def main() -> int:
+    """Measure, print, append."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backbones", nargs="+")
+    parser.add_argument("--ways", default="fp32,eager,noise,core,cold,warm")
+    parser.add_argument("--options", default="", help="options of Nexfort as JSON")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--csv", default="", help="file to append to")
+    parser.add_argument("--commit", default="", help="what was measured; default: git's HEAD")
+    parser.add_argument("--log", default="", help="folder for the full output of each run")
+    parser.add_argument("--sweep", default="")
+    args = parser.parse_args()
+    rows = []
+    for backbone in args.backbones:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(backbone, args, Path(folder))
+    if args.csv:
+        append(Path(args.csv), rows)
+    return 0 if all(row["ms"] for row in rows) else 1
+
+
+def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One row for each way; a way that failed has no figures and its reason on standard error."""
+    rows: list[dict[str, Any]] = []
+    for way in args.ways.split(","):
+        found = run(backbone, way, args, folder)
+        row = dict.fromkeys(COLUMNS, "")
+        row.update({k: v for k, v in found.items() if k in COLUMNS})
+        report = found.get("report") or {}
+        row.update(way=way, backbone=backbone, date=datetime.date.today().isoformat(), commit=commit(args.commit))
+        row.update(compiled=report.get("artefacts_compiled", ""), loaded=report.get("artefacts_loaded", ""))
+        row.update(eager_regions=len(report.get("eager", ())) if report else "", command=command_line(backbone, args))
+        row["error_to_fp32"] = error(folder, way, "fp32")
+        row["error_to_eager"] = error(folder, way, "eager")
+        rows.append(row)
+        shown = {k: row[k] for k in COLUMNS[4:] if row[k] != "" and k != "command"}
+        print(json.dumps(shown), *(found.get(k, "") for k in ("sweep", "compiled_after_sweep")), flush=True)
+        for reason in report.get("eager", []) + report.get("variants", []) + report.get("notes", []):
+            print("   ", reason, flush=True)
+    return rows
+
+
+def run(backbone: str, way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The JSON line of one process, or {} if it failed."""
+    real = "nexfort" if way in ("cold", "warm") else way
+    command = [sys.executable, "-m", "benchmarks.one_run", backbone, real, "--steps", str(args.steps)]
+    command += ["--latent", str(folder / f"{way}.pt")]
+    if real == "nexfort":
+        command += ["--options", args.options]
+        command += ["--sweep", args.sweep] if args.sweep else []
+    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(folder / "nexfort")}
+    if way != "warm":  # core's compile starts cold, as ours does
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"inductor_{way}")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if args.log:
+        Path(args.log).mkdir(parents=True, exist_ok=True)
+        (Path(args.log) / f"{backbone}_{way}.log").write_text(done.stdout + done.stderr)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"{backbone} {way} failed with status {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
+        return {}
+    return json.loads(lines[-1])
+
+
+def error(folder: Path, way: str, reference: str) -> Any:
+    """||latent - reference|| / ||reference||, both as float32; empty where one is missing."""
+    import torch
+
+    ours, theirs = folder / f"{way}.pt", folder / f"{reference}.pt"
+    if way == reference or not ours.exists() or not theirs.exists():
+        return ""
+    a, b = torch.load(ours).float(), torch.load(theirs).float()
+    return float(f"{float((a - b).norm() / b.norm()):.3g}")
+
+
+def commit(given: str) -> str:
+    """The commit that is measured."""
+    if given:
+        return given
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def command_line(backbone: str, args: argparse.Namespace) -> str:
+    """The command that gives such rows again."""
+    options = f" --options '{args.options}'" if args.options else ""
+    return f"python -m benchmarks.record {backbone} --ways {args.ways} --steps {args.steps}{options}"
+
+
+def append(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows; the header is written where the file is new."""
+    new = not file.exists()
+    with file.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
