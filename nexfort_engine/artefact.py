@@ -39,7 +39,7 @@ def manifest_of(captured: Captured, region: str, kind: str) -> dict[str, Any]:
         "writes": captured.writes,
         "sources": captured.sources,
         "modules": captured.modules,
-        "info": {"region": region},
+        "info": {"region": region, "kind": kind},
     }
 
 

@@ -270,7 +270,11 @@ class Builder:
         by_job = {}
         jobs = []
         for want in wanted:
-            job = Job(want.region.path, functools.partial(self._capture, want), self.engine.store, want.primary)
+            weights = want.region.slots.read()
+            device = want.example.tensors[0][3] if want.example.tensors else weights[0].device
+            size = sum(1 for _ in want.region.module.modules())
+            capture_it = functools.partial(self._capture, want)
+            job = Job(want.region.path, capture_it, self.engine.store, want.primary, device.type, size)
             by_job[id(job)] = want
             jobs.append(job)
 
@@ -283,11 +287,10 @@ class Builder:
 
         lower_all(jobs, self._options, self.engine.cancel, done)
 
-    def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any], str]:
+    def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
         captured = capture(region.module, wanted.example, dynamic=self.engine.config.dynamic)
-        device = wanted.example.tensors[0][3] if wanted.example.tensors else region.slots.read()[0].device
-        return captured, manifest_of(captured, region.path, region.kind), device.type
+        return captured, manifest_of(captured, region.path, region.kind)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:
         entry = job.entry

@@ -30,7 +30,7 @@ def find_comfyui() -> tuple[Path, str] | None:
     """(root, how it was found) of a ComfyUI on this machine; ComfyError if COMFYUI_PATH names something else.
 
     Looked for in this order: COMFYUI_PATH, the ComfyUI in whose custom_nodes this plugin lies, the default
-    workspace of comfy-cli, the workspaces in comfy-cli's configuration.
+    workspace of comfy-cli, the workspaces in comfy-cli's configuration, ComfyUI in the home folder.
     """
     if chosen := os.environ.get("COMFYUI_PATH"):
         path = Path(chosen).expanduser().absolute()
@@ -43,6 +43,7 @@ def find_comfyui() -> tuple[Path, str] | None:
     places = [] if around is None else [(around, "the plugin lies in it")]
     places += [(path, "comfy-cli's default workspace") for path in _default_workspaces()]
     places += [(path, "comfy-cli's configuration") for path in _configured_workspaces()]
+    places += [(path, "it lies in the home folder") for path in _home_folders()]
     return next(((path, how) for path, how in places if is_comfyui(path)), None)
 
 
@@ -78,8 +79,12 @@ def _home() -> Path | None:
 def _default_workspaces() -> list[Path]:
     if (home := _home()) is None:
         return []
-    documents = [home / "Documents" / "comfy" / "ComfyUI", home / "Documents" / "ComfyUI"]
-    return [home / "comfy" / "ComfyUI", home / "ComfyUI", *documents]
+    return [home / "comfy" / "ComfyUI", home / "Documents" / "comfy" / "ComfyUI"]
+
+
+def _home_folders() -> list[Path]:
+    home = _home()
+    return [] if home is None else [home / "ComfyUI", home / "Documents" / "ComfyUI"]
 
 
 def _configured_workspaces() -> list[Path]:

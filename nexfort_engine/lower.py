@@ -33,11 +33,17 @@ class LoweringFailed(Exception):
 
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:
-    """Lower a captured graph into the empty directory `payload`.
+    """Lower a captured graph into the directory `payload`; see lower_graph."""
+    lower_graph(captured.graph, captured.constants, payload, options)
+
+
+def lower_graph(
+    graph: torch.fx.GraphModule, constants: list[torch.Tensor], payload: Path, options: Mapping[str, object]
+) -> None:
+    """Lower a graph with its literal tensors into the empty directory `payload`.
 
     options: Inductor settings by name. Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
-    graph = captured.graph
     for node in graph.graph.nodes:
         # Inductor looks for the capture's shape environment under this name alone. Without it every size is made
         # anew from the example, and two sizes that happen to be equal there become one.
@@ -48,16 +54,16 @@ def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> N
     from torch._inductor import standalone_compile
 
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad():
-        artefact = standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={})
-        _check_complete(artefact, payload)
-    if captured.constants:
+        standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={})
+        _check_complete(payload)
+    if constants:
         from safetensors.torch import save_file
 
-        tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(captured.constants)}
+        tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
         save_file(tensors, str(payload / CONSTANTS))
 
 
-def _check_complete(artefact: Any, payload: Path) -> None:
+def _check_complete(payload: Path) -> None:
     entries = list((payload / "aotautograd").iterdir()) if (payload / "aotautograd").is_dir() else []
     if len(entries) != 1:
         raise LoweringFailed(

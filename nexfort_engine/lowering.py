@@ -8,6 +8,7 @@ the background, and found there the next time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import lower, readset
+from . import lower, pool, readset
 from .cache.store import Entry, Store
 from .capture import Captured
 from .progress import Tracker
@@ -34,13 +35,16 @@ class Job:
     """One artefact to make. After `lower_all`: `entry`, or `problem` with the reason and its `guards`."""
 
     name: str
-    capture: Callable[[], tuple[Captured, dict[str, Any], str]]
+    capture: Callable[[], tuple[Captured, dict[str, Any]]]
     store: Store
     primary: str
+    device: str
+    weight: int = 0  # how much there is to lower, for the order alone
     entry: Entry | None = None
     problem: str | None = None
     guards: list[list[Any]] | None = None
     seconds: float = 0.0
+    began: float = 0.0
     finished: threading.Event = field(default_factory=threading.Event)
 
 
@@ -55,18 +59,60 @@ def lower_all(
     options: Inductor settings for a device type. cancel raises to stop; what it raises passes through.
     """
     with Tracker(len(jobs)) as tracker:
-        for job in jobs:
-            cancel()
-            began = time.perf_counter()
-            captured = _captured(job)
-            if captured is not None:
-                _lower_watched(job, *captured, options, cancel, tracker)
-            job.seconds = time.perf_counter() - began
-            done(job)
-            tracker.step(job.name, job.seconds)
+        for device, group in _by_device(jobs).items():
+            workers = pool.count_for(len(group), device)
+            with pool.Pool(workers, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
+                _run(group, options, cancel, done, tracker, helpers)
 
 
-def _captured(job: Job) -> tuple[Captured, dict[str, Any], str] | None:
+def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
+    groups: dict[str, list[Job]] = {}
+    for job in sorted(jobs, key=lambda job: -job.weight):  # the largest first: the last to end decides
+        groups.setdefault(job.device, []).append(job)
+    return groups
+
+
+def _run(
+    jobs: list[Job],
+    options: Callable[[str], dict[str, object]],
+    cancel: Callable[[], None],
+    done: Callable[[Job], None],
+    tracker: Tracker,
+    helpers: pool.Pool | None,
+) -> None:
+    running: list[Job] = []
+
+    def collect(job: Job) -> None:
+        job.seconds = time.perf_counter() - job.began
+        done(job)
+        tracker.step(job.name, job.seconds)
+
+    for job in jobs:
+        cancel()
+        job.began = time.perf_counter()
+        captured = _captured(job)
+        if captured is None:
+            collect(job)
+        elif helpers is not None and pool.portable(captured[0].modules):
+            _submit(job, *captured, options, helpers)
+            running.append(job)
+        else:
+            _start(job, *captured, options)
+            _wait(job, cancel, tracker)
+            collect(job)
+        for finished in [j for j in running if j.finished.is_set()]:
+            running.remove(finished)
+            collect(finished)
+    while running:
+        ended = next((j for j in running if j.finished.is_set()), None)
+        if ended is None:
+            _wait(running[0], cancel, tracker, once=True)
+            continue
+        running.remove(ended)
+        collect(ended)
+
+
+def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
     try:
         # a capture under inference mode would mark its tensors as inference tensors, which refuse in-place code
         with torch.inference_mode(False), entered(None):
@@ -86,22 +132,20 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-def _lower_watched(
+def _start(
     job: Job,
     captured: Captured,
     manifest: dict[str, Any],
-    device: str,
     options: Callable[[str], dict[str, object]],
-    cancel: Callable[[], None],
-    tracker: Tracker,
 ) -> None:
-    current = torch.cuda.current_device() if device == "cuda" else None
+    """Lower beside the calling thread, in this process."""
+    current = torch.cuda.current_device() if job.device == "cuda" else None
 
     def work() -> None:
         try:
             if current is not None:
                 torch.cuda.set_device(current)
-            _lower_and_store(job, captured, manifest, options(device))
+            _lower_and_store(job, captured, manifest, options(job.device))
         except Exception as error:
             job.problem = f"lowering it failed: {type(error).__name__}: {first_line(error)}"
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
@@ -110,12 +154,45 @@ def _lower_watched(
 
     thread = threading.Thread(target=copy_context().run, args=(work,), name="nexfort-lowering", daemon=True)
     thread.start()
-    ticked = time.monotonic()
+
+
+def _wait(job: Job, cancel: Callable[[], None], tracker: Tracker, *, once: bool = False) -> None:
+    """Wait for a job while watching for a cancel; `once`: only until the next look."""
+    looks = 0
     while not job.finished.wait(_WATCH):
         cancel()
-        if time.monotonic() - ticked > 1.0:
-            ticked = time.monotonic()
+        looks += 1
+        if looks % 10 == 0 or once:
             tracker.tick()
+        if once:
+            return
+
+
+def _submit(
+    job: Job,
+    captured: Captured,
+    manifest: dict[str, Any],
+    options: Callable[[str], dict[str, object]],
+    helpers: pool.Pool,
+) -> None:
+    """Lower in a worker process; the thread that hears of its end stores the artefact."""
+    stack = contextlib.ExitStack()
+    staged = stack.enter_context(job.store.stage())
+    device = f"cuda:{torch.cuda.current_device()}" if job.device == "cuda" else job.device
+
+    def then(problem: str | None) -> None:
+        try:
+            with stack:
+                if problem is None:
+                    job.entry = job.store.commit(job.primary, staged, manifest)
+                else:
+                    job.problem = f"lowering it failed: {problem}"
+        except Exception as error:
+            job.problem = f"storing it failed: {type(error).__name__}: {first_line(error)}"
+        finally:
+            job.finished.set()
+
+    helpers.submit(captured, staged, captured.modules, options(job.device), device, then)
 
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:

@@ -1,0 +1,40 @@
+# Each command makes its own .venv with what it needs; nothing has to be installed by hand.
+#   make demo                            the main job once, with a table at the end; writes demo-output/
+#   make test [ARGS="tests/cache -x"]    every test that needs no GPU
+#   make test-gpu                        the tests that need one
+#   make lint                            ruff and mypy
+# Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
+
+PYTHON3 ?= python3
+VENV_PYTHON := .venv/bin/python
+ARGS ?=
+export PYTHONUNBUFFERED = 1
+
+.PHONY: help demo test test-gpu lint clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo:
+	@$(PYTHON3) tools/make_venv.py demo
+	@$(VENV_PYTHON) -m demo $(ARGS)
+
+test:
+	@$(PYTHON3) tools/make_venv.py test
+	@$(VENV_PYTHON) -m pytest -m "not gpu" $(ARGS); status=$$?; \
+	if [ $$status -eq 5 ]; then echo "No test was collected, so nothing was proved. Look at ARGS."; fi; \
+	if [ -z "$$($(VENV_PYTHON) -m nexfort_engine.hosts.find_comfyui)" ]; then \
+	echo "No ComfyUI was found: the tests that need one were skipped. To run them: COMFYUI_PATH=/path/to/ComfyUI make test"; \
+	fi; exit $$status
+
+test-gpu:
+	@$(PYTHON3) tools/make_venv.py test
+	@$(VENV_PYTHON) -m pytest -m gpu $(ARGS)
+
+lint:
+	@$(PYTHON3) tools/make_venv.py lint
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+
+clean:
+	rm -rf .venv demo-output build

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: one artefact cache, the ComfyUI of this machine, and what is said when there is none.
+
+The cache lies below .pytest_cache and stays from run to run, so that a second run compiles next to nothing;
+`pytest --cache-clear` begins anew. A test that is about cold starts takes a directory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+THREADS = 2
+HOW_TO_GIVE_ONE = (
+    "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
+    "with comfy-cli: pip install comfy-cli && comfy install"
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory that NEXFORT_CACHE_DIR names during the session."""
+    kept = getattr(request.config, "cache", None)
+    folder = Path(kept.mkdir("nexfort")) if kept is not None else tmp_path_factory.mktemp("nexfort")
+    os.chmod(folder, 0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEXFORT_CACHE_DIR", str(folder))
+        patch.delenv("NEXFORT_DISABLE", raising=False)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def threads() -> int:
+    """Torch on a fixed number of threads, so that sums are taken in one order everywhere."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    return THREADS
+
+
+@pytest.fixture(scope="session")
+def comfyui(threads: int) -> Path:
+    """The ComfyUI of this machine, importable and set to the CPU; skips the test where there is none."""
+    from nexfort_engine.locate import find_comfyui
+
+    found = find_comfyui()
+    if found is None:
+        pytest.skip(f"no ComfyUI was found; {HOW_TO_GIVE_ONE}")
+    import_comfyui(found[0])
+    return found[0]
+
+
+def import_comfyui(root: Path) -> None:
+    """Import comfy from a ComfyUI's root, for a CPU and with attention that can be traced."""
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # last: it has modules called nodes, utils and app
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.use_pytorch_cross_attention = True
+    try:
+        import comfy.ops  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"the ComfyUI at {root} does not import ({error}); expected its requirements to be installed here: "
+            f"pip install -r {root / 'requirements.txt'}"
+        ) from error
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One closing line if tests were skipped for want of a ComfyUI."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(1 for report in skipped if "no ComfyUI" in str(report.longrepr))
+    if count:
+        terminalreporter.write_line(
+            f"{count} tests that need ComfyUI were skipped: none was found; {HOW_TO_GIVE_ONE}", yellow=True
+        )
