@@ -69,15 +69,25 @@ def prepare(patcher: Any, way: str, options: str) -> Any:
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
         use_only_efficient_attention()
     if way == "core":
-        from comfy_extras.nodes_torch_compile import TorchCompileModel
-
-        return TorchCompileModel.execute(patcher, "inductor").args[0]
+        return with_core(patcher)
     if way == "nexfort":
         from nexfort_engine.config import CompileConfig
-        from nexfort_engine.hosts import comfy
+        from nexfort_engine.hosts.comfy import attach
 
-        return comfy.attach(patcher, CompileConfig.parse(options or None))
+        return attach(patcher, CompileConfig.parse(options or None))
     return patcher
+
+
+def with_core(patcher: Any) -> Any:
+    """What ComfyUI's node TorchCompileModel does with its default backend; the node itself imports video codecs."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    def skip(entries: Any) -> list[bool]:
+        return ["transformer_options" not in entry.name for entry in entries]
+
+    model = patcher.clone()
+    set_torch_compile_wrapper(model=model, backend="inductor", options={"guard_filter_fn": skip})
+    return model
 
 
 def use_only_efficient_attention() -> None:
@@ -145,15 +155,15 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         "finite": bool(out.isfinite().all()),
     }
     if args.way == "nexfort":
-        from nexfort_engine.hosts import comfy
+        from nexfort_engine.hosts.comfy import report_of
 
-        found["report"] = comfy.report_of(model).as_dict()
+        found["report"] = report_of(model).as_dict()
     if args.latent:
         torch.save(out, args.latent)
     if args.sweep:
         found["sweep"] = {size: sweep(run, backbone, size) for size in args.sweep.split(",")}
         if args.way == "nexfort":
-            found["compiled_after_sweep"] = comfy.report_of(model).as_dict()["artefacts_compiled"]
+            found["compiled_after_sweep"] = report_of(model).as_dict()["artefacts_compiled"]
     if args.profile:
         profile(lambda: run(2, latent))
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -35,8 +34,8 @@ def main() -> int:
         say("NEXFORT_DISABLE is set, so nothing would be compiled. Unset it and run this again.")
         return 1
     output = options.output.absolute()
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "report.json").unlink(missing_ok=True)  # a demo that fails must not leave the last one's
     began = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="nexfort-demo-", ignore_cleanup_errors=True) as scratch:
@@ -59,7 +58,9 @@ def _run(output: Path, scratch: Path, without_comfyui: bool) -> Outcome:
     if found is None:
         from . import in_diffusers
 
-        say("No ComfyUI: running the embedded diffusers pipeline. To run in yours: COMFYUI_PATH=/path/to/ComfyUI make demo")
+        say(
+            "No ComfyUI: the embedded diffusers pipeline runs. To run in yours: COMFYUI_PATH=/path/to/it make demo"
+        )
         return in_diffusers.run(output, scratch, say)
     from . import in_comfyui
 

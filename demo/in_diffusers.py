@@ -16,10 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .outcome import Outcome, Stop, per_step_ms
+from .outcome import SIZES, STEPS, Outcome, Stop, per_step_ms
 
-SIZES = [(512, 512), (768, 512), (512, 768), (640, 384)]
-STEPS = 8
 TOKENS = 77
 
 
@@ -28,7 +26,7 @@ def run(output: Path, scratch: Path, say: Any) -> Outcome:
     env = {**os.environ, "NEXFORT_CACHE_DIR": str(scratch / "cache"), "HF_HUB_OFFLINE": "1"}
     found = {}
     for role in ("cold", "warm"):
-        say(f"{role} process: {'eager, then compiled, at four sizes' if role == 'cold' else 'compiled, once more'}")
+        say(f"{role} process: {'eager and compiled at each size' if role == 'cold' else 'compiled once more'}")
         command = [sys.executable, "-m", f"{__package__}.in_diffusers", role, str(scratch), str(output)]
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=False)
         if done.returncode != 0:
@@ -39,7 +37,6 @@ def run(output: Path, scratch: Path, say: Any) -> Outcome:
         host=cold["host"],
         model=cold["model"],
         device=cold["device"],
-        steps=STEPS,
         stops=[Stop(**{**stop, "size": tuple(stop["size"])}) for stop in cold["stops"]],
         cold_first_step=cold["first_step"],
         warm_first_step=warm["first_step"],
@@ -109,24 +106,24 @@ def cold(output: Path) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe = build_pipeline(device)
     sample(pipe, SIZES[0])  # whatever a first call costs is not eager's speed
-    eager = {size: sample(pipe, size) for size in SIZES}
-    moved = distance(sample(pipe, SIZES[0], prompt=2)[1], eager[SIZES[0]][1])
     compiled = compile_transformer(pipe)
     report = compiled.transformer.report
-    stops, images, first_step, digest = [], [], 0.0, ""
+    stops, images, first_step, digest, moved = [], [], 0.0, "", 0.0
     for size in SIZES:
+        eager_picture, eager_latent, eager_times = sample(pipe, size)
         mark = report.mark()
         picture, latent, times = sample(compiled, size)
         if not stops:
             first_step, digest = times[1] - times[0], digest_of(latent)
-        stop = Stop(size, per_step_ms(eager[size][2][1:]), per_step_ms(times[1:]), distance(latent, eager[size][1]))
+            moved = distance(sample(pipe, size, prompt=2)[1], eager_latent)
+        stop = Stop(size, per_step_ms(eager_times[1:]), per_step_ms(times[1:]), distance(latent, eager_latent))
         stop.artefacts_compiled = report.since(mark)["artefacts_compiled"]
         stops.append(vars(stop))
-        for kind, image in (("eager", eager[size][0]), ("compiled", picture)):
+        for kind, image in (("eager", eager_picture), ("compiled", picture)):
             images.append(f"{size[0]}x{size[1]}_{kind}.png")
             image.save(output / images[-1])
     return {
-        "host": f"diffusers {diffusers.__version__} (no ComfyUI was found)",
+        "host": f"diffusers {diffusers.__version__}",
         "model": "a tiny Flux",
         "device": f"{device}, float32, torch {torch.__version__}, {torch.get_num_threads()} threads",
         "stops": stops,
@@ -182,11 +179,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
     logging.getLogger("nexfort").setLevel(logging.INFO)
-    shown = [""]
+    shown = [-1]
 
     def show(event: progress.Event) -> None:
-        if event.text != shown[0]:
-            shown[0] = event.text
+        if event.done != shown[0]:
+            shown[0] = event.done
             sys.stdout.write(f"  {event.text}\n")
             sys.stdout.flush()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ def lower_graph(
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad():
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={})
         _check_complete(payload)
+    # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
+    for name in ("triton", "locks"):
+        shutil.rmtree(payload / name, ignore_errors=True)
     if constants:
         from safetensors.torch import save_file
 

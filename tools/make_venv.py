@@ -30,11 +30,12 @@ OLDEST = (3, 10)
 # A Python without its headers cannot build what Inductor writes for a CPU, so one that has them is preferred.
 _PROBE = """
 import ensurepip, os, sys, sysconfig, venv
-print(sys.executable, sys.version_info >= (3, 10), os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+headers = os.path.join(sysconfig.get_path("include"), "Python.h")
+print(sys.executable, sys.version_info >= (3, 10), os.path.exists(headers))
 """
 
 
-class Problem(Exception):
+class SetupError(Exception):
     """Something that the reader has to set right. The text says what was found, what was expected and what to do."""
 
 
@@ -44,7 +45,7 @@ def find_python(names: Sequence[str] = PYTHONS) -> str:
     usable = [found for name in ([chosen] if chosen else names) if (found := _probe(name)) is not None]
     if not usable:
         tried = chosen or ", ".join(names)
-        raise Problem(
+        raise SetupError(
             f"found no Python that can make a virtual environment (tried {tried}); expected Python "
             f"{OLDEST[0]}.{OLDEST[1]} or newer with its venv module: install one (on Debian and Ubuntu python3, "
             "python3-venv and python3-dev), or name one in the variable PYTHON"
@@ -111,7 +112,7 @@ def _comfyui_requirements() -> Path | None:
     try:
         found = find_comfyui()
     except ComfyError as error:
-        raise Problem(str(error)) from None
+        raise SetupError(str(error)) from None
     if found is None:
         return None
     _say(f"ComfyUI: {found[0]} ({found[1]})")
@@ -132,7 +133,7 @@ def _read(stamp: Path) -> object:
 
 def _run(command: list[str], failure: str) -> None:
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode != 0:
-        raise Problem(failure)
+        raise SetupError(failure)
 
 
 def _say(line: str) -> None:
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         install(options.venv.absolute(), options.purpose)
-    except Problem as problem:
+    except SetupError as problem:
         sys.stderr.write(f"{problem}\n")
         return 1
     return 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -176,7 +177,9 @@ def _plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 def _show(event: progress.Event) -> None:
-    """Show progress under the node that is executing."""
+    """Show progress under the node that is executing; without a running server there is nobody to show it to."""
+    if "server" not in sys.modules:
+        return
     from comfy_execution.utils import get_executing_context
     from server import PromptServer
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's own promises: its table, its verdict, and the embedded pipeline from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demo.outcome import SIZES, Outcome, Stop, per_step_ms
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def kept() -> Outcome:
+    """An outcome in which every promise held."""
+    stops = [Stop(size, 20.0, 10.0, 1e-7, 6 if size == SIZES[0] else 0) for size in SIZES]
+    return Outcome(
+        host="ComfyUI 1", model="a model", device="cpu", stops=stops, cold_first_step=31.5, warm_first_step=1.25,
+        warm_loaded=6, same_bits=True, moved=0.5,
+    )  # fmt: skip
+
+
+def test_the_table_shows_every_size_and_both_first_steps() -> None:
+    text = kept().table()
+    lines = text.splitlines()
+    assert all(f"{width}x{height}" in lines[2] for width, height in SIZES)
+    assert next(line for line in lines if line.startswith("artefacts compiled")).split()[2:] == ["6", "0", "0", "0"]
+    assert "31.50" in text and "1.25" in text
+    assert len({len(line) for line in lines[2:8]}) == 1, "the columns are aligned"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda o: setattr(o.stops[2], "artefacts_compiled", 1), "compiled again"),
+        (lambda o: setattr(o.stops[0], "artefacts_compiled", 0), "nothing was compiled"),
+        (lambda o: setattr(o.stops[1], "error", 0.01), "away from eager"),
+        (lambda o: setattr(o.stops[1], "error", float("nan")), "away from eager"),
+        (lambda o: setattr(o, "warm_compiled", 2), "second process compiled 2"),
+        (lambda o: setattr(o, "warm_loaded", 0), "loaded 0"),
+        (lambda o: setattr(o, "same_bits", False), "another picture"),
+        (lambda o: setattr(o, "moved", 1e-5), "prove nothing"),
+        (lambda o: o.stops.clear(), "nothing was compiled"),
+    ],
+)
+def test_each_broken_promise_is_named(change: object, says: str) -> None:
+    outcome = kept()
+    assert outcome.broken_promises() == []
+    change(outcome)  # type: ignore[operator]
+    assert [line for line in outcome.broken_promises() if says in line]
+
+
+def test_the_report_file_holds_the_table_and_the_verdict(tmp_path: Path) -> None:
+    content = json.loads(kept().write(tmp_path).read_text())
+    assert content["table"] == kept().table() and content["broken_promises"] == []
+    assert content["stops"][0]["artefacts_compiled"] == 6
+
+
+def test_a_step_is_timed_between_two_ends_and_an_outlier_does_not_count() -> None:
+    assert per_step_ms([0.0, 0.1, 0.2, 5.0, 5.1]) == pytest.approx(100.0)
+    with pytest.raises(ValueError, match="two steps"):
+        per_step_ms([1.0])
+
+
+@pytest.mark.slow
+def test_the_embedded_pipeline_keeps_its_promises(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NEXFORT_")}
+    command = [sys.executable, "-m", "demo", "--without-comfyui", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [stop["artefacts_compiled"] for stop in report["stops"][1:]] == [0, 0, 0]
+    assert report["warm_first_step"] < report["cold_first_step"]
+    assert len(report["images"]) == 2 * len(SIZES)
+    assert all((tmp_path / name).stat().st_size > 0 for name in report["images"])
+
+
+def test_a_demo_that_would_prove_nothing_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "demo", "--output", str(tmp_path)]
+    env = {**os.environ, "NEXFORT_DISABLE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "NEXFORT_DISABLE" in done.stdout

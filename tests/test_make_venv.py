@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/make_venv.py: which Python it takes, when it installs, and what it says where it cannot. Installs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="make and its scripts are for Unix shells")
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("make_venv", ROOT / "tools" / "make_venv.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delenv("PYTHON", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return module
+
+
+def fake_python(folder: Path, name: str, answer: str, status: int = 0) -> Path:
+    """A program on the path that answers the probe with a fixed line."""
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(f"#!/bin/sh\necho '{answer}'\nexit {status}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+def test_the_first_usable_python_with_headers_is_taken(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    names = ("pya", "pyb", "pyc", "pyd")
+    fake_python(tmp_path / "bin", "pya", "pya: command not found", 127)  # what a version manager leaves
+    fake_python(tmp_path / "bin", "pyb", "/old/python False True")
+    fake_python(tmp_path / "bin", "pyc", "/bare/python True False")
+    with pytest.raises(tool.SetupError, match=r"3\.10 or newer"):
+        tool.find_python(names[:2])
+    assert tool.find_python(names) == "/bare/python"
+    fake_python(tmp_path / "bin", "pyd", "/with a space/python True True")
+    assert tool.find_python(names) == "/with a space/python"
+
+
+def test_a_named_python_is_the_only_one_tried(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON", str(fake_python(tmp_path / "bin", "mine", "/mine/python True True")))
+    assert tool.find_python() == "/mine/python"
+    monkeypatch.setenv("PYTHON", "/no/such/python")
+    with pytest.raises(tool.SetupError, match="/no/such/python"):
+        tool.find_python()
+
+
+def test_it_installs_once_and_again_when_a_requirement_changed(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("one\n")
+    comfyui = tmp_path / "comfyui.txt"
+    comfyui.write_text("two\n")
+    monkeypatch.setattr(tool, "ensure_venv", lambda venv: Path("python"))
+    monkeypatch.setattr(tool, "REQUIREMENTS", {"test": requirements, "lint": requirements})
+    monkeypatch.setattr(tool, "_comfyui_requirements", lambda: comfyui)
+    monkeypatch.setattr(tool, "_run", lambda command, failure: ran.append(command))
+    tool.install(tmp_path, "test")
+    assert [command[-1] for command in ran] == [str(requirements), str(comfyui)]
+    assert all(str(tool.CONSTRAINTS) in command for command in ran)
+    tool.install(tmp_path, "test")
+    assert len(ran) == 2
+    comfyui.write_text("two==2\n")
+    tool.install(tmp_path, "test")
+    assert len(ran) == 4
+    (tmp_path / "nexfort-test.json").write_text("{")  # interrupted
+    tool.install(tmp_path, "test")
+    assert len(ran) == 6
+    assert json.loads((tmp_path / "nexfort-test.json").read_text())
+
+
+def test_a_failed_install_leaves_no_mark(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "ensure_venv", lambda venv: Path("/bin/false"))
+    monkeypatch.setattr(tool, "_comfyui_requirements", lambda: None)
+    with pytest.raises(tool.SetupError, match="pip says why"):
+        tool.install(tmp_path, "test")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_comfyui_path_is_one_sentence(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    monkeypatch.setattr(tool, "ensure_venv", lambda venv: Path("python"))
+    assert tool.main(["test", "--venv", str(tmp_path / "venv")]) == 1
+    told = capsys.readouterr().err
+    assert "COMFYUI_PATH is" in told and "Traceback" not in told
+
+
+def test_no_registry_is_named_anywhere() -> None:
+    for name in ("tools/make_venv.py", "Makefile", ".ci/run", "constraints.txt", "requirements-test.txt"):
+        text = (ROOT / name).read_text()
+        assert "://" not in text and "index-url" not in text, name
+
+
+def test_the_check_is_executable_and_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
