@@ -190,7 +190,9 @@ def profile(run: Any) -> None:
 
     with profiled(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         run()
-    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), file=sys.stderr)
+    print(
+        found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), file=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -58,9 +58,7 @@ def _run(output: Path, scratch: Path, without_comfyui: bool) -> Outcome:
     if found is None:
         from . import in_diffusers
 
-        say(
-            "No ComfyUI: the embedded diffusers pipeline runs. To run in yours: COMFYUI_PATH=/path/to/it make demo"
-        )
+        say("No ComfyUI: the embedded diffusers pipeline runs. To run in yours: COMFYUI_PATH=/path/to/it make demo")
         return in_diffusers.run(output, scratch, say)
     from . import in_comfyui
 

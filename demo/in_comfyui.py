@@ -22,7 +22,7 @@ from nexfort_engine.headless import ComfyServer
 from nexfort_engine.headless_run import listening
 from nexfort_engine.locate import comfyui_version
 
-from .outcome import SIZES, STEPS, Outcome, Stop, per_step_ms
+from .outcome import SIZES, STEPS, Outcome, Stop, first_step_s, per_step_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOW = "flux_compile_model"
@@ -46,8 +46,8 @@ def run(comfyui: Path, output: Path, scratch: Path, say: Say) -> Outcome:
     say("second server, same cache: compiled once more")
     with _server(comfyui, base, scratch) as server:
         _sample(server, base, _workflow(names, SIZES[0], compiled=False))
-        latent, _, times = _sample(server, base, _workflow(names, SIZES[0]), say)
-        outcome.warm_first_step = times[1] - times[0]
+        latent, _, ends = _sample(server, base, _workflow(names, SIZES[0]), say)
+        outcome.warm_first_step = first_step_s(ends)
         report = outcome.reports["warm"] = _report(server)
         outcome.warm_compiled, outcome.warm_loaded = report["artefacts_compiled"], report["artefacts_loaded"]
         outcome.same_bits = bool((latent == first).all())
@@ -61,14 +61,14 @@ def _first_server(
     _sample(server, base, _workflow(names, SIZES[0], compiled=False, steps=2))  # loads the model
     first = None
     for size in SIZES:
-        eager, eager_pictures, eager_times = _sample(server, base, _workflow(names, size, compiled=False))
+        eager, eager_pictures, eager_ends = _sample(server, base, _workflow(names, size, compiled=False))
         before = _report(server)["artefacts_compiled"]
-        latent, pictures, times = _sample(server, base, _workflow(names, size), say)
-        stop = Stop(size, per_step_ms(eager_times[1:]), per_step_ms(times[1:]), _distance(latent, eager))
+        latent, pictures, ends = _sample(server, base, _workflow(names, size), say)
+        stop = Stop(size, per_step_ms(eager_ends), per_step_ms(ends), _distance(latent, eager))
         stop.artefacts_compiled = _report(server)["artefacts_compiled"] - before
         outcome.stops.append(stop)
         if first is None:
-            first, outcome.cold_first_step = latent, times[1] - times[0]
+            first, outcome.cold_first_step = latent, first_step_s(ends)
             other, _, _ = _sample(server, base, _workflow(names, size, compiled=False, prompt=2))
             outcome.moved = _distance(other, eager)
         for kind, found in (("eager", eager_pictures), ("compiled", pictures)):
@@ -124,10 +124,10 @@ def _workflow(
 
 def _sample(
     server: ComfyServer, base: Path, workflow: dict[str, Any], say: Say | None = None
-) -> tuple[Any, list[Path], list[float]]:
-    """(latent, pictures, the moments at which the sampler began and each step ended) of one run."""
+) -> tuple[Any, list[Path], list[tuple[int, float]]]:
+    """(latent, pictures, (steps done, when) from the sampler's beginning on) of one run."""
     (sampler,) = [number for number, node in workflow.items() if node["class_type"] == "KSampler"]
-    with _watching(server, sampler, workflow[sampler]["inputs"]["steps"], say) as times:
+    with _watching(server, sampler, workflow[sampler]["inputs"]["steps"], say) as ends:
         history = server.run(workflow)
     (saved,) = history["outputs"]["latent"]["latents"]
     from safetensors.numpy import load_file
@@ -138,36 +138,38 @@ def _sample(
         for out in history["outputs"].values()
         for image in out.get("images", [])
     ]
-    return latent, pictures, times
+    return latent, pictures, ends
 
 
 @contextmanager
-def _watching(server: ComfyServer, sampler: str, steps: int, say: Say | None) -> Iterator[list[float]]:
-    """Collects when a sampler began and when its steps ended, as the server tells its clients; complete afterwards."""
-    times: list[float] = []
+def _watching(server: ComfyServer, sampler: str, steps: int, say: Say | None) -> Iterator[list[tuple[int, float]]]:
+    """Collects when a sampler began and when its steps ended, as the server tells its clients; complete afterwards.
+
+    The server tells the first step and the last one always, and those between at most ten times a second.
+    """
+    ends: list[tuple[int, float]] = []
     complete = threading.Event()
     shown = [""]
 
     def sink(event: dict[str, Any]) -> None:
         now, data = time.perf_counter(), event.get("data") or {}
-        if event.get("type") == "executing" and data.get("node") == sampler:
-            times[:] = [now]
-        elif event.get("type") == "progress" and data.get("node") == sampler and times and data.get("value", 0) > 0:
-            times.append(now)
-            if len(times) > steps:
+        kind, step = event.get("type"), data.get("value", 0)
+        if kind == "executing" and data.get("node") == sampler:
+            ends[:] = [(0, now)]
+        elif kind == "progress" and data.get("node") == sampler and ends and step > 0:
+            ends.append((step, now))
+            if step == steps:
                 complete.set()
-        elif event.get("type") == "progress_text" and say is not None:
+        elif kind == "progress_text" and say is not None:
             text = str(data.get("text")).partition(",")[0]
             if text != shown[0]:
                 shown[0] = text
                 say(f"  {text}")
 
     with listening(server, sink):
-        yield times
+        yield ends
         if not complete.wait(timeout=10):
-            raise RuntimeError(
-                f"ComfyUI told of {max(len(times) - 1, 0)} steps where {steps} were run, so nothing can be timed"
-            )
+            raise RuntimeError(f"ComfyUI did not tell of the end of {steps} steps, so they cannot be timed: {ends}")
 
 
 def _report(server: ComfyServer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .outcome import SIZES, STEPS, Outcome, Stop, per_step_ms
+from .outcome import SIZES, STEPS, Outcome, Stop, first_step_s, per_step_ms
 
 TOKENS = 77
 
@@ -75,8 +75,8 @@ def build_pipeline(device: str) -> Any:
     return pipe.to(device)
 
 
-def sample(pipe: Any, size: tuple[int, int], prompt: int = 1) -> tuple[Any, Any, list[float]]:
-    """(picture, final latent, the moments at which the sampler began and each step ended)."""
+def sample(pipe: Any, size: tuple[int, int], prompt: int = 1) -> tuple[Any, Any, list[tuple[int, float]]]:
+    """(picture, final latent, (steps done, when) from the sampler's beginning on)."""
     import torch
 
     device = pipe.transformer.device
@@ -84,18 +84,18 @@ def sample(pipe: Any, size: tuple[int, int], prompt: int = 1) -> tuple[Any, Any,
     words = torch.randn(1, TOKENS, 256, generator=generator).to(device)
     pooled = torch.randn(1, 64, generator=generator).to(device)
     kept: list[Any] = []
-    times = [time.perf_counter()]
+    ends = [(0, time.perf_counter())]
 
-    def after_step(_pipe: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def after_step(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         kept[:] = [values["latents"].float().cpu()]  # waits for the device
-        times.append(time.perf_counter())
+        ends.append((step + 1, time.perf_counter()))
         return {}
 
     picture = pipe(
         prompt_embeds=words, pooled_prompt_embeds=pooled, width=size[0], height=size[1], num_inference_steps=STEPS,
         generator=torch.Generator().manual_seed(7), callback_on_step_end=after_step,
     ).images[0]  # fmt: skip
-    return picture, kept[0], times
+    return picture, kept[0], ends
 
 
 def cold(output: Path) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def cold(output: Path) -> dict[str, Any]:
     report = compiled.transformer.report
     stops, images, first_step, digest, moved = [], [], 0.0, "", 0.0
     for size in SIZES:
-        eager_picture, eager_latent, eager_times = sample(pipe, size)
+        eager_picture, eager_latent, eager_ends = sample(pipe, size)
         mark = report.mark()
-        picture, latent, times = sample(compiled, size)
+        picture, latent, ends = sample(compiled, size)
         if not stops:
-            first_step, digest = times[1] - times[0], digest_of(latent)
+            first_step, digest = first_step_s(ends), digest_of(latent)
             moved = distance(sample(pipe, size, prompt=2)[1], eager_latent)
-        stop = Stop(size, per_step_ms(eager_times[1:]), per_step_ms(times[1:]), distance(latent, eager_latent))
+        stop = Stop(size, per_step_ms(eager_ends), per_step_ms(ends), distance(latent, eager_latent))
         stop.artefacts_compiled = report.since(mark)["artefacts_compiled"]
         stops.append(vars(stop))
         for kind, image in (("eager", eager_picture), ("compiled", picture)):
@@ -142,9 +142,9 @@ def warm(output: Path) -> dict[str, Any]:
     pipe = build_pipeline("cuda" if torch.cuda.is_available() else "cpu")
     sample(pipe, SIZES[0])  # as before the cold first step
     compiled = compile_transformer(pipe)
-    _, latent, times = sample(compiled, SIZES[0])
+    _, latent, ends = sample(compiled, SIZES[0])
     report = compiled.transformer.report
-    return {"first_step": times[1] - times[0], "digest": digest_of(latent), "report": report.as_dict()}
+    return {"first_step": first_step_s(ends), "digest": digest_of(latent), "report": report.as_dict()}
 
 
 def compile_transformer(pipe: Any) -> Any:

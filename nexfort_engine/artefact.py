@@ -80,7 +80,8 @@ class Artefact:
         self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
         self.ints: list[int] = manifest["ints"]
         self.conditions = Conditions(**manifest["conditions"])
-        self.check = readset.checker(manifest["guards"])
+        self.guards: list[list[Any]] = manifest["guards"]
+        self.check = readset.checker(self.guards)
         self.reads: list[list[Any]] = manifest["reads"]
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]

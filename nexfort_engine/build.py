@@ -93,7 +93,9 @@ class Builder:
         """One artefact of its own for this very call."""
         known = self.artefacts.get(wanted.primary, [])
         if len(known) >= MOST_VARIANTS:
-            self._refuse(wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {misfit}")
+            self._refuse(
+                wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {misfit}"
+            )
             return None
         self.compile([wanted])
         binding, _ = self._bind(wanted)
@@ -347,6 +349,3 @@ def _doubled(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _doubled(v) for k, v in value.items()}
     return value
-
-
-

@@ -43,14 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM, description="Nexfort's compile cache, self-check and headless runs."
-    )
+    parser = argparse.ArgumentParser(PROGRAM, description="Nexfort's compile cache, self-check and headless runs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_cache(commands)
-    doctor = commands.add_parser(
-        "doctor", help="print what a bug report needs, and check that compiling works"
-    )
+    doctor = commands.add_parser("doctor", help="print what a bug report needs, and check that compiling works")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--no-check", action="store_true", help="do not compile anything")
     doctor.set_defaults(command=_doctor)
@@ -71,9 +67,7 @@ def _add_cache(commands: Any) -> None:
         action.add_argument("--json", action="store_true", help="print JSON")
         where = action.add_mutually_exclusive_group()
         where.add_argument("--dir", type=Path, metavar="DIR", help="the cache in this directory")
-        where.add_argument(
-            "--comfyui", type=Path, metavar="PATH", help="the cache of the ComfyUI in this directory"
-        )
+        where.add_argument("--comfyui", type=Path, metavar="PATH", help="the cache of the ComfyUI in this directory")
         if name == "prune":
             text = "keep at most this much, such as 2GiB (default: NEXFORT_CACHE_LIMIT, else 8GiB)"
             action.add_argument("--max-size", type=_size, metavar="SIZE", help=text)
@@ -86,21 +80,13 @@ def _add_run(commands: Any) -> None:
         help="run workflows in a real ComfyUI without a browser",
         description="Starts ComfyUI, runs the workflows one by one, saves what they make, stops ComfyUI.",
     )
-    run.add_argument(
-        "workflows", nargs="+", type=Path, metavar="WORKFLOW_API.json", help="workflow in API format"
-    )
+    run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW_API.json", help="workflow in API format")
     run.add_argument("--comfyui", type=Path, metavar="PATH", help="ComfyUI's root (default: looked for)")
-    run.add_argument(
-        "--report", type=Path, metavar="FILE", help="write what was compiled and how long it took"
-    )
-    run.add_argument(
-        "--output-dir", type=Path, metavar="DIR", help="where images go (default: ComfyUI's output)"
-    )
+    run.add_argument("--report", type=Path, metavar="FILE", help="write what was compiled and how long it took")
+    run.add_argument("--output-dir", type=Path, metavar="DIR", help="where images go (default: ComfyUI's output)")
     run.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep compiled artefacts here")
     run.add_argument("--base-dir", type=Path, metavar="DIR", help="ComfyUI's --base-directory")
-    run.add_argument(
-        "--python", default=sys.executable, metavar="FILE", help="the Python that ComfyUI runs with"
-    )
+    run.add_argument("--python", default=sys.executable, metavar="FILE", help="the Python that ComfyUI runs with")
     run.add_argument(
         "--comfy-arg",
         action="append",
@@ -133,9 +119,7 @@ def cache_root(options: argparse.Namespace) -> Path:
         return Path(options.dir).expanduser().absolute()
     if options.comfyui is not None:
         if not is_comfyui(options.comfyui):
-            raise ComfyError(
-                f"found no ComfyUI at {options.comfyui}: expected its root, with main.py and comfy/"
-            )
+            raise ComfyError(f"found no ComfyUI at {options.comfyui}: expected its root, with main.py and comfy/")
         return comfyui_cache(options.comfyui)
     around = None if os.environ.get("NEXFORT_CACHE_DIR") else comfyui_around()
     return default_root() if around is None else comfyui_cache(around)

@@ -34,7 +34,7 @@ def store_at(root: Path | None = None) -> Store:
 
 
 def compile(
-    module: nn.Module, *, options: None | str | Mapping[str, Any] | CompileConfig = None, dynamic: bool = True
+    module: nn.Module, *, options: str | Mapping[str, Any] | CompileConfig | None = None, dynamic: bool = True
 ) -> Any:
     """Compile a diffusion backbone, or any module, region by region.
 
@@ -106,9 +106,7 @@ def wrap_methods(
 
 
 @functools.cache
-def _compiled_class(
-    kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None
-) -> type:
+def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None) -> type:
     table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
     if around is not None:
         table = {name: around(method) for name, method in table.items()}

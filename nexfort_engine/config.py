@@ -38,6 +38,7 @@ OPTIONS: dict[str, type] = {
     "overrides.matmul_allow_tf32": bool,
     "inductor.force_triton_sdpa": bool,
     "cuda.fuse_timestep_embedding": bool,
+    "triton.cudagraphs": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
@@ -56,7 +57,6 @@ _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 # Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
 # is compiled, `lowering_key` picks it up by itself.
 _INACTIVE_TOKENS: dict[str, str] = {
-    "cudagraphs": "CUDA graphs are not available yet; kernels are launched one by one",
     "low-precision": "low precision is not available yet; everything runs at the model's own precision",
     "quant": "quantised kernels are not available yet; weights are used as they are",
     "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
@@ -69,7 +69,7 @@ _INACTIVE_OPTIONS: dict[str, str] = {
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
 _LOWERING_TOKENS = ("low-precision", "quant")
-_LOWERING_OPTIONS = tuple(name for name in OPTIONS if name != "overrides.conv_benchmark")
+_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in ("overrides.conv_benchmark", "triton.cudagraphs"))
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
@@ -100,9 +100,7 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, str):
-            raise ValueError(
-                f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)"
-            )
+            raise ValueError(f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)")
         for token in self.tokens:
             _check_name(token, TOKENS, "mode token")
         for key in ("dynamic", "fullgraph", "disable"):
@@ -184,6 +182,14 @@ class CompileConfig:
         _check_name(name, OPTIONS, "option")
         return dict(self.options).get(name, default)  # type: ignore[return-value]
 
+    @property
+    def step_graphs(self) -> bool:
+        """Whether whole steps are replayed as CUDA graphs: on, but in the fast profile, unless the user says."""
+        asked = self.option("triton.cudagraphs")
+        if asked is not None:
+            return asked
+        return "cudagraphs" in self.tokens or self.profile != "fast"
+
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
         return {
@@ -205,11 +211,7 @@ class CompileConfig:
         for name, value in self.options:
             if name in _INACTIVE_OPTIONS:
                 what = _INACTIVE_OPTIONS[name]
-                effect = (
-                    "is not available yet"
-                    if value
-                    else "is not available yet, so there is nothing to turn off"
-                )
+                effect = "is not available yet" if value else "is not available yet, so there is nothing to turn off"
                 found.append((name, f"{what} {effect}"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
@@ -234,9 +236,7 @@ class CompileConfig:
         """
         asked = self._effective()
         options = {
-            name: value
-            for name, value in self.options
-            if name in _LOWERING_OPTIONS and name not in _INACTIVE_OPTIONS
+            name: value for name, value in self.options if name in _LOWERING_OPTIONS and name not in _INACTIVE_OPTIONS
         }
         if self.profile != "search":
             options.pop("inductor.optimize_linear_epilogue", None)
@@ -304,8 +304,7 @@ def _as_mapping(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
         return options
     if not isinstance(options, str):
         raise ValueError(
-            f"options is a {type(options).__name__}; expected a dict, JSON text or a mode, "
-            f"for example {EXAMPLE}"
+            f"options is a {type(options).__name__}; expected a dict, JSON text or a mode, for example {EXAMPLE}"
         )
     text = options.strip()
     if not text:
@@ -318,9 +317,7 @@ def _as_mapping(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if isinstance(loaded, str):
         return {"mode": loaded}
     if not isinstance(loaded, dict):
-        raise ValueError(
-            f"options is a JSON {type(loaded).__name__}; expected an object, for example {EXAMPLE}"
-        )
+        raise ValueError(f"options is a JSON {type(loaded).__name__}; expected an object, for example {EXAMPLE}")
     return loaded
 
 
@@ -342,9 +339,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(
-                f"options has the key {key!r} twice; expected each key once, so remove one of them"
-            )
+            raise ValueError(f"options has the key {key!r} twice; expected each key once, so remove one of them")
         found[key] = value
     return found
 
@@ -367,8 +362,7 @@ def _parse_options(options: object) -> tuple[tuple[str, object], ...]:
     for name in options:
         if name in KEYS:
             raise ValueError(
-                f'{name!r} stands inside "options"; expected one level up, beside "mode", '
-                f"for example {EXAMPLE}"
+                f'{name!r} stands inside "options"; expected one level up, beside "mode", for example {EXAMPLE}'
             )
     return tuple((name, value) for name, value in options.items() if value is not None)
 
@@ -391,9 +385,7 @@ def _check_name(name: object, valid: Iterable[str], what: str) -> None:
     words = tuple(valid)
     if isinstance(name, str) and name in words:
         return
-    raise ValueError(
-        f"unknown {what} {name!r}; did you mean {_nearest(str(name), words)!r}? Valid: {', '.join(words)}"
-    )
+    raise ValueError(f"unknown {what} {name!r}; did you mean {_nearest(str(name), words)!r}? Valid: {', '.join(words)}")
 
 
 def _nearest(name: str, words: tuple[str, ...]) -> str:

@@ -75,6 +75,7 @@ class Region:
         return None
 
     def _run(self, binding: Binding, weights: Any, flat: Flat, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
+        session.used.append(binding)
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
             return binding.run(weights, flat, tensors)
@@ -92,6 +93,7 @@ class Region:
 
     @staticmethod
     def _inside(plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+        session.ran_eager = True
         session.inside, before = True, session.inside
         try:
             return plain(*args, **kwargs)
@@ -103,9 +105,11 @@ class Region:
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
         weights = self.slots.read()
-        if list(map(id, weights)) != self._ids or [w.dtype for w in weights] != self._dtypes:
-            self._inspect(weights)
-        elif weights and (weights[0].device != self._device or weights[-1].device != self._device):
+        if (
+            list(map(id, weights)) != self._ids
+            or [w.dtype for w in weights] != self._dtypes
+            or (weights and (weights[0].device != self._device or weights[-1].device != self._device))
+        ):
             self._inspect(weights)
         if self._problem is not None:
             raise Ineligible(self._problem)

@@ -79,9 +79,7 @@ def _torch() -> dict[str, Any]:
                 }
             )
     if torch.xpu.is_available():
-        devices += [
-            {"device": "xpu", "name": torch.xpu.get_device_name(i)} for i in range(torch.xpu.device_count())
-        ]
+        devices += [{"device": "xpu", "name": torch.xpu.get_device_name(i)} for i in range(torch.xpu.device_count())]
     if torch.backends.mps.is_available():
         devices.append({"device": "mps", "name": platform.processor()})
     return {

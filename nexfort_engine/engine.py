@@ -21,6 +21,7 @@ from torch import nn
 from .build import Builder
 from .cache.store import Store
 from .config import CompileConfig
+from .cudagraph import StepGraphs
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .regions import find_regions
@@ -38,6 +39,7 @@ class Engine:
     """Regions, artefacts and the report of one backbone under one config.
 
     cancel: called several times a second while artefacts are made; raises to stop (the host's interrupt).
+    others_code: why the options it is called with bring code of others along, or None.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     """
 
@@ -49,14 +51,17 @@ class Engine:
         *,
         cancel: Callable[[], None] | None = None,
         plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+        others_code: Callable[[dict[Any, Any]], str | None] | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name = type(root).__name__
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
+        self.others_code = others_code or _callables_in
         self.report = Report(config, str(store.root))
         self.builder = Builder(self)
         self._table: dict[int, Region] | None = None
+        self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
 
     @property
@@ -86,8 +91,26 @@ class Engine:
             return plain(*args, **kwargs)
         with self.active() as session:
             session.root = (plain, _copied(args), _copied(kwargs))
-            own = self._regions().get(id(self.root))
-            return own.call(plain, args, kwargs, session) if own is not None else plain(*args, **kwargs)
+            return self._step(self._through(plain, session), args, kwargs, session)
+
+    def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        """The backbone's own forward, or its region where it is one region as a whole."""
+        own = self._regions().get(id(self.root))
+        if own is None:
+            return plain
+        return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
+
+    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+        if self.graphs is None or not torch.cuda.is_available():
+            return run(*args, **kwargs)
+        return self.graphs.call(run, args, kwargs, session)
+
+    def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
+        """Why a whole step cannot be replayed with these options: code of others would run in it."""
+        for sub in self.root.modules():
+            if sub._forward_hooks or sub._forward_pre_hooks:
+                return "a module carries a forward hook"
+        return next((reason for m in mappings if (reason := self.others_code(m))), None)
 
     def passes(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str | None:
         """Why a call runs without regions: a reason, "" where the user asked for it, None if it does not."""
@@ -126,14 +149,25 @@ class Engine:
 
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""
-        if module is self.root:
+        if module is self.root and session.root is None:
             session.root = (plain, _copied(args), _copied(kwargs))
+            return self._step(self._through(plain, session), args, kwargs, session)
         region = self._regions().get(id(module))
         if region is None or session.inside:
             return plain(*args, **kwargs)
         if session.recording:
             return self.builder.record(region, plain, args, kwargs, session)
         return region.call(plain, args, kwargs, session)
+
+
+def _callables_in(options: dict[Any, Any]) -> str | None:
+    """Without a host that knows better: any callable among the options is code of others."""
+    for key, value in options.items():
+        if callable(value):
+            return f"the option {key!r} is code of others"
+        if isinstance(value, dict) and (reason := _callables_in(value)):
+            return reason
+    return None
 
 
 def _copied(value: Any) -> Any:

@@ -66,9 +66,7 @@ def scoped_env(**values: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def inductor_scope(
-    cache_dir: str | os.PathLike[str], options: Mapping[str, object] | None = None
-) -> Iterator[None]:
+def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, object] | None = None) -> Iterator[None]:
     """Let Inductor work inside `cache_dir` with `options` (names of its config), then undo all of it.
 
     Triton's files land in `cache_dir`/triton. One thread at a time; the same thread may enter again. Code of
@@ -91,9 +89,7 @@ def supported_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 @contextmanager
-def backend_scope(
-    *, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None
-) -> Iterator[None]:
+def backend_scope(*, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None) -> Iterator[None]:
     """Hold cuDNN benchmarking and TF32 products at these values for the block; None leaves one as it is.
 
     Both belong to the process: a model running eagerly in another thread sees them while the block lasts.
@@ -208,9 +204,7 @@ def _read_tf32() -> tuple[bool | None, str | None]:
     precision = getattr(matmul, "fp32_precision", None)
     try:
         return matmul.allow_tf32, precision
-    except (
-        RuntimeError
-    ):  # the user set it through fp32_precision only, and the older switch cannot be read then
+    except RuntimeError:  # the user set it through fp32_precision only, and the older switch cannot be read then
         return None, precision
 
 

@@ -74,9 +74,7 @@ class ComfyServer:
     ) -> None:
         self.comfyui = Path(comfyui).expanduser().absolute()
         if not is_comfyui(self.comfyui):
-            raise ComfyError(
-                f"found no ComfyUI at {self.comfyui}: expected its root, with main.py and comfy/"
-            )
+            raise ComfyError(f"found no ComfyUI at {self.comfyui}: expected its root, with main.py and comfy/")
         self.plugin = None if plugin is None else Path(plugin).absolute()
         self.cache_dir = cache_dir
         self.base_dir = None if base_dir is None else Path(base_dir).absolute()
@@ -267,9 +265,7 @@ class ComfyServer:
             text = error.read().decode("utf-8", "replace")
             return ComfyError(f"{method} {path} was refused with {error.code}: {_refusal_text(text)}")
         if self._process is not None and not isinstance(error, TimeoutError):
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # the connection breaks before the process ends
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the connection breaks before the process ends
                 self._process.wait(timeout=2)
         self._check_alive()
         return ComfyError(f"{method} {path} got no answer: {error}")

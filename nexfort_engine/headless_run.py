@@ -159,9 +159,7 @@ def _outputs(server: ComfyServer, history: Mapping[str, Any], output_dir: Path |
                 if one.get("type") == "output":
                     yield str((output_dir or _output_directory(server)) / name)
                 elif output_dir is not None:
-                    query = urllib.parse.urlencode(
-                        {k: one.get(k) or "" for k in ("filename", "subfolder", "type")}
-                    )
+                    query = urllib.parse.urlencode({k: one.get(k) or "" for k in ("filename", "subfolder", "type")})
                     target = output_dir / Path(one["filename"]).name
                     target.write_bytes(server.get_bytes(f"/view?{query}"))
                     yield str(target)

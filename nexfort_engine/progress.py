@@ -54,9 +54,7 @@ class Tracker:
     end. With `total` 0 (everything was there already) it says nothing at all.
     """
 
-    def __init__(
-        self, total: int, *, phase: str = "compiling", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, total: int, *, phase: str = "compiling", clock: Callable[[], float] = time.monotonic) -> None:
         if total < 0:
             raise ValueError(f"total is {total}; expected the number of regions, 0 or more")
         self.phase = phase

@@ -20,16 +20,30 @@ from typing import Any
 
 import torch
 
-Path = tuple[
-    Any, ...
-]  # (number of the mapping among the call's mappings, key, key of the nested mapping, ...)
+Path = tuple[Any, ...]  # (number of the mapping among the call's mappings, key, key of the nested mapping, ...)
 
 # What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).
 # Their presence is no guard where a block merely walks over all keys; a block that looks one of them up by name, or
 # uses its value, is guarded on it like on any other.
 BOOKKEEPING = frozenset(
-    "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars multigpu_thread_device "
-    "original_shape activations_shape transformer_index block block_index block_type total_blocks img_slice".split()
+    [
+        "cond_or_uncond",
+        "uuids",
+        "sigmas",
+        "sample_sigmas",
+        "wrappers",
+        "callbacks",
+        "prefetch_dynamic_vbars",
+        "multigpu_thread_device",
+        "original_shape",
+        "activations_shape",
+        "transformer_index",
+        "block",
+        "block_index",
+        "block_type",
+        "total_blocks",
+        "img_slice",
+    ]
 )
 
 _MISSING = object()
@@ -74,12 +88,76 @@ class Sentinel:
         return NotImplemented
 
 
-for _name in (
-    "repr str bytes format lt le eq ne gt ge hash bool call len length_hint getitem setitem delitem iter next reversed "
-    "contains add radd iadd sub rsub isub mul rmul imul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod "
-    "divmod rdivmod pow rpow lshift rlshift rshift rrshift and rand xor rxor or ror neg pos abs invert complex int "
-    "float index round trunc floor ceil enter exit await"
-).split():
+for _name in [
+    "repr",
+    "str",
+    "bytes",
+    "format",
+    "lt",
+    "le",
+    "eq",
+    "ne",
+    "gt",
+    "ge",
+    "hash",
+    "bool",
+    "call",
+    "len",
+    "length_hint",
+    "getitem",
+    "setitem",
+    "delitem",
+    "iter",
+    "next",
+    "reversed",
+    "contains",
+    "add",
+    "radd",
+    "iadd",
+    "sub",
+    "rsub",
+    "isub",
+    "mul",
+    "rmul",
+    "imul",
+    "matmul",
+    "rmatmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "divmod",
+    "rdivmod",
+    "pow",
+    "rpow",
+    "lshift",
+    "rlshift",
+    "rshift",
+    "rrshift",
+    "and",
+    "rand",
+    "xor",
+    "rxor",
+    "or",
+    "ror",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "complex",
+    "int",
+    "float",
+    "index",
+    "round",
+    "trunc",
+    "floor",
+    "ceil",
+    "enter",
+    "exit",
+    "await",
+]:
     setattr(Sentinel, f"__{_name}__", _used)
 
 
@@ -138,9 +216,7 @@ class ReadSet:
 class Recording(dict):
     """A dict that reports every read of it to a ReadSet, and keeps writes apart (`written`)."""
 
-    def __init__(
-        self, source: Mapping[Any, Any], path: Path, log: ReadSet, written: dict[Any, Any] | None = None
-    ):
+    def __init__(self, source: Mapping[Any, Any], path: Path, log: ReadSet, written: dict[Any, Any] | None = None):
         super().__init__()
         self._source, self._path, self._log = source, path, log
         self.written: dict[Any, Any] = {} if written is None else written
@@ -149,6 +225,10 @@ class Recording(dict):
             dict.__setitem__(self, key, self._wrap(key, value))
         for key, value in self.written.items():
             dict.__setitem__(self, key, value)
+
+    def real(self) -> dict[Any, Any]:
+        """The content as a plain dict, without recording: for code that guards its reads by itself."""
+        return {**{k: v for k, v in self._source.items() if k not in self.removed}, **self.written}
 
     def _wrap(self, key: Any, value: Any) -> Any:
         path = (*self._path, key)
@@ -366,9 +446,7 @@ def _json_value(value: Any) -> Any:
 def _from_json_value(value: Any) -> Any:
     if isinstance(value, dict):
         ((kind, items),) = value.items()
-        return (
-            tuple(map(_from_json_value, items)) if kind == "tuple" else [_from_json_value(v) for v in items]
-        )
+        return tuple(map(_from_json_value, items)) if kind == "tuple" else [_from_json_value(v) for v in items]
     return value
 
 

@@ -25,6 +25,8 @@ class Session:
         self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self.planned = False
         self.examples: list[Any] = []
+        self.used: list[Any] = []  # the bindings that ran
+        self.ran_eager = False
 
 
 current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .readset import Recording
+
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
@@ -56,7 +58,7 @@ def flatten(value: Any, into: Flat) -> Any:
     if kind is list or kind is tuple or kind is torch.Size:
         return (kind, *[flatten(v, into) for v in value])
     if isinstance(value, dict):
-        into.mappings.append(value)
+        into.mappings.append(value.real() if type(value) is Recording else value)
         return MAPPING
     return _flatten_object(value, into)
 

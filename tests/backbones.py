@@ -251,7 +251,7 @@ class TorchDiT(nn.Module):
         height, width = x.shape[-2] // 2, x.shape[-1] // 2
         image, text = self.patch(x).flatten(2).transpose(1, 2), self.text(context)
         image = image + self._positions(height, width, image)
-        vec = self.time(_waves(timesteps * 100.0, 32))
+        vec = self.time(_waves(timesteps * 100.0, 32).to(x.dtype))
         replaced = options.get("patches_replace", {}).get("dit", {})
         for i, block in enumerate(self.blocks):
             options["block_index"] = i

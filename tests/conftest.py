@@ -7,6 +7,7 @@ The cache lies below .pytest_cache and stays from run to run, so that a second r
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
     "with comfy-cli: pip install comfy-cli && comfy install"
 )
+
+
+def pytest_configure() -> None:
+    """Keep torch's machine-readable trace, thousands of empty lines, out of what pytest shows of a failed test."""
+    logging.getLogger("torch.__trace").addFilter(lambda record: False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,7 +70,7 @@ def import_comfyui(root: Path) -> None:
     comfy.cli_args.args.cpu = True
     comfy.cli_args.args.use_pytorch_cross_attention = True
     try:
-        import comfy.ops  # noqa: F401
+        import comfy.ops
     except ImportError as error:
         raise RuntimeError(
             f"the ComfyUI at {root} does not import ({error}); expected its requirements to be installed here: "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.outcome import SIZES, Outcome, Stop, per_step_ms
+from demo.outcome import SIZES, Outcome, Stop, first_step_s, per_step_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,10 +61,13 @@ def test_the_report_file_holds_the_table_and_the_verdict(tmp_path: Path) -> None
     assert content["stops"][0]["artefacts_compiled"] == 6
 
 
-def test_a_step_is_timed_between_two_ends_and_an_outlier_does_not_count() -> None:
-    assert per_step_ms([0.0, 0.1, 0.2, 5.0, 5.1]) == pytest.approx(100.0)
-    with pytest.raises(ValueError, match="two steps"):
-        per_step_ms([1.0])
+def test_steps_are_timed_without_the_first_with_gaps_and_outliers() -> None:
+    ends = [(0, 10.0), (1, 40.0), (2, 40.1), (5, 40.4), (6, 49.0)]
+    assert per_step_ms(ends) == pytest.approx(100.0)
+    assert first_step_s(ends) == 30.0
+    for too_few in ([], [(0, 1.0), (1, 2.0)]):
+        with pytest.raises(ValueError, match="two steps"):
+            per_step_ms(too_few)
 
 
 @pytest.mark.slow

@@ -115,7 +115,6 @@ def _comfyui_requirements() -> Path | None:
         raise SetupError(str(error)) from None
     if found is None:
         return None
-    _say(f"ComfyUI: {found[0]} ({found[1]})")
     file = found[0] / "requirements.txt"
     return file if file.is_file() else None
 

@@ -55,9 +55,7 @@ def make_private(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(
-            errno.ENOTDIR, f"found a file at {error.filename}, expected a directory"
-        ) from error
+        raise NotADirectoryError(errno.ENOTDIR, f"found a file at {error.filename}, expected a directory") from error
 
 
 def write_new(path: Path, content: bytes) -> None:

@@ -192,9 +192,7 @@ def _is_file_facts(size: object, digest: object) -> bool:
 
 def open_plain(path: Path) -> Any:
     """Opens a regular file for reading; never through a symbolic link, never a pipe that would block."""
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if path.is_symlink():
         raise TornError(f"{path.name} is a symbolic link, expected a file")
     handle = os.open(path, flags)

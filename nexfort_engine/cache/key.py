@@ -65,9 +65,7 @@ def _canonical(value: object, where: str) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
     if isinstance(value, Mapping):
-        pairs = [
-            [_canonical(k, f"a key of {where}"), _canonical(v, f"{where}[{k!r}]")] for k, v in value.items()
-        ]
+        pairs = [[_canonical(k, f"a key of {where}"), _canonical(v, f"{where}[{k!r}]")] for k, v in value.items()]
         return {"$map": sorted(pairs, key=lambda pair: _dump(pair[0]))}
     if isinstance(value, Set):
         return {"$set": sorted((_canonical(v, f"an element of {where}") for v in value), key=_dump)}
@@ -77,9 +75,7 @@ def _canonical(value: object, where: str) -> Any:
     if kind.__module__ == "torch" and kind.__name__ in _TORCH_SCALARS:
         return {"$torch": str(value)}
     if isinstance(value, PurePath):
-        raise TypeError(
-            f"{where} is a path; a key must not depend on where files lie: use a hash of the content"
-        )
+        raise TypeError(f"{where} is a path; a key must not depend on where files lie: use a hash of the content")
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}; a key takes plain scalars, bytes, torch dtypes "
         "and lists, sets and mappings of these: turn it into one of them"

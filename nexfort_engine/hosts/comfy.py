@@ -112,7 +112,9 @@ def engine_for(network: nn.Module, config: CompileConfig, name: str = "") -> Eng
         engines = network.__dict__[_ENGINES] = _Engines()
     engine = engines.get(config)
     if engine is None:
-        engine = Engine(network, config, store_at(cache_root()), cancel=_cancel, plain_call=_plain_call)
+        engine = Engine(
+            network, config, store_at(cache_root()), cancel=_cancel, plain_call=_plain_call, others_code=_others_code
+        )
         engine.name = name or type(network).__name__
         engines[config] = engine
         _live.add(engine)
@@ -174,6 +176,20 @@ def _plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
         return args, kwargs
     plain = {k: v for k, v in options.items() if k not in _HOST_ADDED}
     return args, {**kwargs, "transformer_options": {**plain, "wrappers": {}, "callbacks": {}}}
+
+
+def _others_code(options: dict[Any, Any]) -> str | None:
+    """Why ComfyUI's options for one call bring code of others into the network, or None."""
+    for key in ("patches", "patches_replace"):
+        if any(options.get(key, {}).values()):
+            return f"the model carries {key}"
+    if options.get("optimized_attention_override") is not None:
+        return "the model carries an attention override"
+    if options.get("wrappers", {}).get("diffusion_model"):
+        return "the model carries wrappers of its network"
+    if any(isinstance(v, list) and any(hasattr(t, "shape") for t in v) for v in options.values()):
+        return "a ControlNet is connected"
+    return None
 
 
 def _show(event: progress.Event) -> None:

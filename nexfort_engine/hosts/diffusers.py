@@ -35,7 +35,7 @@ PARTS = (
 def compile_pipe(
     pipe: Any,
     *,
-    options: None | str | Mapping[str, Any] | CompileConfig = None,
+    options: str | Mapping[str, Any] | CompileConfig | None = None,
     fuse_qkv_projections: bool = False,
     ignores: Iterable[str] = (),
 ) -> Any:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps as CUDA graphs: one launch a step instead of a thousand, for each combination of sizes in use.
+
+The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
+inputs into the graph's slots, replay, and hand out copies of the outputs. A graph is only replayed while everything it
+took in without looking stays as it was: the addresses of all weights, the options the network and its regions read, the
+attributes of their modules. Otherwise the step runs region by region, and is captured again the next time.
+
+Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
+run eager, and calls whose values cannot be fed in from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import readset
+from .artefact import Binding
+from .modulestate import WeightSlots
+from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
+from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .session import Session
+
+log = logging.getLogger("nexfort")
+
+MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
+_MOST_ADMISSIONS = 16
+
+
+@dataclass
+class _Step:
+    """One combination of sizes: first what its calls read, then its graph."""
+
+    check: Callable[[list[Any]], bool]
+    bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
+    pointers: list[int]
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    graph: Any = None
+    slots: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    output: Any = None
+
+
+class StepGraphs:
+    """The CUDA graphs of one engine. Used by one thread at a time; a second one runs region by region."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._steps: OrderedDict[Any, _Step] = OrderedDict()
+        self._refused: dict[Any, str] = {}
+        self._pool: Any = None
+        self._weights: WeightSlots | None = None
+        self._busy = False
+
+    def release(self) -> None:
+        """Give the graphs and their memory back."""
+        self._steps.clear()
+        self._pool = None
+        self._weights = None
+
+    def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+        """Run one step: replayed, captured, or region by region (then observed for the next time)."""
+        flat = Flat()
+        try:
+            spec = flatten_call(args, kwargs, flat)
+        except Unsupported as reason:
+            return self._plainly(f"the backbone is called with {reason}", plain, args, kwargs)
+        reason = self._unfit(flat)
+        if reason is not None or self._busy:
+            return self._plainly(reason, plain, args, kwargs)
+        key = (spec, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]), tuple(flat.ints))
+        if key in self._refused:
+            return self._plainly(self._refused[key], plain, args, kwargs)
+        step = self._steps.get(key)
+        self._busy = True
+        try:
+            if step is None or not self._holds(step, flat):
+                self._steps.pop(key, None)
+                return self._observe(key, spec, flat, plain, session)
+            self._steps.move_to_end(key)
+            if step.graph is None:
+                return self._capture(key, step, spec, flat, plain, session)
+            return self._replay(step, flat)
+        finally:
+            self._busy = False
+
+    # -- conditions --------------------------------------------------------------------------------------
+
+    def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if reason:
+            self.engine.report.note(f"no CUDA graph: {reason}")
+        return plain(*args, **kwargs)
+
+    def _unfit(self, flat: Flat) -> str | None:
+        if not flat.tensors or any(t.device.type != "cuda" for t in flat.tensors):
+            return "not every input is on the GPU"
+        if torch.cuda.is_current_stream_capturing():
+            return ""
+        return self.engine.unquiet(flat.mappings)
+
+    def _holds(self, step: _Step, flat: Flat) -> bool:
+        if not step.check(flat.mappings):
+            return False
+        if any({k: own.get(k) for k in seen} != seen for own, seen in step.attributes):
+            return False
+        if self._pointers() != step.pointers:
+            return False
+        maps = flat.mappings[:1] * 4
+        return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
+
+    def _pointers(self) -> list[int]:
+        if self._weights is None:
+            self._weights = WeightSlots(self.engine.root)
+        return [w.data_ptr() if w is not None else 0 for w in self._weights.read()]
+
+    # -- the three ways ----------------------------------------------------------------------------------
+
+    def _observe(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
+        """Run region by region, noting what is read; the next call of this kind may be captured."""
+        admitted: dict[Any, Any] = {}
+        for _ in range(_MOST_ADMISSIONS):
+            reads = ReadSet(admitted)
+            session.used, session.ran_eager = [], False
+            try:
+                result = self._run(spec, flat.tensors, flat, reads, plain)
+                break
+            except ValueUsed as used:
+                try:
+                    value = readset.admit(flat.mappings, used.path)
+                except Refused as refusal:
+                    return self._refuse(key, f"the backbone: {refusal}", spec, flat, plain)
+                if isinstance(value, torch.Tensor):
+                    what = f"the backbone uses the tensor {readset.where(used.path)}"
+                    return self._refuse(key, what, spec, flat, plain)
+                admitted[used.path] = value
+        else:
+            return self._refuse(key, "the backbone uses too many options", spec, flat, plain)
+        if session.ran_eager:
+            # not for good: what ran eager while something was compiled may run compiled the next time
+            self.engine.report.note("no CUDA graph: a region ran eager")
+            return result
+        try:
+            rows = readset.to_json(reads)
+        except Refused as refusal:
+            self._refused[key] = str(refusal)
+            return result
+        self._steps[key] = _Step(
+            readset.checker(rows), self._region_checks(session, flat), self._pointers(), self._attributes()
+        )
+        while len(self._steps) > MOST_GRAPHS:
+            self._steps.popitem(last=False)
+        return result
+
+    def _refuse(self, key: Any, reason: str, spec: Any, flat: Flat, plain: Callable[..., Any]) -> Any:
+        self._refused[key] = reason
+        args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
+        return self._plainly(reason, plain, args, kwargs)
+
+    def _run(self, spec: Any, tensors: Any, flat: Flat, reads: ReadSet, plain: Callable[..., Any]) -> Any:
+        recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
+        args, kwargs = unflatten_call(spec, Leaves(tensors, flat.ints, recordings))
+        return plain(*args, **kwargs)
+
+    def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
+        """For every binding that ran: the guards on options that can be asked of the backbone's own options.
+
+        What the network itself writes into its options on the way follows from its inputs, and is not there yet when
+        a step begins: guards that do not hold then are about such keys.
+        """
+        maps = flat.mappings[:1] * 4
+        found = []
+        for binding in {id(b): b for b in session.used}.values():
+            rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
+            rows = [r for r in rows if maps and readset.checker([r])(maps)]
+            found.append((binding, readset.checker(rows)))
+        return found
+
+    def _attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The plain attributes of every module outside the regions, whose code runs between them."""
+        inside = {id(sub) for region in self.engine.regions for sub in region.module.modules()}
+        found = []
+        for sub in self.engine.root.modules():
+            if id(sub) not in inside or sub is self.engine.root:
+                found.append((sub.__dict__, {k: v for k, v in sub.__dict__.items() if type(v) in PLAIN}))
+        return found
+
+    def _capture(
+        self, key: Any, step: _Step, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session
+    ) -> Any:
+        slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in flat.tensors]
+        for slot, tensor in zip(slots, flat.tensors, strict=True):
+            slot.copy_(tensor)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        session.ran_eager = False
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
+                result = plain(*args, **kwargs)
+            outputs = Flat()
+            output = flatten(result, outputs)
+            if session.ran_eager:
+                raise Refused("a region ran eager")
+            if outputs.ints or outputs.mappings:
+                raise Refused("the backbone returns more than tensors")
+        except torch.OutOfMemoryError:
+            self._steps.clear()  # the memory of graphs is the first to go
+            return self._refuse(key, "there was no memory for one", spec, flat, plain)
+        except Exception as error:
+            # code of the host that waits for the GPU or copies from the CPU cannot be captured
+            self._steps.pop(key, None)
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
+            return self._refuse(key, f"capturing it failed: {type(error).__name__}: {first}", spec, flat, plain)
+        step.graph, step.slots, step.outputs, step.output = graph, slots, outputs.tensors, output
+        return self._replay(step, flat)
+
+    @staticmethod
+    def _replay(step: _Step, flat: Flat) -> Any:
+        for slot, tensor in zip(step.slots, flat.tensors, strict=True):
+            if slot.data_ptr() != tensor.data_ptr():
+                slot.copy_(tensor)
+        step.graph.replay()
+        return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))

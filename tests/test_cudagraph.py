@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-step CUDA graphs: same bits as region by region, and never a stale replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import nexfort_engine
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    """A block that reads an option, so that the option is among its guards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor, options: dict) -> torch.Tensor:
+        y = self.down(nn.functional.gelu(self.up(self.norm(x) + shift[:, None])))
+        return x - y if "flip" in options else x + y
+
+
+class Backbone(nn.Module):
+    """Glue of its own between the regions, with an option and an attribute that it reads itself."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.gain = 1.0
+        self.enter, self.time = nn.Linear(8, width), nn.Linear(1, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.leave = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
+        options = {} if options is None else options
+        shift = self.time(t[:, None]) * self.gain
+        h = self.enter(x)
+        for number, block in enumerate(self.blocks):
+            options["number"] = number
+            h = block(h, shift, options)
+        h = h * options.get("strength", 1.0)
+        return self.leave(h)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    module = Backbone().cuda().eval().requires_grad_(False)
+    return module, nexfort_engine.compile(module)
+
+
+def inputs(batch: int, length: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, length, 8, generator=generator).cuda()
+    return x, torch.rand(batch, generator=generator).cuda()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return float((a - b).norm() / b.norm()) < 2e-3  # float32 products may run in TF32 on either side
+
+
+def test_replays_are_the_same_and_outputs_are_kept(pair):
+    module, compiled = pair
+    with torch.inference_mode():
+        kept, wanted = [], []
+        for seed in range(6):
+            for batch, length in ((2, 16), (1, 24)):
+                given = inputs(batch, length, seed)
+                kept.append(compiled(*given))
+                wanted.append(module(*given))
+        assert all(close(a, b) for a, b in zip(kept, wanted, strict=True))
+        assert len(compiled._nexfort_engine.graphs._steps) >= 2
+        assert all(s.graph is not None for s in compiled._nexfort_engine.graphs._steps.values())
+        given = inputs(2, 16, 0)
+        assert torch.equal(compiled(*given), compiled(*given))
+
+
+@pytest.mark.parametrize("how", ["in_place", "data", "parameter"])
+def test_a_changed_weight_is_seen(pair, how):
+    module, compiled = pair
+    given = inputs(2, 16, 1)
+    with torch.inference_mode():
+        for _ in range(4):
+            before = compiled(*given)
+        saved = module.blocks[1].up.weight.clone()
+        changed = saved * 3
+        if how == "in_place":
+            module.blocks[1].up.weight.copy_(changed)
+        elif how == "data":
+            module.blocks[1].up.weight.data = changed
+        else:
+            module.blocks[1].up.weight = nn.Parameter(changed, requires_grad=False)
+        for _ in range(3):
+            after = compiled(*given)
+            assert close(after, module(*given)) and not close(after, before)
+        module.blocks[1].up.weight.copy_(saved)
+        assert close(compiled(*given), before)
+
+
+def test_options_and_attributes_are_seen(pair):
+    module, compiled = pair
+    given = inputs(2, 16, 2)
+    with torch.inference_mode():
+        for options in ({}, {"flip": 1}, {"strength": 2.0}, {"strength": 3.0}, {}, {"other": object()}):
+            for _ in range(3):
+                assert close(compiled(*given, dict(options)), module(*given, dict(options))), options
+        for gain in (1.0, 5.0, 1.0):
+            module.gain = gain
+            for _ in range(3):
+                assert close(compiled(*given), module(*given)), gain
+
+
+def test_a_hook_ends_replaying(pair):
+    module, compiled = pair
+    given = inputs(2, 16, 3)
+    calls = []
+    with torch.inference_mode():
+        for _ in range(3):
+            compiled(*given)
+        hook = module.enter.register_forward_hook(lambda *_: calls.append(1))
+        compiled(*given)
+        hook.remove()
+    assert calls == [1]
+
+
+def test_memory_comes_back(pair):
+    _, compiled = pair
+    with torch.inference_mode():
+        for length in range(16, 400, 16):
+            for _ in range(2):
+                compiled(*inputs(2, length, 0))
+    graphs = compiled._nexfort_engine.graphs
+    assert len(graphs._steps) <= 4
+    graphs.release()
+    assert not graphs._steps
