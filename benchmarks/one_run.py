@@ -148,6 +148,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         "steps": args.steps,
         "first_s": round(first, 2),
         "ms": round(sorted(times)[len(times) // 2] * 1e3, 2),
+        "ms_least": round(min(times) * 1e3, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_peak_gib": round(compiling_peak / 2**30, 2),
         "gpu": torch.cuda.get_device_name(),

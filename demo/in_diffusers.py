@@ -59,7 +59,7 @@ def build_pipeline(device: str) -> Any:
 
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(
-        patch_size=1, in_channels=64, num_layers=2, num_single_layers=4, attention_head_dim=64, num_attention_heads=4,
+        patch_size=1, in_channels=64, num_layers=2, num_single_layers=4, attention_head_dim=64, num_attention_heads=2,
         joint_attention_dim=256, pooled_projection_dim=64, guidance_embeds=True, axes_dims_rope=(16, 24, 24),
     )  # fmt: skip
     vae = AutoencoderKL(

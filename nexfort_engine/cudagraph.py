@@ -43,11 +43,30 @@ class _Step:
     check: Callable[[list[Any]], bool]
     bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
     pointers: list[int]
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    glue: _Glue
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
+
+
+class _Glue:
+    """What lies between the regions, as flat lists: plain attributes, submodules, hooks. Compared on every step."""
+
+    def __init__(self, root: torch.nn.Module, inside: set[int]) -> None:
+        outside = [sub for sub in root.modules() if id(sub) not in inside or sub is root]
+        self._attributes = [(s.__dict__, k, v) for s in outside for k, v in s.__dict__.items() if type(v) in PLAIN]
+        self._values = [v for _, _, v in self._attributes]
+        self._children = [(s._modules, name) for s in outside for name in s._modules]
+        self._modules = [table.get(name) for table, name in self._children]
+        self._hooks = [table for s in outside for table in (s._forward_hooks, s._forward_pre_hooks)]
+        self.hooked = any(self._hooks)
+
+    def unchanged(self) -> bool:
+        """Whether everything is as it was."""
+        if any(self._hooks) or [own.get(name) for own, name, _ in self._attributes] != self._values:
+            return False
+        return [table.get(name) for table, name in self._children] == self._modules
 
 
 class StepGraphs:
@@ -103,6 +122,8 @@ class StepGraphs:
     def _unfit(self, flat: Flat) -> str | None:
         if not flat.tensors or any(t.device.type != "cuda" for t in flat.tensors):
             return "not every input is on the GPU"
+        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+            return "the allocator is cudaMallocAsync, in which captured graphs end the process; use the native one"
         if torch.cuda.is_current_stream_capturing():
             return ""
         return self.engine.unquiet(flat.mappings)
@@ -110,7 +131,7 @@ class StepGraphs:
     def _holds(self, step: _Step, flat: Flat) -> bool:
         if not step.check(flat.mappings):
             return False
-        if any({k: own.get(k) for k in seen} != seen for own, seen in step.attributes):
+        if not step.glue.unchanged():
             return False
         if self._pointers() != step.pointers:
             return False
@@ -153,9 +174,13 @@ class StepGraphs:
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
-        self._steps[key] = _Step(
-            readset.checker(rows), self._region_checks(session, flat), self._pointers(), self._attributes()
-        )
+        inside = {id(sub) for region in self.engine.regions for sub in region.module.modules()}
+        glue = _Glue(self.engine.root, inside)
+        if glue.hooked:
+            self.engine.report.note("no CUDA graph: a module carries a forward hook")
+            return result
+        checks = self._region_checks(session, flat)
+        self._steps[key] = _Step(readset.checker(rows), checks, self._pointers(), glue)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
         return result
@@ -182,15 +207,6 @@ class StepGraphs:
             rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
             rows = [r for r in rows if maps and readset.checker([r])(maps)]
             found.append((binding, readset.checker(rows)))
-        return found
-
-    def _attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The plain attributes of every module outside the regions, whose code runs between them."""
-        inside = {id(sub) for region in self.engine.regions for sub in region.module.modules()}
-        found = []
-        for sub in self.engine.root.modules():
-            if id(sub) not in inside or sub is self.engine.root:
-                found.append((sub.__dict__, {k: v for k, v in sub.__dict__.items() if type(v) in PLAIN}))
         return found
 
     def _capture(

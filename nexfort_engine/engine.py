@@ -107,9 +107,6 @@ class Engine:
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""
-        for sub in self.root.modules():
-            if sub._forward_hooks or sub._forward_pre_hooks:
-                return "a module carries a forward hook"
         return next((reason for m in mappings if (reason := self.others_code(m))), None)
 
     def passes(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str | None:

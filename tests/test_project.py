@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": ("capture",),
     "lower": ("lower", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
-    "dispatch": ("dispatch", "build"),
+    "dispatch": ("dispatch", "build", "cudagraph"),
     "engine": ("engine",),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),
