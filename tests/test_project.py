@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,10 +39,12 @@ COMPILERS = {"triton", "torch._inductor", "torch._dynamo"}
 
 
 def sources(*folders: Path) -> list[Path]:
-    """The project's Python files in `folders`, or in all of the project."""
+    """The project's Python files in `folders`, or in all of the project; without hidden folders and build results."""
     found: list[Path] = []
     for folder in folders or (ROOT,):
-        found += [path for path in folder.rglob("*.py") if not set(path.relative_to(ROOT).parts) & {".venv", "build"}]
+        for place, inner, files in os.walk(folder):
+            inner[:] = [name for name in inner if not name.startswith(".") and name not in ("build", "demo-output")]
+            found += [Path(place, file) for file in files if file.endswith(".py")]
     return sorted(found)
 
 
