@@ -20,6 +20,8 @@ from torch import nn
 from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Engine
+from .flags import disabled
+from .lower import import_ahead
 from .report import Report
 
 _stores: dict[Path, Store] = {}
@@ -53,7 +55,9 @@ def compile(
     config = CompileConfig.parse(options, dynamic=dynamic)
     original = module.uncompiled() if isinstance(module, CompiledModule) else module
     if config.memory_format == "channels_last" and not config.disable:
-        original.to(memory_format=torch.channels_last)
+        original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not (config.disable or disabled()):
+        import_ahead()
     return wrap_methods(original, Engine(original, config, store_at()), ("forward",))
 
 

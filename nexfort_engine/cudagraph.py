@@ -91,8 +91,8 @@ class StepGraphs:
         flat = Flat()
         try:
             spec = flatten_call(args, kwargs, flat)
-        except Unsupported as reason:
-            return self._plainly(f"the backbone is called with {reason}", plain, args, kwargs)
+        except Unsupported as error:
+            return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
         reason = self._unfit(flat)
         if reason is not None or self._busy:
             return self._plainly(reason, plain, args, kwargs)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,23 @@ Loaded = Callable[[list[Any]], Any]
 
 class LoweringFailed(Exception):
     """Inductor could not make an artefact that can be stored. The text is the reason for the report."""
+
+
+_imported = threading.Event()
+
+
+def import_ahead() -> None:
+    """Import Inductor on a thread of its own: two seconds that a first step need not wait for. Once a process."""
+    if _imported.is_set():
+        return
+    _imported.set()
+
+    def work() -> None:
+        # in the scope, because importing Inductor writes to the environment and starts compiler processes
+        with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
+            from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
+
+    threading.Thread(target=work, name="nexfort-import", daemon=True).start()
 
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:

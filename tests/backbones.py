@@ -42,6 +42,7 @@ class Backbone:
     call: Callable[[Draw, int, Size, int], Call]
     sizes: tuple[Size, ...] = EVEN
     lengths: tuple[int, ...] = (64, 20, 77)
+    stays_float: tuple[str, ...] = ()  # submodules that the host keeps in fp32 whatever the rest is in
     edits: Mapping[str, Edit] = field(default_factory=dict)
 
 
@@ -72,6 +73,12 @@ class Tiny:
     def __init__(self, kind: Backbone, depth: int) -> None:
         self.kind, self.name = kind, kind.name
         self.module = _with_weights(kind.build(depth), kind.name)
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Bring the weights to a dtype, as the host does it."""
+        self.module.to(dtype)
+        for name in self.kind.stays_float:
+            self.module.get_submodule(name).float()
 
     def make_inputs(
         self,
@@ -511,10 +518,13 @@ def _table() -> dict[str, Backbone]:
     }
     dit = {"attn1_patch": _patched("attn1_patch", lambda q, k, v, extra: (q, k, v * 1.5))}
     qwen = {"double_block": wan["double_block"]}
-    video, short = {"sizes": VIDEO, "lengths": (48, 20, 77)}, {"lengths": (16, 20, 77)}
-    # its positions divide by the size in units of 64
+    short = {"lengths": (16, 20, 77)}
+    video: dict[str, Any] = {
+        **{"sizes": VIDEO, "lengths": (48, 20, 77), "stays_float": ("patch_embedding",)}
+    }
+    # below 34 its positions divide by zero
     large: dict[str, Any] = {
-        **{"sizes": ((64, 64), (64, 80), (80, 64), (72, 88), (48, 64)), "lengths": (1024, 20, 77)}
+        **{"sizes": ((40, 40), (40, 48), (48, 40), (36, 44), (44, 52)), "lengths": (400, 20, 77)}
     }
     latte: dict[str, Any] = {"sizes": ((4, 8, 8), (4, 8, 12), (4, 12, 8), (4, 10, 14), (4, 12, 12)), **short}
     rows = [

@@ -61,8 +61,8 @@ def _written_out(short: str) -> str:
 # --- what is accepted
 
 
-def test_there_are_twelve_tokens_and_six_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 6)
+def test_there_are_twelve_tokens_and_the_known_options():
+    assert (len(TOKENS), len(OPTIONS)) == (12, 7)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from .. import flags, progress
 from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
+from ..lower import import_ahead
 from ..report import Report
 
 log = logging.getLogger("nexfort")
@@ -78,6 +79,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         return patcher
     from comfy.patcher_extension import WrappersMP
 
+    import_ahead()
     clone = patcher.clone()
     if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
@@ -132,6 +134,7 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     config.refuse_freezing("a ComfyUI VAE")
     if config.disable or flags.disabled():
         return vae
+    import_ahead()
     original = model.uncompiled() if hasattr(model, "uncompiled") else model
     engine = engine_for(original, config, type(original).__name__)
     copied = copy.copy(vae)
