@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One backbone, one way of running it, one process: first step, steady step, memory, final latent. Prints one JSON line.
+"""One backbone, one way of running it, one process: first step, steady step, memory, final latent. Prints a JSON line.
 
     COMFYUI_PATH=... python -m benchmarks.one_run sdxl nexfort --options '{"mode": "O2"}' --latent out.pt
 

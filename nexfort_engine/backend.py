@@ -17,7 +17,7 @@ from .flags import disabled, supported_options
 
 
 def nexfort(graph: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
-    """torch.compile's backend entry point. options: as for `nexfort_engine.compile`. Raises ValueError for wrong ones."""
+    """torch.compile's backend entry point. options: as for `nexfort_engine.compile`. ValueError for wrong ones."""
     config = CompileConfig.parse(options)
     if config.disable or disabled():
         return graph.forward

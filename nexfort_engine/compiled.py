@@ -102,7 +102,7 @@ def wrap_methods(
 
     around: a decorator for those calls, for what a host wants to be true during each.
     """
-    kind = _compiled_class(type(module), methods, around)
+    kind = _compiled_class(type(module), methods, around)  # type: ignore[arg-type]  # classes are hashable
     wrapper = kind.__new__(kind)
     object.__setattr__(wrapper, "__dict__", module.__dict__)
     object.__setattr__(wrapper, "_nexfort_engine", engine)
@@ -110,7 +110,8 @@ def wrap_methods(
 
 
 @functools.cache
-def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None) -> type:
+def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None
+) -> type[Any]:
     table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
     if around is not None:
         table = {name: around(method) for name, method in table.items()}

@@ -104,7 +104,7 @@ class _Reads:
 
 
 @functools.cache
-def _recording_class(kind: type) -> type:
+def _recording_class(kind: type[nn.Module]) -> type:
     """A subclass of a module class that reports attribute reads. It adds no slots, so an instance can become it."""
 
     def __getattribute__(self: nn.Module, name: str) -> Any:
@@ -138,7 +138,7 @@ def recording(module: nn.Module) -> Iterator[_Reads]:
     try:
         for path, sub in subs:
             reads.paths[id(sub)] = path
-            sub.__class__ = _recording_class(type(sub))
+            sub.__class__ = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
         _recording_class.current = reads  # type: ignore[attr-defined]
         yield reads
     finally:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -28,10 +29,6 @@ VARIABLE = "NEXFORT_WORKERS"
 _MOST = 8
 _MEMORY = 3 << 30  # bytes of main memory that one worker may need
 _DEVICE_MEMORY = 1 << 30
-
-
-class WorkerFailed(Exception):
-    """A worker could not lower a graph, or died. The text is the reason."""
 
 
 def count_for(jobs: int, device: str) -> int:
@@ -75,8 +72,8 @@ class Pool:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._probes = probes
         self._closed = False
-        threads = max(1, (os.cpu_count() or 2) // workers)
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        # one thread each: a worker must not start a pool of compiler processes of its own
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
         package_root = str(Path(__file__).resolve().parent.parent)
         path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
         environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])
@@ -89,6 +86,7 @@ class Pool:
                 text=True,
                 env=environment,
                 cwd=package_root,
+                start_new_session=True,  # so that it can be ended with whatever it started
             )
             threading.Thread(target=self._serve, args=(process,), name="nexfort-worker", daemon=True).start()
         self._workers = workers
@@ -132,9 +130,7 @@ class Pool:
         while (item := self._queue.get()) is not None:
             job, then = item
             then(self._ask(process, job))
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.wait()
+        _end(process)
 
     @staticmethod
     def _ask(process: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
@@ -149,3 +145,16 @@ class Pool:
             return f"the lowering worker ended with status {process.wait()}"
         answer = json.loads(line)
         return None if answer["ok"] else str(answer["error"])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a worker at once: one that takes its time holds a context on the device, which slows every step."""
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
+    with contextlib.suppress(OSError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()

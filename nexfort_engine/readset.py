@@ -26,24 +26,8 @@ Path = tuple[Any, ...]  # (number of the mapping among the call's mappings, key,
 # Their presence is no guard where a block merely walks over all keys; a block that looks one of them up by name, or
 # uses its value, is guarded on it like on any other.
 BOOKKEEPING = frozenset(
-    [
-        "cond_or_uncond",
-        "uuids",
-        "sigmas",
-        "sample_sigmas",
-        "wrappers",
-        "callbacks",
-        "prefetch_dynamic_vbars",
-        "multigpu_thread_device",
-        "original_shape",
-        "activations_shape",
-        "transformer_index",
-        "block",
-        "block_index",
-        "block_type",
-        "total_blocks",
-        "img_slice",
-    ]
+    "cond_or_uncond uuids sigmas sample_sigmas wrappers callbacks prefetch_dynamic_vbars multigpu_thread_device "
+    "original_shape activations_shape transformer_index block block_index block_type total_blocks img_slice".split()
 )
 
 _MISSING = object()
@@ -88,76 +72,12 @@ class Sentinel:
         return NotImplemented
 
 
-for _name in [
-    "repr",
-    "str",
-    "bytes",
-    "format",
-    "lt",
-    "le",
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "hash",
-    "bool",
-    "call",
-    "len",
-    "length_hint",
-    "getitem",
-    "setitem",
-    "delitem",
-    "iter",
-    "next",
-    "reversed",
-    "contains",
-    "add",
-    "radd",
-    "iadd",
-    "sub",
-    "rsub",
-    "isub",
-    "mul",
-    "rmul",
-    "imul",
-    "matmul",
-    "rmatmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "divmod",
-    "rdivmod",
-    "pow",
-    "rpow",
-    "lshift",
-    "rlshift",
-    "rshift",
-    "rrshift",
-    "and",
-    "rand",
-    "xor",
-    "rxor",
-    "or",
-    "ror",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "complex",
-    "int",
-    "float",
-    "index",
-    "round",
-    "trunc",
-    "floor",
-    "ceil",
-    "enter",
-    "exit",
-    "await",
-]:
+for _name in (
+    "repr str bytes format lt le eq ne gt ge hash bool call len length_hint getitem setitem delitem iter next reversed "
+    "contains add radd iadd sub rsub isub mul rmul imul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod "
+    "divmod rdivmod pow rpow lshift rlshift rshift rrshift and rand xor rxor or ror neg pos abs invert complex int "
+    "float index round trunc floor ceil enter exit await"
+).split():
     setattr(Sentinel, f"__{_name}__", _used)
 
 
@@ -202,15 +122,18 @@ class ReadSet:
         self.none: dict[Path, bool] = {}
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.lengths: dict[Path, int] = {}
+        self.flags: dict[Path, bool] = {}
+        self.mappings: dict[Path, bool] = {}
 
     def walked(self, path: Path, mapping: Mapping[Any, Any]) -> None:
         self.keys[path] = tuple(sorted(str(k) for k in mapping if k not in BOOKKEEPING))
 
     def looked_up(self, path: Path, found: bool) -> None:
-        # a key met while walking over all keys is guarded by the set of keys, unless it was also asked for by name
-        if path[:-1] in self.keys and path[-1] in BOOKKEEPING and found:
-            return
         self.present.setdefault(path, found)
+
+    def met(self, path: Path) -> bool:
+        """Whether a key that is fetched was met while walking over all keys; the set of keys guards it then."""
+        return path[:-1] in self.keys and path[-1] in BOOKKEEPING
 
 
 class Recording(dict):
@@ -240,7 +163,10 @@ class Recording(dict):
             return Recording(value, path, self._log)
         if key in BOOKKEEPING and type(value) in (tuple, int, str):
             return Place(path, value)
-        return None if value is None else Sentinel(path)
+        # code may compare a flag by identity, which no sentinel notices; it is guarded by value where it is read
+        if value is None or (type(value) is bool and key not in BOOKKEEPING):
+            return value
+        return Sentinel(path)
 
     def _place(self, key: Any) -> bool:
         """Whether a key is made of a Place and this mapping is empty, so that its value does not matter."""
@@ -251,18 +177,23 @@ class Recording(dict):
             self._log.lengths[self._path] = 0
         return path is not None
 
-    def _read(self, key: Any) -> Any:
-        """Log the look-up of one key and give what the block may see, or _MISSING."""
+    def _read(self, key: Any, *, fetched: bool = False) -> Any:
+        """Log the look-up of one key and give what the block may see, or _MISSING. `fetched`: as `mapping[key]`."""
         if self._place(key):
             return _MISSING
         if key in self.written:
             return self.written[key]
         found = dict.__contains__(self, key)
         path = (*self._path, key)
-        if key not in self.removed:
+        if key not in self.removed and not (fetched and found and self._log.met(path)):
             self._log.looked_up(path, found)
             if found:
-                self._log.none[path] = self._source.get(key) is None
+                value = self._source.get(key)
+                self._log.none[path] = value is None
+                if type(value) is bool:
+                    self._log.flags[path] = value
+                elif isinstance(value, dict):
+                    self._log.mappings[path] = True
         return dict.__getitem__(self, key) if found else _MISSING
 
     def __contains__(self, key: Any) -> bool:
@@ -273,7 +204,7 @@ class Recording(dict):
         return dict.__contains__(self, key)
 
     def __getitem__(self, key: Any) -> Any:
-        value = self._read(key)
+        value = self._read(key, fetched=True)
         if value is _MISSING:
             raise KeyError(key)
         return value
@@ -307,6 +238,9 @@ class Recording(dict):
 
     def __eq__(self, other: object) -> bool:
         return dict(self.items()) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -420,11 +354,13 @@ def to_json(log: ReadSet) -> list[list[Any]]:
     for path, is_none in log.none.items():
         if path in log.present or path in log.admitted:
             rows.append(["none", _json_path(path), is_none])
+    for path in log.mappings:
+        rows.append(["mapping", _json_path(path), True])
     for path, keys in log.keys.items():
         rows.append(["keys", _json_path(path), list(keys)])
     for path, count in log.lengths.items():
         rows.append(["length", _json_path(path), count])
-    for path, value in log.admitted.items():
+    for path, value in {**log.flags, **log.admitted}.items():
         if not isinstance(value, torch.Tensor):
             rows.append(["value", _json_path(path), _json_value(value)])
     return rows
@@ -481,17 +417,19 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
         return lambda maps: (look(maps, path) is not _MISSING) is expected
     if kind == "none":
         return lambda maps: (look(maps, path) is None) is expected
+    if kind == "mapping":
+        return lambda maps: isinstance(look(maps, path), dict)
     if kind == "keys":
         wanted = frozenset(expected)
         return lambda maps: _keys(look(maps, path)) == wanted
     if kind == "length":
         if expected == -1:
-            return lambda maps: bool(look(maps, path))
+            return lambda maps: isinstance(m := look(maps, path), dict) and len(m) > 0
         return lambda maps: isinstance(m := look(maps, path), dict) and len(m) == expected
     if kind == "value":
         value = _from_json_value(expected)
         return lambda maps: _same(look(maps, path), value)
-    raise ValueError(f"a guard of kind {kind!r} was found, expected present, none, keys, length or value")
+    raise ValueError(f"a guard of kind {kind!r} was found, expected present, none, mapping, keys, length or value")
 
 
 def _keys(mapping: Any) -> frozenset[str] | None:

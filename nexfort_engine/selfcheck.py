@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small block through the whole way: capture, lower, save, load, compare. Decides on a torch or device unknown here."""
+"""One small block through the whole way: capture, lower, save, load, compare. Decides on unknown torches and devices."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MAPPING = "M"  # a dict: guarded by its read-set
 
 
 class Unsupported(Exception):
-    """A call or a result that cannot be expressed as tensors, ints, mappings and plain values. The text is the reason."""
+    """A call or a result that cannot be expressed as tensors, ints, mappings and plain values. Its text is why."""
 
 
 class Flat:
@@ -53,6 +53,8 @@ def flatten(value: Any, into: Flat) -> Any:
     if kind is int:
         into.ints.append(value)
         return INT
+    if isinstance(value, float):
+        return ("=", value, repr(value))  # 1.0 is not True, and -0.0 is not 0.0: code can tell
     if isinstance(value, _PLAIN):
         return ("=", value)
     if kind is list or kind is tuple or kind is torch.Size:

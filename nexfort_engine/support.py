@@ -19,7 +19,7 @@ REFERENCE = (2, 11)
 
 def unsupported(root: nn.Module) -> str | None:
     """Why nothing can be compiled for this module here, or None."""
-    weight = next(root.parameters(), None)
+    weight: torch.Tensor | None = next(root.parameters(), None)
     if weight is None:
         weight = next(root.buffers(), None)
     return reason_for(weight.device.type if weight is not None else "cpu")

@@ -36,7 +36,8 @@ def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    graph, constants = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))  # type: ignore[misc]
+    packed: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    graph, constants = packed
     graph.recompile()
     return graph, constants
 

@@ -271,7 +271,8 @@ def test_profiles(mode, profile):
 def test_what_has_no_effect_is_named_and_changes_no_artefact(config):
     named = {row["token"] for row in config.inactive()}
     assert named <= set(config.tokens) | set(dict(config.options))
-    assert {"cudagraphs", "low-precision", "quant", "freezing", "O3"} & set(config.tokens) <= named
+    assert {"low-precision", "quant", "freezing", "O3"} & set(config.tokens) <= named
+    assert not {"cudagraphs", "triton.cudagraphs"} & named
     assert all(row["reason"] for row in config.inactive())
     kept = [token for token in config.tokens if token not in named or token == "O3"]
     data = config.as_dict() | {
@@ -291,7 +292,8 @@ def test_configs_of_one_lowering_key_lower_alike(one, other):
 @given(config=_configs)
 def test_lowering_key_leaves_out_what_changes_no_artefact(config):
     changed = config.as_dict() | {"disable": not config.disable, "fullgraph": not config.fullgraph}
-    changed["mode"] = config.mode + ":benchmark:cache-all"
+    changed["mode"] = config.mode + ":benchmark:cache-all:cudagraphs"
+    changed["options"] = dict(config.options) | {"triton.cudagraphs": not config.step_graphs}
     assert CompileConfig.parse(changed).lowering_key() == config.lowering_key()
     changed["dynamic"] = not config.dynamic
     assert CompileConfig.parse(changed).lowering_key() != config.lowering_key()
@@ -304,8 +306,43 @@ def test_lowering_key_is_stable_text():
     )
     assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("max-autotune").lowering_key()
     assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("jit").lowering_key()
-    keys = {CompileConfig.parse({"memory_format": f}).lowering_key() for f in (None, *MEMORY_FORMATS)}
-    assert len(keys) == 3, "preserve_format is the same as none"
+    keys = {f: CompileConfig.parse({"memory_format": f}).lowering_key() for f in (None, *MEMORY_FORMATS)}
+    assert keys[None] == keys["preserve_format"] == keys["channels_last"], "inside the regions the layout is free"
+    assert keys["contiguous_format"] != keys[None]
+
+
+@pytest.mark.parametrize(
+    ("mode", "on"),
+    [
+        ("O2", True),
+        ("O3", True),
+        ("max-optimize", True),
+        ("max-autotune", True),
+        ("max-optimize:max-autotune", True),
+        ("benchmark", True),
+        ("cudagraphs", True),
+        ("jit", False),
+        ("disable-runtime-fusion", False),
+        ("O2:jit", False),
+        ("jit:max-autotune", True),
+        ("jit:max-optimize", True),
+        ("jit:cudagraphs", True),
+        ("cudagraphs:disable-runtime-fusion", True),
+    ],
+)
+def test_steps_are_graphs_but_in_the_fast_profile_unless_the_user_says(mode, on):
+    assert CompileConfig.parse(mode).step_graphs is on
+    for asked in (True, False):
+        config = CompileConfig.parse({"mode": mode, "options": {"triton.cudagraphs": asked}})
+        assert config.step_graphs is asked, "the option wins over the mode"
+
+
+@given(config=_configs)
+def test_asking_for_cuda_graphs_gives_them_and_the_option_decides(config):
+    told = config.option("triton.cudagraphs")
+    asked = CompileConfig.parse(config.as_dict() | {"mode": config.mode + ":cudagraphs"})
+    assert asked.step_graphs is (True if told is None else told)
+    assert config.step_graphs is (told if told is not None else config.profile != "fast" or config.has("cudagraphs"))
 
 
 @given(config=_configs, device=st.sampled_from(["cpu", "cuda"]))
@@ -329,11 +366,13 @@ def test_only_a_search_searches_and_it_is_bounded():
     )
 
 
-def test_channels_last_reaches_inductor_only_when_asked_for():
-    assert "layout_optimization" not in CompileConfig.parse("O2").inductor_options("cuda")
-    asked = CompileConfig.parse({"memory_format": "channels_last"})
-    assert asked.inductor_options("cuda")["force_layout_optimization"] is True
-    assert asked.inductor_options("cpu")["layout_optimization"] is True
+@pytest.mark.parametrize("memory_format", [None, *MEMORY_FORMATS])
+def test_inductor_chooses_the_layout_unless_contiguous_is_asked_for(memory_format):
+    free = memory_format != "contiguous_format"
+    for device, forced in (("cuda", free), ("cpu", False)):
+        options = CompileConfig.parse({"memory_format": memory_format}).inductor_options(device)
+        assert options["layout_optimization"] is free
+        assert options["force_layout_optimization"] is forced
 
 
 def test_linear_epilogue_is_active_exactly_where_it_has_an_effect():

@@ -19,7 +19,7 @@ TIMEOUT = 10.0
 STALE = 600.0
 
 
-class LockTimeout(TimeoutError):  # noqa: N818
+class LockTimeout(TimeoutError):
     """The lock was held by somebody else for longer than the caller wanted to wait."""
 
 

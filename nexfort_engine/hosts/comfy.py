@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one file that knows ComfyUI: engines on model patchers and VAEs, its cache folder, cancel and progress.
 
-A model patcher's clone gets one APPLY_MODEL wrapper, which sees the BaseModel that really runs; engines are kept on that
-model's network, one for each config, so that a node that runs again finds its artefacts. Nothing of ComfyUI is
+A model patcher's clone gets one APPLY_MODEL wrapper, which sees the BaseModel that really runs; engines are kept on
+that model's network, one for each config, so that a node that runs again finds its artefacts. Nothing of ComfyUI is
 replaced, and a clone without the wrapper runs the plain network at all times.
 """
 
@@ -135,7 +135,7 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     if config.disable or flags.disabled():
         return vae
     import_ahead()
-    original = model.uncompiled() if hasattr(model, "uncompiled") else model
+    original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]
     engine = engine_for(original, config, type(original).__name__)
     copied = copy.copy(vae)
     copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
