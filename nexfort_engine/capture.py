@@ -214,6 +214,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[lis
     if any(groups[0][i] in mutated for i in kept[0]):
         raise Refused("it changes its own weights or buffers")
     conditions = _conditions(groups, kept, program)
+    _check(conditions, trace, kept)
     writes = _writes(trace.recordings, groups, kept)
     for group, keep in zip(groups, kept, strict=True):
         for i, node in enumerate(group):
@@ -348,6 +349,18 @@ def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram) -
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
+
+
+def _check(conditions: Conditions, trace: _Trace, kept: Any) -> None:
+    """The call that was captured must fit its own conditions. Raises Refused where they cannot be evaluated."""
+    shapes = [trace.example.tensors[i][0] for i in kept[1]]
+    shapes += [look_tensor(trace.example.mappings, trace.paths[i]).shape for i in kept[2]]
+    try:
+        reason = conditions.broken(shapes, [trace.example.ints[i] for i in kept[3]])
+    except (ValueError, ArithmeticError) as error:
+        reason = str(error)
+    if reason:
+        raise Refused(f"the sizes it was captured at do not fit what the capture took for granted: {reason}")
 
 
 def _shape_env(groups: Any) -> Any:

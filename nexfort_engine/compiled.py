@@ -110,8 +110,7 @@ def wrap_methods(
 
 
 @functools.cache
-def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None
-) -> type[Any]:
+def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None) -> Any:
     table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
     if around is not None:
         table = {name: around(method) for name, method in table.items()}

@@ -44,7 +44,15 @@ _FUNCTIONS: dict[str, Any] = {
     "TruncToInt": math.trunc,
     "IntTrueDiv": lambda a, b: a / b,
     "ToFloat": float,
+    "torch.sym_float": float,
+    "math.trunc": math.trunc,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+    "math.sqrt": math.sqrt,
+    "round": round,
+    "Where": lambda c, a, b: a if c else b,
 }
+_MODULES = ("torch", "math")  # where printed functions come from: no symbols
 _OPERATORS: dict[type, Any] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -88,14 +96,18 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
         left, right = _value(node.left, symbols), _value(node.comparators[0], symbols)
         return _OPERATORS[type(node.ops[0])](left, right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        return _FUNCTIONS[node.func.id](*[_value(a, symbols) for a in node.args])
+    if isinstance(node, ast.Call) and (function := _FUNCTIONS.get(ast.unparse(node.func))) is not None:
+        return function(*[_value(a, symbols) for a in node.args])
     raise ValueError(f"{ast.unparse(node)!r} was found in a shape condition, expected arithmetic over {set(symbols)}")
 
 
 def names(text: str) -> set[str]:
     """The symbols in an expression."""
-    return {n.id for n in ast.walk(_parse(text)) if isinstance(n, ast.Name) and n.id not in _FUNCTIONS}
+    return {
+        node.id
+        for node in ast.walk(_parse(text))
+        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in _MODULES
+    }
 
 
 class Conditions:

@@ -219,10 +219,7 @@ class ModuleState:
             self._slots.append((by_path[path].__dict__, name))
         self._values = [_frozen(table.get(name, _MISSING)) for table, name in self._slots]
         for table, name in self._slots:
-            value = table.get(name)
-            fields = getattr(value, "__dict__", None)
-            if fields is not None and not isinstance(value, (type, nn.Module)) and not inspect.isroutine(value):
-                self._objects.append((fields, dict(fields)))
+            self._objects.extend((fields, _frozen(fields)) for fields in _objects_in(table.get(name)))
         self._children: list[tuple[dict[str, Any], str]] = []
         for sub in by_path.values():
             self._children.extend((sub._modules, name) for name in sub._modules)
@@ -247,7 +244,24 @@ def _is_replaced(forward: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    return list(value) if type(value) is list else dict(value) if type(value) is dict else value
+    """A copy of plain containers, so that a change of one inside another shows; what they hold is compared by `==`."""
+    if type(value) in (list, tuple):
+        return type(value)(_frozen(v) for v in value)
+    return {k: _frozen(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _objects_in(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
+    """The attribute tables of an object, and of the objects that it and plain containers hold."""
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _objects_in(item, depth)
+        return
+    fields = getattr(value, "__dict__", None)
+    if fields is None or depth <= 0 or isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
+        return
+    yield fields
+    for item in fields.values():
+        yield from _objects_in(item, depth - 1)
 
 
 def rows_of(reads: _Reads) -> list[list[Any]]:

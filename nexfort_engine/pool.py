@@ -26,8 +26,8 @@ from .worker import pack
 log = logging.getLogger("nexfort")
 
 VARIABLE = "NEXFORT_WORKERS"
-_MOST = 8
-_MEMORY = 3 << 30  # bytes of main memory that one worker may need
+_MOST = 12
+_MEMORY = 2 << 30  # bytes of main memory that one worker may need
 _DEVICE_MEMORY = 1 << 30
 
 
@@ -39,7 +39,7 @@ def count_for(jobs: int, device: str) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if jobs < 2 or cores < 4:
         return 0
-    workers = min(jobs, cores // 2, _MOST, max(0, _free_memory() // _MEMORY))
+    workers = min(jobs, cores * 3 // 4, _MOST, max(0, _free_memory() // _MEMORY))
     if device == "cuda":
         import torch
 
@@ -73,7 +73,7 @@ class Pool:
         self._probes = probes
         self._closed = False
         # one thread each: a worker must not start a pool of compiler processes of its own
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "TORCH_WARM_POOL": "0"}
         package_root = str(Path(__file__).resolve().parent.parent)
         path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
         environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])

@@ -230,9 +230,13 @@ class Recording(dict):
     def __len__(self) -> int:
         # bookkeeping keys come and go; code that counts keys depends on all of them
         self._log.lengths[self._path] = len(self._source)
+        for key in (*self.written, *self.removed):
+            self._log.looked_up((*self._path, key), key in self._source)
         return dict.__len__(self)
 
     def __bool__(self) -> bool:
+        if self.written or self.removed:
+            return len(self) > 0
         self._log.lengths.setdefault(self._path, -1 if self._source else 0)  # -1: any number but none
         return dict.__len__(self) > 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small block through the whole way: capture, lower, save, load, compare. Decides on unknown torches and devices."""
+"""One small block through the whole way: capture, lower, save, load, compare. Decides on an unknown torch or device."""
 
 from __future__ import annotations
 

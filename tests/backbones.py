@@ -412,7 +412,7 @@ def _diffusers_unet(depth: int) -> nn.Module:
     return UNet2DConditionModel(
         **{"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 64)},
         **{"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "norm_num_groups": 8},
-        **{"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": depth},
+        **{"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": depth + 1},
         **{"cross_attention_dim": 16, "attention_head_dim": 8},
     )
 
@@ -519,13 +519,9 @@ def _table() -> dict[str, Backbone]:
     dit = {"attn1_patch": _patched("attn1_patch", lambda q, k, v, extra: (q, k, v * 1.5))}
     qwen = {"double_block": wan["double_block"]}
     short = {"lengths": (16, 20, 77)}
-    video: dict[str, Any] = {
-        **{"sizes": VIDEO, "lengths": (48, 20, 77), "stays_float": ("patch_embedding",)}
-    }
+    video: dict[str, Any] = {**{"sizes": VIDEO, "lengths": (48, 20, 77), "stays_float": ("patch_embedding",)}}
     # below 34 its positions divide by zero
-    large: dict[str, Any] = {
-        **{"sizes": ((40, 40), (40, 48), (48, 40), (36, 44), (44, 52)), "lengths": (400, 20, 77)}
-    }
+    large: dict[str, Any] = {**{"sizes": ((40, 40), (40, 48), (48, 40), (36, 44), (44, 52)), "lengths": (400, 20, 77)}}
     latte: dict[str, Any] = {"sizes": ((4, 8, 8), (4, 8, 12), (4, 12, 8), (4, 10, 14), (4, 12, 12)), **short}
     rows = [
         Backbone("torch_dit", "torch", _torch_dit, sampled(1.0), edits={**joint, **dit}),

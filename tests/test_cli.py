@@ -84,18 +84,11 @@ def test_cache_prune_and_clear(cache: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(capsys, "cache", "clear")[0] == 0
 
 
-def test_a_cache_that_cannot_be_changed_is_one_sentence(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_cannot_be_changed_is_one_sentence(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.mkdir()
     (cache / "staging").write_text("in the way")
     code, error = run(capsys, "cache", "clear")
-    assert (
-        code == 1
-        and "cannot be written" in error
-        and "NEXFORT_CACHE_DIR" in error
-        and "Traceback" not in error
-    )
+    assert code == 1 and "cannot be written" in error and "NEXFORT_CACHE_DIR" in error and "Traceback" not in error
     assert f"found a file at {cache / 'staging'}, expected a directory" in error
     assert (cache / "staging").read_text() == "in the way"
     assert run(capsys, "cache", "list")[0] == 0
@@ -178,9 +171,7 @@ def test_doctor_survives_whatever_fails(cache: Path, monkeypatch: pytest.MonkeyP
     ("answer", "expected"),
     [(None, "works"), ("no compiler", "no compiler"), (OSError("gone"), "OSError: gone")],
 )
-def test_doctor_runs_the_self_check(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, expected: str
-) -> None:
+def test_doctor_runs_the_self_check(cache: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, expected: str) -> None:
     devices: list[str] = []
 
     def check(device: str) -> str | None:

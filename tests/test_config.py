@@ -65,9 +65,7 @@ def test_there_are_twelve_tokens_and_the_known_options():
     assert (len(TOKENS), len(OPTIONS)) == (12, 7)
 
 
-@pytest.mark.parametrize(
-    "nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}]
-)
+@pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
 def test_nothing_means_o2_and_dynamic(nothing):
     assert CompileConfig.parse(nothing) == CompileConfig(tokens=("O2",), dynamic=True)
 
@@ -300,10 +298,7 @@ def test_lowering_key_leaves_out_what_changes_no_artefact(config):
 
 
 def test_lowering_key_is_stable_text():
-    assert (
-        CompileConfig.parse("O2").lowering_key()
-        == CompileConfig.parse("max-optimize:benchmark").lowering_key()
-    )
+    assert CompileConfig.parse("O2").lowering_key() == CompileConfig.parse("max-optimize:benchmark").lowering_key()
     assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("max-autotune").lowering_key()
     assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("jit").lowering_key()
     keys = {f: CompileConfig.parse({"memory_format": f}).lowering_key() for f in (None, *MEMORY_FORMATS)}
@@ -361,8 +356,7 @@ def test_only_a_search_searches_and_it_is_bounded():
     assert options["max_autotune_gemm_search_space"] == "DEFAULT"
     assert options["coordinate_descent_tuning"] is False
     assert (
-        CompileConfig.parse("max-autotune:max-optimize").inductor_options("cuda")["coordinate_descent_tuning"]
-        is True
+        CompileConfig.parse("max-autotune:max-optimize").inductor_options("cuda")["coordinate_descent_tuning"] is True
     )
 
 
@@ -380,9 +374,7 @@ def test_linear_epilogue_is_active_exactly_where_it_has_an_effect():
     searching = CompileConfig.parse(off | {"mode": "max-autotune"})
     assert searching.inductor_options("cuda")["epilogue_fusion"] is False
     assert searching.inactive() == []
-    assert [row["token"] for row in CompileConfig.parse(off).inactive()] == [
-        "inductor.optimize_linear_epilogue"
-    ]
+    assert [row["token"] for row in CompileConfig.parse(off).inactive()] == ["inductor.optimize_linear_epilogue"]
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,19 @@ def test_inductor_scope_puts_inductors_files_under_its_directory(tmp_path):
         assert Path(triton_cache_dir(0)) == tmp_path / "c" / "triton" / "0"
 
 
+@pytest.mark.parametrize("users", [None, "0", "1"])
+def test_inductor_scope_starts_no_compiler_processes_and_restores_the_users_choice(tmp_path, monkeypatch, users):
+    if users is None:
+        monkeypatch.delenv("TORCH_WARM_POOL", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_WARM_POOL", users)
+    with flags.inductor_scope(tmp_path / "outer"):
+        with flags.inductor_scope(tmp_path / "inner"):
+            assert os.environ["TORCH_WARM_POOL"] == "0"
+        assert os.environ["TORCH_WARM_POOL"] == "0"
+    assert os.environ.get("TORCH_WARM_POOL") == users
+
+
 def test_inductor_scope_admits_one_thread_at_a_time(tmp_path):
     inside, overlap = [], []
 
@@ -236,6 +249,4 @@ def test_the_first_look_at_inductor_leaves_the_environment_alone(tmp_path):
     )
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=True, env=env, cwd=Path(__file__).parents[1]
-    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=env, cwd=Path(__file__).parents[1])

@@ -180,9 +180,7 @@ def test_the_plugin_is_mounted_alone_whatever_its_folder_is_called(imitation: Pa
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_plugin_that_is_installed_is_not_mounted_twice(
-    imitation: Path, tmp_path: Path, linked: bool
-) -> None:
+def test_a_plugin_that_is_installed_is_not_mounted_twice(imitation: Path, tmp_path: Path, linked: bool) -> None:
     plugin = tmp_path / "main" if linked else imitation / "custom_nodes" / "main"
     plugin.mkdir(parents=True)
     if linked:
@@ -450,9 +448,7 @@ def test_the_run_command(comfyui: Path, tmp_path: Path) -> None:
     ]
     command += ["--report", str(tmp_path / "report.json"), "--cache-dir", str(tmp_path / "cache")]
     root = Path(headless.__file__).parents[1]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env={**os.environ, "COMFYUI_PATH": ""}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "COMFYUI_PATH": ""})
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Nexfort: 1 of 2" in done.stdout and "ValueError: asked to fail" in done.stdout
     assert "Traceback" not in done.stderr

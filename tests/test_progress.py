@@ -102,9 +102,7 @@ def test_sinks_nest_and_are_restored_after_an_error():
 def test_steps_of_worker_threads_reach_the_sink_of_the_maker_only():
     heard: list[Event] = []
     with use_sink(heard.append), Tracker(40) as tracker:
-        threads = [
-            threading.Thread(target=lambda: [tracker.step("x", 0.0) for _ in range(10)]) for _ in range(4)
-        ]
+        threads = [threading.Thread(target=lambda: [tracker.step("x", 0.0) for _ in range(10)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -178,6 +178,7 @@ def test_a_recorded_mapping_behaves_as_the_dict(content: dict[str, Any], operati
 @example({"patches": {}}, {"patches": None}, [("get", "patches", "")])
 @example({"patches": {"scale": 1}}, {"patches": {}}, [("nested", "patches", ("bool",))])
 @example({}, {"patches": None}, [("ne", {})])
+@example({"patches": None}, {"scale": None}, [("set", "patches", None), ("len",)])
 @example({"name": {"flag": None}}, {"name": True}, [("nested", "name", ("bool",))])
 @example({"sizes": (1, 2)}, {"sizes": [1, 2]}, [("get", "sizes", "repr")])
 def test_guards_tell_apart_what_the_program_can(

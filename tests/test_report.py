@@ -186,8 +186,7 @@ def test_text_is_readable():
         "  cache: /cache",
         "  variant: blocks.0: batch of one",
         "  eager: blocks.1: a block replacement is installed",
-        "  not active: low-precision: low precision is not available yet; "
-        "everything runs at the model's own precision",
+        "  not active: low-precision: low precision is not available yet; everything runs at the model's own precision",
         "  note: the cache is read-only",
     ]
     assert str(Report()).startswith("Nexfort: 0 regions of 0 kinds, 0 calls")

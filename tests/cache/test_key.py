@@ -87,9 +87,7 @@ def test_another_process_gets_the_same_key() -> None:
 
 @given(plain, plain)
 def test_two_values_share_a_text_only_if_they_are_the_same(left: object, right: object) -> None:
-    assert (key.canonical_json(left) == key.canonical_json(right)) == (
-        repr(left) == repr(right) or same(left, right)
-    )
+    assert (key.canonical_json(left) == key.canonical_json(right)) == (repr(left) == repr(right) or same(left, right))
 
 
 def same(left: object, right: object) -> bool:

@@ -73,9 +73,7 @@ def test_the_lock_of_a_dead_process_is_broken(tmp_path: Path, monkeypatch: pytes
     assert not left.exists()
 
 
-def test_a_file_system_without_locks_uses_the_plain_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_uses_the_plain_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filelock = pytest.importorskip("filelock")
 
     class Refusing:

@@ -166,9 +166,7 @@ def test_an_altered_file_of_equal_size_passes_only_the_quick_check(store: Store)
     assert entry.verify(quick=True) is None and "SHA-256" in str(entry.verify())
 
 
-@pytest.mark.parametrize(
-    "name", ["../../secret", "/etc/hosts", "ab/../../../x", "", "a\\b", "c:\\x", "a\0b", "."]
-)
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hosts", "ab/../../../x", "", "a\\b", "c:\\x", "a\0b", "."])
 def test_a_manifest_cannot_name_files_outside(store: Store, name: str) -> None:
     entry = put(store)
     manifest = {**entry.manifest, "files": {name: [1, "0" * 64]}}
@@ -211,9 +209,7 @@ def test_an_altered_manifest_is_set_aside(store: Store, change: dict[str, object
     assert store.candidates(KEY) == [] and not entry.path.exists()
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "null", "1" * 5000, "[" * 100_000, '"\\ud800"', "{}", "NaN", "\0\xff"]
-)
+@pytest.mark.parametrize("text", ["[]", "null", "1" * 5000, "[" * 100_000, '"\\ud800"', "{}", "NaN", "\0\xff"])
 def test_a_manifest_of_anything_else_is_set_aside(store: Store, text: str) -> None:
     entry = put(store)
     (entry.path / "manifest.json").write_bytes(text.encode("latin-1"))
@@ -363,9 +359,7 @@ def test_a_disk_that_becomes_full(store: Store, monkeypatch: pytest.MonkeyPatch,
     assert snapshot(first.path) == before and first.verify() is None
     assert all(entry.verify() is None for entry in Store(store.root).entries())
     late._probed = time.monotonic() - store_module.RETRY_AFTER - 1
-    assert late.writable and late.problem is None and put(late, variant=3).persistent, (
-        "it is tried again later"
-    )
+    assert late.writable and late.problem is None and put(late, variant=3).persistent, "it is tried again later"
 
 
 def test_no_place_at_all_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,9 +392,7 @@ def test_entries_kept_in_memory_go_with_their_process(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="owners are checked on POSIX only")
 def test_another_users_cache_is_not_touched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store)
-    os.chown(store.root, 12345, -1) if os.geteuid() == 0 else pytest.skip(
-        "needs root to give a directory away"
-    )
+    os.chown(store.root, 12345, -1) if os.geteuid() == 0 else pytest.skip("needs root to give a directory away")
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     reader = Store(store.root)
     assert reader.candidates(KEY) == [] and reader.rows() == [] and reader.entries() == []
@@ -553,9 +545,7 @@ for turn in range(60):
 
 def test_two_processes_with_one_cache(store: Store) -> None:
     command = [sys.executable, "-c", WORKER, str(store.root)]
-    workers = [
-        subprocess.Popen([*command, seed], stderr=subprocess.PIPE, text=True, cwd=ROOT) for seed in ("0", "1")
-    ]
+    workers = [subprocess.Popen([*command, seed], stderr=subprocess.PIPE, text=True, cwd=ROOT) for seed in ("0", "1")]
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
