@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CATEGORY = "model/compile"
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
-MEMORY_FORMATS = ["preserve_format", "channels_last"]
+MEMORY_FORMATS = ["channels_last", "contiguous_format"]
 
 MODE_TOOLTIP = """\
 How much time to spend on compiling.

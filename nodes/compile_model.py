@@ -13,11 +13,11 @@ from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
 WHERE = "a ComfyUI model"
 
 MEMORY_FORMAT_TOOLTIP = """\
-How images lie in memory inside the model.
-• preserve_format: as the model has it. Right for transformers (Flux, PixArt, Wan, SD3).
-• channels_last: channels innermost. Made for UNets (SD1.5, SDXL): their convolutions run faster so on NVIDIA
-cards. Costs a second copy of the convolution weights.
-Change it when you change the kind of model."""
+How images lie in memory inside the compiled blocks.
+• channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for: 6 % less time a step for
+SDXL on an H200. Transformers (Flux, PixArt, Wan, SD3) have next to no convolutions, and do not care.
+• contiguous_format: rows innermost, as the model keeps them.
+Change it when a UNet runs slower with this node than without."""
 
 
 class NexfortCompileModel(io.ComfyNode):
@@ -46,7 +46,7 @@ class NexfortCompileModel(io.ComfyNode):
             ],
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up. It stays as it is; the output is a clone."),
-                *shared_inputs(memory_format="preserve_format", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
+                *shared_inputs(memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, compiled when it first samples.")],
         )

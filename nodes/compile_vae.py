@@ -13,11 +13,11 @@ from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
 WHERE = "a ComfyUI VAE"
 
 MEMORY_FORMAT_TOOLTIP = """\
-How images lie in memory inside the VAE.
-• channels_last (recommended): channels innermost. Image VAEs are nearly all convolutions, which run faster so
-on NVIDIA cards.
-• preserve_format: as the VAE has it. For video VAEs, whose convolutions have a time axis as well.
-Change it when you decode video, or when a picture decodes slower than without this node."""
+How images lie in memory inside the compiled blocks.
+• channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for; a VAE is nearly all
+convolutions.
+• contiguous_format: rows innermost, as the VAE keeps them.
+Change it when a picture decodes slower than without this node."""
 
 
 class NexfortCompileVAE(io.ComfyNode):

@@ -123,10 +123,10 @@ async def _body(request: web.Request, key: str, example: str) -> dict[str, Any]:
 async def _remove(action: Callable[[Store], Removed]) -> dict[str, int]:
     """Run a removal beside the event loop; what went and what is left, in entries and bytes."""
     from nexfort_engine.cache.lock import LockTimeout
-    from nexfort_engine.cache.store import Store
+    from nexfort_engine.compiled import store_at
     from nexfort_engine.hosts.comfy import cache_root
 
-    store = Store(cache_root())
+    store = store_at(cache_root())  # the live one: what engines use now stays
     try:
         removed = await asyncio.to_thread(action, store)
     except LockTimeout as error:

@@ -180,7 +180,7 @@ def pixart(graph: Graph, flavour: str) -> None:
     latent = image_size(graph, 0, "EmptyLatentImage", 1024, 1024)
     if flavour == "compile_model_lora":
         model = lora(graph, 1, model)[0]
-    model, vae = compiled(graph, flavour, model, vae, ("preserve_format", "channels_last"))
+    model, vae = compiled(graph, flavour, model, vae, ("channels_last", "channels_last"))
     positive, negative = prompts(graph, clip, 2, "a lighthouse on a cliff at dusk, watercolour", NEGATIVE)
     links = {"model": model, "positive": positive, "negative": negative, "latent_image": latent}
     show(graph, 4, sampler(graph, 3, 20, 4.5, "dpmpp_2m", "normal", **links), vae)
@@ -194,7 +194,7 @@ def flux(graph: Graph, flavour: str) -> None:
     latent = image_size(graph, 0, "EmptySD3LatentImage", 1024, 1024)
     if flavour == "compile_model_lora":
         model = lora(graph, 1, model)[0]
-    model, vae = compiled(graph, flavour, model, vae, ("preserve_format", "channels_last"))
+    model, vae = compiled(graph, flavour, model, vae, ("channels_last", "channels_last"))
     positive, negative = prompts(graph, clip, 2, "a lighthouse on a cliff at dusk, long exposure", None)
     positive = graph.add("FluxGuidance", 2, "", {"guidance": 3.5}, conditioning=positive)[0]
     links = {"model": model, "positive": positive, "negative": negative, "latent_image": latent}
@@ -212,7 +212,7 @@ def wan(graph: Graph, flavour: str) -> None:
     if flavour == "compile_model_lora":
         model = lora(graph, 1, model)[0]
     model = graph.add("ModelSamplingSD3", 1, "", {"shift": 8.0}, model=model)[0]
-    model, vae = compiled(graph, flavour, model, vae, ("preserve_format", "preserve_format"))
+    model, vae = compiled(graph, flavour, model, vae, ("channels_last", "channels_last"))
     positive, negative = prompts(graph, clip, 2, "waves break against a lighthouse at dusk, aerial shot", NEGATIVE)
     links = {"model": model, "positive": positive, "negative": negative, "latent_image": latent}
     samples = sampler(graph, 3, 30, 6.0, "uni_pc", "simple", **links)

@@ -141,7 +141,7 @@ COMPILE = ("NexfortCompileModel", "NexfortCompileVAE")
 @pytest.mark.parametrize("name", COMPILE)
 @pytest.mark.parametrize("mode", ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"])
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("memory_format", ["preserve_format", "channels_last"])
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous_format"])
 def test_widgets_become_a_config(
     plugin: types.ModuleType,
     handed: list[tuple[Any, CompileConfig]],
@@ -217,7 +217,7 @@ def test_bad_options_are_one_sentence(
     said = node(plugin, name).validate_inputs(options)
     assert isinstance(said, str) and said and "\n" not in said
     with pytest.raises(ValueError) as refused:  # a linked text gets here unchecked
-        node(plugin, name).execute(object(), "O2", True, "preserve_format", options)
+        node(plugin, name).execute(object(), "O2", True, "channels_last", options)
     assert str(refused.value) == said
     assert handed == []
 
@@ -229,8 +229,8 @@ def test_switched_off_it_hands_on_the_same_object(
 ) -> None:
     given = object()
     execute = node(plugin, name).execute
-    assert execute(given, "O2", True, "preserve_format", "", False).result[0] is given
-    assert execute(given, "O2", True, "preserve_format", '{"disable": true}').result[0] is given
+    assert execute(given, "O2", True, "channels_last", "", False).result[0] is given
+    assert execute(given, "O2", True, "channels_last", '{"disable": true}').result[0] is given
     assert handed == []
 
 
