@@ -93,8 +93,8 @@ class Artefact:
         extra = [readset.look(flat.mappings, path) for path in self.options]
         if not all(isinstance(t, torch.Tensor) for t in extra):
             return "an option that was a tensor is none"
-        shapes = [flat.tensors[i].shape for i in self.tensors] + [t.shape for t in extra]
-        reason = self.conditions.broken(shapes, [flat.ints[i] for i in self.ints])
+        shapes = [t.shape for t in (*flat.tensors, *extra)]
+        reason = self.conditions.broken(shapes, flat.ints)
         if reason is None and not self.check(flat.mappings):
             reason = "the options answer differently from the captured call"
         return reason

@@ -25,12 +25,13 @@ from . import lower, readset
 from .artefact import Artefact, Binding, manifest_of
 from .cache.key import environment_parts, primary_key
 from .cache.store import Entry
-from .capture import LOCK, Captured, Example, capture, sources_changed, spec_key
+from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region
 from .lowering import Job, lower_all
 from .modulestate import matches_text
 from .signature import Flat, Unsupported, flatten_call, normalised
+from .sources import sources_changed
 
 if TYPE_CHECKING:
     from .engine import Engine

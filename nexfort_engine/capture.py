@@ -11,12 +11,10 @@ Nothing is lowered here, and the module is the same after as before, also when t
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import inspect
-import sys
+import contextlib
+import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,11 @@ import torch
 from torch import nn
 
 from . import modulestate, readset
+from .branches import noted, relations
 from .conditions import Conditions, Dim
 from .readset import ReadSet, Refused, ValueUsed
-from .signature import Flat, Leaves, flatten, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
+from .sources import hashes, operator_modules, walked
 
 LOCK = threading.RLock()  # export, attribute recording and Inductor's settings are process-wide: one at a time
 _MAX_CONSTANT = 1 << 16  # elements; a larger tensor from outside the block is data that may change
@@ -83,6 +83,8 @@ class _Trace:
         self.admitted: dict[readset.Path, Any] = {}
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
         self.output: Any = None
+        self.files: set[str] = set()  # whose code it ran through
+        self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
 
 
 def _contents(value: Any) -> Any:
@@ -107,17 +109,26 @@ class _Lifted(nn.Module):
 
     def forward(self, weights: list[torch.Tensor], tensors: list[torch.Tensor], extra: list[Any], ints: list[int]):
         trace: _Trace = self.__dict__["trace"]
-        log = trace.log = ReadSet({**trace.admitted, **dict(zip(trace.paths, extra, strict=True))})
+        given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
+        log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
         recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
         trace.recordings = recordings
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
         before = _contents((args, kwargs))
-        with trace.slots.replaced(weights):
-            result = trace.block(*args, **kwargs)
-        if _contents((args, kwargs)) != before:
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        try:
+            with trace.slots.replaced(weights), walked() as trace.files:
+                result = trace.block(*args, **kwargs)
+        except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
+            raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        if _contents((args, kwargs)) != before or given != trace.admitted:
             raise Refused("it changes a list or an object that it is given")
         flat = Flat()
-        trace.output = flatten(result, flat)
+        try:
+            trace.output = flatten(result, flat)
+        except Unsupported as reason:
+            raise Refused(f"it returns {reason}") from None
         if flat.mappings:
             raise Refused("it returns a mapping")
         if not flat.tensors:
@@ -154,7 +165,7 @@ def _export(trace: _Trace, dynamic: bool) -> torch.export.ExportedProgram:
     for _ in range(_MAX_ADMISSIONS):
         args = (weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _hooks_taken_out(), noted() as trace.answers:
                 dims = _dims(args, dynamic)
                 return torch.export.export(_Lifted(trace), args, dynamic_shapes=dims, strict=False)
         except ValueUsed as used:
@@ -164,6 +175,18 @@ def _export(trace: _Trace, dynamic: bool) -> torch.export.ExportedProgram:
             else:
                 trace.admitted[used.path] = value
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
+
+
+@contextlib.contextmanager
+def _hooks_taken_out() -> Iterator[None]:
+    """Take out the process-wide hook on buffers that a failed export leaves behind: it holds the block for good."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in [k for k, hook in hooks.items() if k not in before and hook.__module__.startswith("torch.")]:
+            del hooks[key]
 
 
 def _guards_so_far(trace: _Trace) -> list[list[Any]]:
@@ -213,9 +236,11 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[lis
     kept = [[i for i, node in enumerate(group) if node.users or node in mutated] for group in groups]
     if any(groups[0][i] in mutated for i in kept[0]):
         raise Refused("it changes its own weights or buffers")
-    conditions = _conditions(groups, kept, program)
+    conditions = _conditions(groups, kept, program, trace)
     _check(conditions, trace, kept)
     writes = _writes(trace.recordings, groups, kept)
+    if any(inner.written or inner.removed for inner in trace.log.nested):
+        raise Refused("it changes a mapping inside the options it is given")
     for group, keep in zip(groups, kept, strict=True):
         for i, node in enumerate(group):
             if i not in keep:
@@ -235,8 +260,8 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[lis
         output=trace.output,
         mutated=[kept[1].index(i) for i in kept[1] if groups[1][i] in mutated],
         writes=writes,
-        sources=_sources(trace.block, program),
-        modules=_op_modules(graph),
+        sources=hashes(trace.files, trace.block),
+        modules=operator_modules(graph),
     )
 
 
@@ -324,28 +349,24 @@ def _print(expr: Any) -> str:
     return PythonPrinter().doprint(expr)
 
 
-def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram) -> Conditions:
-    tensors = [groups[1][i] for i in kept[1]] + [groups[2][i] for i in kept[2]]
+def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram, trace: _Trace) -> Conditions:
+    """Conditions over every tensor and number of the call: code may branch on sizes of inputs its graph never uses."""
+    tensors = [*groups[1], *[groups[2][i] for i in kept[2]]]
     shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
     ints: list[Dim] = []
-    for i in kept[3]:
-        value = groups[3][i].meta["val"]
+    for node in groups[3]:
+        value = node.meta["val"]
         ints.append(value if isinstance(value, int) else _dim_text(value))
     env = _shape_env(groups)
     ranges: dict[str, list[int | None]] = {}
     guards: list[str] = []
     if env is not None:
         for symbol, bound in program.range_constraints.items():
-            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else 1
+            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
             ranges[str(symbol)] = [low, high]
-        guards = _guards(env)
-    bound_names = {s for shape in shapes for s in shape if isinstance(s, str)} | {i for i in ints if isinstance(i, str)}
-    from .conditions import names
-
-    known = set().union(*[names(t) for t in bound_names]) if bound_names else set()
-    # a relation over sizes of inputs that the graph does not use says nothing about the graph
-    conditions = Conditions(shapes, ints, ranges, [g for g in guards if names(g) <= known])
+        guards = _guards(env, relations(env, trace.answers))
+    conditions = Conditions(shapes, ints, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
@@ -353,10 +374,10 @@ def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram) -
 
 def _check(conditions: Conditions, trace: _Trace, kept: Any) -> None:
     """The call that was captured must fit its own conditions. Raises Refused where they cannot be evaluated."""
-    shapes = [trace.example.tensors[i][0] for i in kept[1]]
+    shapes = [size for size, *_ in trace.example.tensors]
     shapes += [look_tensor(trace.example.mappings, trace.paths[i]).shape for i in kept[2]]
     try:
-        reason = conditions.broken(shapes, [trace.example.ints[i] for i in kept[3]])
+        reason = conditions.broken(shapes, trace.example.ints)
     except (ValueError, ArithmeticError) as error:
         reason = str(error)
     if reason:
@@ -372,7 +393,7 @@ def _shape_env(groups: Any) -> Any:
     return None
 
 
-def _guards(env: Any) -> list[str]:
+def _guards(env: Any, answers: list[Any]) -> list[str]:
     """The relations that must hold: every one that the block's own code branched on, and equalities of torch's.
 
     Torch's inner inequalities (is this dimension 1, is that stride larger) choose between equal results and are
@@ -391,6 +412,9 @@ def _guards(env: Any) -> list[str]:
         if inside and not isinstance(expr, sympy.Eq):
             continue
         found[_print(expr)] = None
+    for expr in answers:
+        if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
+            found[_print(expr)] = None
     return list(found)
 
 
@@ -403,10 +427,13 @@ def _writes(recordings: list[readset.Recording], groups: Any, kept: Any) -> list
                 places.setdefault(str(size.node.expr), [i, d])
     rows = []
     for number, recording in enumerate(recordings):
+        if recording.removed:
+            raise Refused(f"it takes {sorted(map(str, recording.removed))} out of the options it is given")
         for key, value in recording.written.items():
             text = _write_value(value, places)
-            if text is not None and type(key) is str:
-                rows.append([number, key, text])
+            if text is None or type(key) is not str:
+                raise Refused(f"it writes {key!r} into the options it is given, which could not be written again")
+            rows.append([number, key, text])
     return rows
 
 
@@ -418,69 +445,6 @@ def _write_value(value: Any, places: dict[str, list[int]]) -> Any:
         parts = [_write_value(v, places) for v in value]
         return None if None in parts else {"tuple" if isinstance(value, tuple) else "list": parts}
     return {"plain": value} if type(value) in readset.PLAIN else None
-
-
-def _op_modules(graph: torch.fx.GraphModule) -> list[str]:
-    """Python modules that must be imported before the artefact is loaded: they register operators the graph calls."""
-    found = set()
-    for node in graph.graph.nodes:
-        namespace = getattr(node.target, "namespace", None) if node.op == "call_function" else None
-        if namespace and namespace not in ("aten", "prim", "prims", "_operator", "higher_order"):
-            found.add(_registering_module(str(node.target._schema.name)))
-    return sorted(m for m in found if m)
-
-
-def _registering_module(name: str) -> str:
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(name)
-    return getattr(getattr(definition, "_init_fn", None), "__module__", "") or ""
-
-
-def _sources(block: nn.Module, program: torch.export.ExportedProgram) -> dict[str, str]:
-    """Module name -> hash of the source file, for every file of Python code outside torch that the trace walked."""
-    names = {type(sub).__module__ for sub in block.modules()}
-    for sub in block.modules():
-        for kind in type(sub).__mro__:
-            names.add(kind.__module__)
-    files = {getattr(sys.modules.get(n), "__file__", None): n for n in names}
-    by_file = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
-    for trace in {node.meta.get("stack_trace") or "" for node in program.graph.nodes}:
-        for file in _trace_files(trace) & by_file.keys():
-            files[file] = by_file[file]
-    torch_folder = str(Path(torch.__file__).parent)
-    return {
-        name: hash_source(file)
-        for file, name in files.items()
-        if file and not str(file).startswith(torch_folder) and Path(file).is_file() and __package__ not in name
-    }
-
-
-def _trace_files(text: str) -> set[str]:
-    """The files on the stack below this one: what called the engine has no part in the graph."""
-    own = text.rpartition(f'File "{__file__}"')[2]
-    return {line.split('"')[1] for line in own.splitlines() if line.strip().startswith('File "')}
-
-
-@functools.lru_cache(maxsize=4096)
-def _hash_file(path: str, _size: int, _mtime: int) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def hash_source(path: str) -> str:
-    """SHA-256 of a source file, remembered while its size and time stay."""
-    stat = Path(path).stat()
-    return _hash_file(path, stat.st_size, stat.st_mtime_ns)
-
-
-def sources_changed(sources: dict[str, str]) -> str | None:
-    """The first module of a manifest whose source is not what it was at capture, or None. Imports nothing."""
-    for name, digest in sources.items():
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None) or (inspect.getsourcefile(module) if module else None)
-        if file is None or not Path(file).is_file() or hash_source(file) != digest:
-            return name
-    return None
 
 
 def spec_key(spec: Any, flat: Flat, metas: Sequence[Any]) -> list[Any]:

@@ -35,21 +35,31 @@ class LoweringFailed(Exception):
     """Inductor could not make an artefact that can be stored. The text is the reason for the report."""
 
 
-_imported = threading.Event()
+_importing: threading.Thread | None = None
 
 
 def import_ahead() -> None:
     """Import Inductor on a thread of its own: two seconds that a first step need not wait for. Once a process."""
-    if _imported.is_set():
+    global _importing
+    if _importing is not None:
         return
-    _imported.set()
 
     def work() -> None:
         # in the scope, because importing Inductor writes to the environment and starts compiler processes
-        with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
-            from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
+        try:
+            with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
+                from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
+        except (ImportError, OSError) as error:  # an old torch, a full disk: the first call says what is the matter
+            log.debug("Nexfort: importing Inductor ahead failed: %s", error)
 
-    threading.Thread(target=work, name="nexfort-import", daemon=True).start()
+    _importing = threading.Thread(target=work, name="nexfort-import", daemon=True)
+    _importing.start()
+
+
+def wait_for_import() -> None:
+    """Let `import_ahead` end: two threads that import Inductor at once may see half of one of its modules."""
+    if _importing is not None:
+        _importing.join()
 
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:

@@ -122,6 +122,7 @@ class ReadSet:
         self.none: dict[Path, bool] = {}
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.lengths: dict[Path, int] = {}
+        self.nested: list[Recording] = []  # the mappings inside mappings, which copies share with the caller
         self.flags: dict[Path, bool] = {}
         self.mappings: dict[Path, bool] = {}
 
@@ -142,6 +143,8 @@ class Recording(dict):
     def __init__(self, source: Mapping[Any, Any], path: Path, log: ReadSet, written: dict[Any, Any] | None = None):
         super().__init__()
         self._source, self._path, self._log = source, path, log
+        if len(path) > 1:
+            log.nested.append(self)
         self.written: dict[Any, Any] = {} if written is None else written
         self.removed: set[Any] = set()
         for key, value in source.items():

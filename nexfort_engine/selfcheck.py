@@ -30,7 +30,9 @@ class _Block(nn.Module):
 def run(device_type: str) -> str | None:
     """Why this torch cannot compile for a kind of device ("cpu", "cuda", "xpu", "mps"), or None."""
     try:
-        with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        # the sampler's random numbers must not depend on whether this ran: the block's weights are drawn aside
+        aside = torch.random.fork_rng(devices=[])
+        with torch.inference_mode(False), torch.no_grad(), aside, tempfile.TemporaryDirectory() as folder:
             return _check(device_type, Path(folder) / "payload")
     except Exception as error:
         # the question is whether it works; whatever goes wrong is the answer

@@ -13,6 +13,8 @@ import re
 import torch
 from torch import nn
 
+from .lower import wait_for_import
+
 OLDEST = (2, 11)
 REFERENCE = (2, 11)
 
@@ -28,6 +30,7 @@ def unsupported(root: nn.Module) -> str | None:
 @functools.cache
 def reason_for(device_type: str) -> str | None:
     """Why artefacts for one kind of device cannot be made in this process, or None."""
+    wait_for_import()
     version = torch_version()
     if version < OLDEST:
         return (

@@ -33,7 +33,13 @@ def patcher_around(network: nn.Module, *, flux: bool = False) -> Any:
 
 
 def sample(
-    patcher: Any, *, seed: int = 0, prompt: int = 0, size: tuple[int, int] = (16, 16), length: int = 64, cfg: float = 4.0
+    patcher: Any,
+    *,
+    seed: int = 0,
+    prompt: int = 0,
+    size: tuple[int, int] = (16, 16),
+    length: int = 64,
+    cfg: float = 4.0,
 ) -> torch.Tensor:
     """The latent of two steps of ComfyUI's sampler. With cfg 1 the network sees batch 1, else prompt and negative."""
     import comfy.sample

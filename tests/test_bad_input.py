@@ -228,11 +228,12 @@ class Stubborn(Small):
         return super().forward(x) if float(x.sum()) > 1e6 else super().forward(-x)
 
 
-def test_a_model_that_no_graph_holds_runs_eager_with_its_reason(cache: Path) -> None:
+def test_a_model_that_no_graph_holds_runs_eager_with_its_reason(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     compiled = nexfort_engine.compile(Stubborn())
     for _ in range(2):
-        assert_runs_eager(compiled)
+        assert_runs_eager(compiled, "branches on the value of a tensor")
     assert compiled.report.as_dict()["eager"][0]["region"] == "(whole module)"
+    assert "def forward" not in capfd.readouterr().err, "torch printed its graph"
 
 
 # ---- no compiler ---------------------------------------------------------------------------------------------
@@ -449,6 +450,7 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_two_processes_start_on_one_cache_at_once(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     command = [sys.executable, "-c", _ONE_OF_TWO, str(tmp_path / "meet"), str(ROOT), str(Path(__file__).parent)]
@@ -635,7 +637,7 @@ def test_broken_options_are_refused_with_the_place(text: str, words: tuple[str, 
     assert (set(vars(module)), list(module.state_dict())) == before and vars(pipe)["unet"] is module
 
 
-# ---- nothing stays behind -----------------------------------------------------------------------------------------------
+# ---- nothing stays behind -------------------------------------------------------------------------------------
 
 
 def test_a_refused_or_eager_model_is_let_go(cache: Path) -> None:

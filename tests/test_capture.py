@@ -23,10 +23,11 @@ from torch.nn import functional as F  # noqa: E402, N812
 
 from nexfort_engine import artefact as artefacts  # noqa: E402
 from nexfort_engine import capture as capture_module  # noqa: E402
-from nexfort_engine.capture import Captured, Example, capture, hash_source, sources_changed, spec_key  # noqa: E402
+from nexfort_engine.capture import Captured, Example, capture, spec_key  # noqa: E402
 from nexfort_engine.modulestate import WeightSlots  # noqa: E402
 from nexfort_engine.readset import Refused  # noqa: E402
-from nexfort_engine.signature import Flat, flatten_call, tensor_meta  # noqa: E402
+from nexfort_engine.signature import Flat, Unsupported, flatten_call, tensor_meta  # noqa: E402
+from nexfort_engine.sources import hash_source, sources_changed  # noqa: E402
 
 T = torch.Tensor
 
@@ -264,7 +265,8 @@ def test_what_is_none_and_what_is_not_are_two_structures() -> None:
 
 
 def test_nested_arguments_and_results_keep_their_kinds() -> None:
-    probe = Probe(block_of(lambda b, pair, more: (pair[0] + more["a"], [pair[1], None, 0.5])), (x(), x(seed=2)), {"a": 1})
+    block = block_of(lambda b, pair, more: (pair[0] + more["a"], [pair[1], None, 0.5]))
+    probe = Probe(block, (x(), x(seed=2)), {"a": 1})
     found = probe.graph((x(), x(seed=2)), {"a": 1})
     assert type(found) is tuple and type(found[1]) is list and found[1][1:] == [None, 0.5]
 
@@ -281,7 +283,7 @@ def test_nested_arguments_and_results_keep_their_kinds() -> None:
     ],
 )
 def test_what_no_artefact_can_hold_is_refused(function: Any, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises((Refused, Unsupported), match=reason):
         Probe(block_of(function), x())
 
 
@@ -478,12 +480,13 @@ assert len(done) == 3
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-# ---- what is stored beside it -----------------------------------------------------------------------------------------
+# ---- what is stored beside it ---------------------------------------------------------------------------------------
 
 
 def test_sources_are_those_of_the_code_that_was_walked() -> None:
     probe = Probe(block_of(lambda b, h: b.linear(h)), x())
-    assert probe.captured.sources == {__name__: hash_source(__file__)}
+    found = {k: v for k, v in probe.captured.sources.items() if k != "conftest"}  # its filter of torch's log runs too
+    assert found == {__name__: hash_source(__file__)}
     assert sources_changed(probe.captured.sources) is None
 
 
@@ -494,7 +497,7 @@ def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytes
     import some_host  # type: ignore[import-not-found]
 
     probe = Probe(block_of(lambda b, h: some_host.double(b.linear(h))), x())
-    assert set(probe.captured.sources) == {__name__, "some_host"}
+    assert set(probe.captured.sources) - {"conftest"} == {__name__, "some_host"}
     file.write_text("def double(x):\n    return x + x\n")
     assert sources_changed(probe.captured.sources) == "some_host"
     assert sources_changed({"never_imported": "0"}) == "never_imported"
@@ -509,13 +512,14 @@ def test_the_key_of_a_call_holds_no_size() -> None:
         return spec_key(spec, flat, [tensor_meta(t) for t in flat.tensors])
 
     assert key(x(), (4, 8)) == key(x(3, 9), (5, 9))
-    assert len({str(key(*args)) for args in ((x(),), (x().half(),), (x()[0],), (x(), None), (x(), 1), (x(), True))}) == 6
+    calls = ((x(),), (x().half(),), (x()[0],), (x(), None), (x(), 1), (x(), True))
+    assert len({str(key(*args)) for args in calls}) == 6
 
 
 def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
     import json
 
-    block = block_of(lambda b, h, size, options: (h * options["scale"], [None, torch.Size([1, 2])]))
+    block = block_of(lambda b, h, size, options: (h * options["scale"], [None, (h, "x")]))
     probe = Probe(block, x(), (3, 4), {"scale": 2.0})
     manifest = artefacts.manifest_of(probe.captured, "block", "Block")
     again = artefacts.Artefact("id", "primary", json.loads(json.dumps(manifest)))

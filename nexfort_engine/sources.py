@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code a capture walked through: the host's source files with their hashes, and the packages of its operators.
+
+An artefact is only as good as the Python code it was traced from. These lists are in its manifest and are compared
+before it is loaded, without importing anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+# what torch's tracing itself runs through; torch's own version is in the key
+_TRACERS = ("sympy", "mpmath", "numpy", "networkx", "triton", "typing_extensions", "optree", "_distutils_hack")
+
+
+def operator_modules(graph: torch.fx.GraphModule) -> list[str]:
+    """Python modules that must be imported before the artefact is loaded: they register operators the graph calls."""
+    found = set()
+    for node in graph.graph.nodes:
+        namespace = getattr(node.target, "namespace", None) if node.op == "call_function" else None
+        if namespace and namespace not in ("aten", "prim", "prims", "_operator", "higher_order"):
+            found.add(_registering_module(str(node.target._schema.name)))
+    return sorted(m for m in found if m)
+
+
+def _registering_module(name: str) -> str:
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(name)
+    return getattr(getattr(definition, "_init_fn", None), "__module__", "") or ""
+
+
+@contextlib.contextmanager
+def walked() -> Iterator[set[str]]:
+    """Collect the files of all Python code that this thread runs inside the block.
+
+    The stack traces in a graph name frames called `forward` only; a helper's file would be missed.
+    """
+    files: set[str] = set()
+    with _monitored(files) if sys.version_info >= (3, 12) else _profiled(files):
+        yield files
+
+
+@contextlib.contextmanager
+def _profiled(files: set[str]) -> Iterator[None]:
+    def note(frame: Any, event: str, _arg: Any) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def _monitored(files: set[str]) -> Iterator[None]:
+    """As _profiled, for Python 3.12 and newer: each function is reported once and costs nothing after that."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool = next((i for i in (4, 3) if monitoring.get_tool(i) is None), None)
+    if tool is None:  # both free numbers are taken by debuggers
+        with _profiled(files):
+            yield
+        return
+    thread = threading.get_ident()
+
+    def note(code: Any, _offset: int) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        files.add(code.co_filename)
+        return monitoring.DISABLE
+
+    monitoring.use_tool_id(tool, "nexfort")
+    try:
+        monitoring.register_callback(tool, monitoring.events.PY_START, note)
+        monitoring.restart_events()  # what an earlier capture switched off
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(tool)
+
+
+def hashes(files: set[str], block: nn.Module) -> dict[str, str]:
+    """Module name -> hash of its source, for the files that are modules of the host, and those of the block's classes.
+
+    Torch, Python's own library and this engine are not the host: their versions are in the key.
+    """
+    own = {sys.modules.get(kind.__module__) for sub in block.modules() for kind in type(sub).__mro__}
+    names = {getattr(module, "__file__", None): module.__name__ for module in own if module is not None}
+    by_file = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
+    names |= {file: by_file[file] for file in files & by_file.keys()}
+    return {
+        name: hash_source(file)
+        for file, name in names.items()
+        if file and _is_host(name, file) and Path(file).is_file()
+    }
+
+
+def _is_host(name: str, file: str) -> bool:
+    if name.partition(".")[0] in (__package__, *_TRACERS) or file.startswith(_TORCH):
+        return False
+    return not file.startswith(_STDLIB) or "site-packages" in file or "dist-packages" in file
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash_file(path: str, _size: int, _mtime: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def hash_source(path: str) -> str:
+    """SHA-256 of a source file, remembered while its size and time stay."""
+    stat = Path(path).stat()
+    return _hash_file(path, stat.st_size, stat.st_mtime_ns)
+
+
+def sources_changed(sources: dict[str, str]) -> str | None:
+    """The first module of a manifest whose source is not what it was at capture, or None. Imports nothing."""
+    for name, digest in sources.items():
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None) or (inspect.getsourcefile(module) if module else None)
+        if file is None or not Path(file).is_file() or hash_source(file) != digest:
+            return name
+    return None

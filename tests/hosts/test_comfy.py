@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attach` and `attach_vae` on ComfyUI's own model patchers, VAEs and samplers, in this process.
+
+The network is a small transformer with ComfyUI's calling convention, and its own Flux class where the family matters.
+A server, its loaders and nodes are in test_server.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backbones import make
+from patchers import STEPS, patcher_around, sample
+from restarted import counting
+
+from nexfort_engine import engine as engine_module
+from nexfort_engine import lower
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.hosts import comfy as host
+
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
+TOLERANCE = 1e-3  # of the latent after the sampler's steps
+MOVES = 100 * TOLERANCE
+CONFIG = CompileConfig.parse(None)
+FAST = CompileConfig.parse("jit")
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture
+def patcher() -> Any:
+    return patcher_around(make("torch_dit").module)
+
+
+def report(patcher: Any) -> dict[str, Any]:
+    """The report of an attached patcher that has run."""
+    found = host.report_of(patcher)
+    assert found is not None
+    return found.as_dict()
+
+
+def assert_clean(patcher: Any) -> None:
+    """Nothing of the engine acts in the network, and this patcher knows nothing of it."""
+    assert not engine_module._installed
+    assert not [p for p, sub in patcher.model.diffusion_model.named_modules() if "forward" in vars(sub)]
+    assert host.KEY not in patcher.attachments
+    assert not any(host.KEY in table for table in patcher.wrappers.values())
+
+
+# ---- attach ----------
+
+
+def test_attach_gives_a_clone_and_compiles_nothing(patcher: Any) -> None:
+    keys, options = list(patcher.model.state_dict()), repr(patcher.model_options)
+    with counting() as counted:
+        compiled = host.attach(patcher, CONFIG)
+    assert counted.as_dict() == {"exports": 0, "lowerings": 0}
+    assert compiled is not patcher and compiled.model is patcher.model and compiled.is_clone(patcher)
+    assert host.report_of(compiled) is None and host.report_of(patcher) is None
+    assert repr(patcher.model_options) == options and list(patcher.model.state_dict()) == keys
+    assert_clean(patcher)
+
+
+def test_the_latent_is_eager_s_and_bypass_is_eager_to_the_bit(patcher: Any) -> None:
+    wanted = sample(patcher)
+    assert distance(sample(patcher, prompt=1), wanted) > MOVES and distance(sample(patcher, seed=1), wanted) > MOVES
+    compiled = host.attach(patcher, CONFIG)
+    first = sample(compiled)
+    assert distance(first, wanted) < TOLERANCE
+    found = report(compiled)
+    assert found["calls"] == STEPS and found["regions"] and not found["eager"]
+    assert torch.equal(sample(patcher), wanted), "bypassing the node gives another picture"
+    assert torch.equal(sample(compiled), first)
+    assert report(compiled)["calls"] == 2 * STEPS
+    assert_clean(patcher)
+
+
+@pytest.mark.slow
+def test_flux_of_comfyui_serves_every_size_length_and_guidance() -> None:
+    patcher = patcher_around(make("comfy_flux").module, flux=True)
+    compiled = host.attach(patcher, CONFIG)
+    assert distance(sample(compiled), sample(patcher)) < TOLERANCE
+    assert not report(compiled)["eager"]
+    live = host.report_of(compiled)
+    assert live is not None
+    mark = live.mark()
+    for call in ({"size": (24, 16)}, {"size": (17, 23), "length": 77}, {"cfg": 1.0}, {"seed": 1, "prompt": 1}):
+        assert distance(sample(compiled, **call), sample(patcher, **call)) < TOLERANCE, call
+    new = live.since(mark)
+    assert not new["artefacts"] and not new["variants"] and not new["eager"]
+    assert_clean(patcher)
+
+
+def test_a_node_that_runs_again_finds_its_engine(patcher: Any) -> None:
+    first = host.attach(patcher, CONFIG)
+    wanted = sample(first)
+    live = host.report_of(first)
+    assert live is not None
+    mark = live.mark()
+    with counting() as counted:
+        for again in (host.attach(patcher, CONFIG), host.attach(patcher.clone(), CONFIG), host.attach(first, CONFIG)):
+            assert torch.equal(sample(again), wanted)
+            assert host.report_of(again) is live
+    assert counted.as_dict() == {"exports": 0, "lowerings": 0}
+    new = live.since(mark)
+    assert new["calls"] == 3 * STEPS and not new["artefacts"] and not new["regions"]
+
+
+def test_attaching_twice_wraps_once(patcher: Any) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    compiled = host.attach(host.attach(patcher, FAST), CONFIG)
+    assert len(compiled.get_wrappers(WrappersMP.APPLY_MODEL, host.KEY)) == 1
+    sample(compiled)
+    assert report(compiled)["calls"] == STEPS and report(compiled)["config"]["mode"] == "O2"
+
+
+def test_two_configs_on_one_model(patcher: Any) -> None:
+    wanted = sample(patcher)
+    one, two = host.attach(patcher, CONFIG), host.attach(patcher, FAST)
+    for _ in range(2):
+        assert distance(sample(one), wanted) < TOLERANCE and distance(sample(two), wanted) < TOLERANCE
+    assert host.report_of(one) is not host.report_of(two)
+    assert [report(p)["config"]["mode"] for p in (one, two)] == ["O2", "jit"]
+    assert [report(p)["calls"] for p in (one, two)] == [2 * STEPS, 2 * STEPS]
+    keys = [{row["key"] for row in report(p)["regions"]} for p in (one, two)]
+    assert not keys[0] & keys[1]
+    assert torch.equal(sample(patcher), wanted)
+
+
+def test_reports_name_every_engine_that_is_alive(patcher: Any) -> None:
+    compiled = host.attach(patcher, CONFIG)
+    sample(compiled)
+    found = [name for name, one in host.reports() if one is host.report_of(compiled)]
+    assert found == [type(patcher.model).__name__]
+
+
+def test_freezing_is_refused_with_the_reason(patcher: Any) -> None:
+    config = CompileConfig.parse("O2:freezing")
+    with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI model weights can change.*expected.*'O2'"):
+        host.attach(patcher, config)
+    with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI VAE"):
+        host.attach_vae(vae(), config)
+    assert_clean(patcher)
+
+
+def test_switched_off_it_gives_back_what_it_gets(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.attach(patcher, CompileConfig.parse({"disable": True})) is patcher
+    compiled = host.attach(patcher, CONFIG)
+    sample(compiled)
+    wanted, given_vae = sample(patcher), vae()
+    monkeypatch.setenv("NEXFORT_DISABLE", "1")
+    assert host.attach(patcher, CONFIG) is patcher and host.attach_vae(given_vae, CONFIG) is given_vae
+    calls = report(compiled)["calls"]
+    assert torch.equal(sample(compiled), wanted) and report(compiled)["calls"] == calls
+
+
+def test_core_s_compile_is_taken_off_this_branch(patcher: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from comfy.patcher_extension import WrappersMP
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    wanted = sample(patcher)
+    core = patcher.clone()
+    set_torch_compile_wrapper(model=core, backend="inductor")
+    with caplog.at_level(logging.WARNING):
+        compiled = host.attach(core, CONFIG)
+    assert not compiled.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")
+    assert len(core.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")) == 1, "the other branch keeps its own"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "nexfort"]
+    assert "TorchCompileModel" in line and "taken off" in line
+    assert distance(sample(compiled), wanted) < TOLERANCE and not report(compiled)["eager"]
+
+
+def test_a_copy_of_the_model_has_engines_of_its_own(patcher: Any) -> None:
+    import copy
+
+    compiled = host.attach(patcher, CONFIG)
+    wanted = sample(compiled)
+    other = patcher_around(copy.deepcopy(patcher.model.diffusion_model))
+    assert host.report_of(host.attach(other, CONFIG)) is None
+    again = host.attach(other, CONFIG)
+    assert distance(sample(again), wanted) < TOLERANCE
+    assert host.report_of(again) is not host.report_of(compiled)
+
+
+# ---- patches and LoRA ----------
+
+
+def test_a_lora_added_after_the_first_run_acts_as_in_eager(patcher: Any) -> None:
+    compiled = host.attach(patcher, CONFIG)
+    before = sample(compiled)
+    live = host.report_of(compiled)
+    assert live is not None
+    weight = patcher.model.diffusion_model.blocks[0].qkv.weight
+    change = {"diffusion_model.blocks.0.qkv.weight": (2.0 * torch.randn(weight.shape),)}
+
+    def with_lora(base: Any) -> Any:
+        clone = base.clone()
+        assert clone.add_patches(change, 1.0)
+        return clone
+
+    mark = live.mark()
+    wanted = sample(with_lora(patcher))
+    assert distance(wanted, sample(patcher)) > MOVES
+    assert distance(sample(with_lora(compiled)), wanted) < TOLERANCE
+    assert torch.equal(sample(compiled), before)
+    new = live.since(mark)
+    assert not new["artefacts"] and not new["eager"]
+
+
+def test_an_attention_patch_added_later_acts_as_in_eager(patcher: Any) -> None:
+    compiled = host.attach(patcher, CONFIG)
+    before = sample(compiled)
+
+    def patched(base: Any) -> Any:
+        clone = base.clone()
+        clone.set_model_attn1_patch(lambda q, k, v, extra: (q, k, v * 1.5))
+        return clone
+
+    wanted = sample(patched(patcher))
+    assert distance(wanted, sample(patcher)) > MOVES
+    assert distance(sample(patched(compiled)), wanted) < TOLERANCE
+    assert torch.equal(sample(compiled), before)
+
+
+# ---- cancel ----------
+
+
+@pytest.fixture
+def slow_lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A lowering that takes a minute; the event is set once it is under way."""
+    began, release = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        began.set()
+        release.wait(60)
+        raise lower.LoweringFailed("it was only a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEXFORT_WORKERS", "0")
+        patch.setattr(lower, "lower", wait)
+        yield began
+        release.set()
+
+
+def test_cancel_while_lowering_stops_within_a_second_and_the_model_stays_usable(
+    patcher: Any, slow_lowering: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import comfy.model_management as management
+
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
+    wanted = sample(patcher)
+    compiled = host.attach(patcher, CompileConfig.parse({"dynamic": False}))  # nothing of it is in memory
+    pressed: list[float] = []
+
+    def press() -> None:
+        assert slow_lowering.wait(60)
+        time.sleep(0.3)
+        pressed.append(time.monotonic())
+        management.interrupt_current_processing()
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            sample(compiled)
+        stopped = time.monotonic()
+    finally:
+        management.interrupt_current_processing(False)
+        thread.join(10)
+    assert pressed and stopped - pressed[0] < 1.0
+    assert_clean(patcher)
+    assert torch.equal(sample(patcher), wanted)
+    assert distance(sample(host.attach(patcher, CONFIG)), wanted) < TOLERANCE
+
+
+# ---- memory ----------
+
+
+def _let_go(made: Callable[[], weakref.ref[Any]]) -> bool:
+    import comfy.model_management as management
+
+    gone = made()
+    management.unload_all_models()
+    management.cleanup_models()
+    for _ in range(5):
+        gc.collect()
+    return gone() is None
+
+
+def test_nothing_keeps_an_unloaded_model_alive() -> None:
+    def used(compiled: bool) -> weakref.ref[Any]:
+        patcher = patcher_around(make("torch_dit").module)
+        if compiled:
+            patcher = host.attach(patcher, CONFIG)
+        sample(patcher)
+        return weakref.ref(patcher.model.diffusion_model)
+
+    assert _let_go(lambda: used(False)), "ComfyUI keeps it itself"
+    assert _let_go(lambda: used(True))
+
+
+def test_nothing_keeps_a_model_alive_whose_capture_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
+
+    def used() -> weakref.ref[Any]:
+        network = make("torch_dit").module
+        network.blocks[0].gain = torch.tensor(1.0)  # no plain number: the first block cannot be captured as it was
+        compiled = host.attach(patcher_around(network), CompileConfig.parse({"dynamic": False}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.export, "export", _refuse)
+            sample(compiled)
+        assert report(compiled)["eager"]
+        return weakref.ref(network)
+
+    assert _let_go(used)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("it cannot be traced")
+
+
+# ---- VAE ----------
+
+
+def vae() -> Any:
+    """ComfyUI's VAE object around the TAESD of its own, with random weights."""
+    import comfy.sd
+    from comfy.taesd.taesd import TAESD
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        weights = TAESD().state_dict()
+    return comfy.sd.VAE(sd={f"{name}": value for name, value in weights.items()})
+
+
+@pytest.mark.slow
+def test_a_vae_s_copy_decodes_and_encodes_as_eager_tiled_too() -> None:
+    given_vae = vae()
+    latent = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(3))
+    wanted = given_vae.decode(latent)
+    compiled = host.attach_vae(given_vae, CONFIG)
+    assert compiled is not given_vae and compiled.patcher is given_vae.patcher
+    assert host.report_of(compiled) is not None and host.report_of(given_vae) is None
+    assert distance(compiled.decode(latent), wanted) < TOLERANCE
+    assert distance(compiled.encode(wanted), given_vae.encode(wanted)) < TOLERANCE
+    tiled = {"tile_x": 8, "tile_y": 8, "overlap": 2}
+    assert distance(compiled.decode_tiled(latent, **tiled), given_vae.decode_tiled(latent, **tiled)) < TOLERANCE
+    found = report(compiled)
+    assert found["calls"] > 2 and found["regions"] and not found["eager"]
+    assert torch.equal(given_vae.decode(latent), wanted)
+    assert host.report_of(host.attach_vae(compiled, CONFIG)) is host.report_of(compiled)

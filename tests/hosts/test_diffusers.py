@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile_pipe` on diffusers' own pipelines with random weights: same image, and the pipeline given stays itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import nexfort_engine
+from nexfort_engine.compiled import CompiledModule
+
+diffusers = pytest.importorskip("diffusers")
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+TOLERANCE = 1e-3  # of the picture after a few steps and the VAE, in fp32
+MOVES = 100 * TOLERANCE
+
+
+def pipeline() -> Any:
+    """A Stable Diffusion pipeline without text encoder: one level with attention, one without."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = diffusers.UNet2DConditionModel(
+            sample_size=8, in_channels=4, out_channels=4, block_out_channels=(16,), norm_num_groups=4,
+            down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",), layers_per_block=1,
+            cross_attention_dim=16, attention_head_dim=8,
+        )  # fmt: skip
+        vae = diffusers.AutoencoderKL(
+            latent_channels=4, block_out_channels=(16, 16), norm_num_groups=4, sample_size=16, layers_per_block=1,
+            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        )  # fmt: skip
+    pipe = diffusers.StableDiffusionPipeline(
+        vae=vae.eval(), unet=unet.eval(), scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False), text_encoder=None, tokenizer=None,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def image(pipe: Any, *, prompt: int = 0, size: tuple[int, int] = (16, 16), count: int = 1) -> torch.Tensor:
+    """Pictures of two steps with guidance, as a tensor."""
+    words = torch.Generator().manual_seed(10 + prompt)
+    embeds = [torch.randn(1, 12, 16, generator=words) for _ in range(2)]
+    return pipe(
+        prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1], height=size[0], width=size[1], output_type="pt",
+        num_inference_steps=2, num_images_per_prompt=count, generator=torch.Generator().manual_seed(7),
+    ).images  # fmt: skip
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def assert_only(pipe: Any, *names: str) -> None:
+    """Exactly these parts of it are compiled."""
+    parts = {"unet": pipe.unet, "vae.decoder": pipe.vae.decoder, "vae.encoder": pipe.vae.encoder, "vae": pipe.vae}
+    assert {name for name, part in parts.items() if isinstance(part, CompiledModule)} == set(names)
+
+
+@pytest.mark.slow
+def test_the_image_is_eager_s_at_any_size_and_nothing_new_is_compiled() -> None:
+    pipe = pipeline()
+    wanted = image(pipe)
+    assert distance(image(pipe, prompt=1), wanted) > TOLERANCE
+    compiled = nexfort_engine.compile_pipe(pipe)
+    assert type(compiled).__name__ == "StableDiffusionPipeline" and isinstance(compiled, type(pipe))
+    assert_only(compiled, "unet", "vae.decoder", "vae.encoder")
+    first = image(compiled)
+    assert distance(first, wanted) < TOLERANCE
+    assert set(compiled.reports) == {"unet", "vae.decoder", "vae.encoder"}
+    for part in ("unet", "vae.decoder"):
+        found = compiled.reports[part].as_dict()
+        assert found["regions"] and not found["eager"], (part, found["eager"])
+        assert found["calls"] == (2 if part == "unet" else 1)
+    marks = {part: report.mark() for part, report in compiled.reports.items()}
+    assert torch.equal(image(compiled), first)
+    for call in ({"size": (24, 16)}, {"size": (16, 32), "prompt": 1}, {"count": 2}):
+        assert distance(image(compiled, **call), image(pipe, **call)) < TOLERANCE, call
+    for part, report in compiled.reports.items():
+        new = report.since(marks[part])
+        assert not new["artefacts"] and not new["variants"] and not new["eager"], part
+
+
+@pytest.mark.slow
+def test_the_pipeline_given_stays_itself() -> None:
+    pipe = pipeline()
+    wanted, kind, parts = image(pipe), type(pipe), dict(pipe.components)
+    keys = {name: list(getattr(pipe, name).state_dict()) for name in ("unet", "vae")}
+    compiled = nexfort_engine.compile_pipe(pipe)
+    image(compiled)
+    assert compiled.uncompiled() is pipe and type(pipe) is kind and not hasattr(pipe, "reports")
+    assert all(pipe.components[name] is part for name, part in parts.items())
+    assert_only(pipe)
+    assert torch.equal(image(compiled.uncompiled()), wanted)
+    for name, before in keys.items():
+        assert list(getattr(pipe, name).state_dict()) == before == list(getattr(compiled, name).state_dict())
+    weights = zip(compiled.unet.parameters(), pipe.unet.parameters(), strict=True)
+    assert all(ours is theirs for ours, theirs in weights)
+    assert compiled.vae.decoder.uncompiled() is pipe.vae.decoder
+    assert set(compiled.components) == set(pipe.components)
+
+
+@pytest.mark.parametrize(
+    ("ignores", "left"),
+    [
+        (("vae",), ("unet",)),
+        (("vae.encoder",), ("unet", "vae.decoder")),
+        (["unet"], ("vae.decoder", "vae.encoder")),
+        (iter(["unet", "vae.decoder"]), ("vae.encoder",)),
+        ((), ("unet", "vae.decoder", "vae.encoder")),
+    ],
+)
+def test_ignored_parts_are_left_alone(ignores: Any, left: tuple[str, ...]) -> None:
+    pipe = pipeline()
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=ignores)
+    assert set(compiled.reports) == set(left)
+    assert_only(compiled, *left)
+    assert_only(pipe)
+
+
+def test_ignoring_everything_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"StableDiffusionPipeline was given.*expected at least one that is not ignored"
+    ):
+        nexfort_engine.compile_pipe(pipeline(), ignores=("unet", "vae"))
+
+
+@pytest.mark.slow
+def test_fused_projections_give_the_same_image() -> None:
+    pipe = pipeline()
+    wanted = image(pipe)
+    compiled = nexfort_engine.compile_pipe(pipe, fuse_qkv_projections=True, ignores=("vae",))
+    assert any(getattr(module, "fused_projections", False) for module in compiled.unet.modules())
+    assert distance(image(compiled), wanted) < TOLERANCE
+    assert distance(image(pipe), wanted) < TOLERANCE
+    assert not compiled.reports["unet"].as_dict()["eager"]
+
+
+def test_compiling_again_compiles_the_original() -> None:
+    pipe = pipeline()
+    once = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
+    twice = nexfort_engine.compile_pipe(once, options={"mode": "jit"}, ignores=("unet",))
+    assert twice.uncompiled() is pipe and type(twice).__mro__[1] is type(pipe)
+    assert_only(twice, "vae.decoder", "vae.encoder")
+    assert_only(once, "unet")
+    assert twice.reports["vae.decoder"].as_dict()["config"]["mode"] == "jit"
+
+
+def test_disabled_it_is_a_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXFORT_DISABLE", "1")
+    pipe = pipeline()
+    compiled = nexfort_engine.compile_pipe(pipe)
+    assert torch.equal(image(compiled), image(pipe))
+    for report in compiled.reports.values():
+        found = report.as_dict()
+        assert not found["regions"] and not found["artefacts"] and not found["eager"]
+
+
+@pytest.mark.slow
+def test_a_vae_s_round_trip_is_eager_s() -> None:
+    pipe = pipeline()
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=("unet",))
+    picture = torch.randn(1, 3, 32, 24, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = pipe.vae.encode(picture).latent_dist.mean
+        found = compiled.vae.encode(picture).latent_dist.mean
+        assert distance(found, wanted) < 1e-4
+        assert distance(compiled.vae.decode(wanted).sample, pipe.vae.decode(wanted).sample) < 1e-4
+    for report in compiled.reports.values():
+        assert report.as_dict()["regions"] and not report.as_dict()["eager"]
