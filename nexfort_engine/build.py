@@ -209,8 +209,7 @@ class Builder:
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
         wants_two = _batch_of(args, kwargs) == 1
-        if wants_two:
-            args, kwargs = _doubled(args), _doubled(kwargs)
+        args, kwargs = _of_its_own(args, wants_two), _of_its_own(kwargs, wants_two)
         try:
             found = self._observe(call, args, kwargs)
         except torch.OutOfMemoryError:
@@ -341,12 +340,12 @@ def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def _doubled(value: Any) -> Any:
-    """A call at batch 1 as the same call at batch 2: every tensor whose first size is 1, twice."""
+def _of_its_own(value: Any, twice: bool) -> Any:
+    """A call with tensors of its own, which the network may change. `twice`: at batch 2 where the call has batch 1."""
     if isinstance(value, torch.Tensor):
-        return torch.cat([value, value]) if value.ndim > 0 and value.shape[0] == 1 else value
+        return torch.cat([value, value]) if twice and value.ndim > 0 and value.shape[0] == 1 else value.clone()
     if type(value) in (list, tuple):
-        return type(value)(_doubled(v) for v in value)
+        return type(value)(_of_its_own(v, twice) for v in value)
     if isinstance(value, dict):
-        return {k: _doubled(v) for k, v in value.items()}
+        return {k: _of_its_own(v, twice) for k, v in value.items()}
     return value

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,24 +153,30 @@ def capture(module: nn.Module, example: Example, *, dynamic: bool = True) -> Cap
     slots = modulestate.WeightSlots(module)
     trace = _Trace(module, slots, example)
     try:
-        with LOCK, modulestate.recording(module) as reads:
-            program = _export(trace, dynamic)
+        # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
+        with LOCK, torch.inference_mode(False), modulestate.recording(module) as reads:
+            program = _export(trace, dynamic, dynamic)
+            if dynamic and example.ints:
+                # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
+                other = _Trace(module, slots, example)
+                fixed = _export(other, dynamic, False)
+                if _tensor_ops(program) != _tensor_ops(fixed):
+                    program, trace = fixed, other
         return _finish(program, trace, modulestate.rows_of(reads))
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
         raise
 
 
-def _export(trace: _Trace, dynamic: bool) -> torch.export.ExportedProgram:
+def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
     weights = [_plain(w) for w in trace.slots.read()]
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
     for _ in range(_MAX_ADMISSIONS):
         args = (weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
         try:
-            with torch.no_grad(), _hooks_taken_out(), noted() as trace.answers:
-                dims = _dims(args, dynamic)
-                return torch.export.export(_Lifted(trace), args, dynamic_shapes=dims, strict=False)
+            with _hooks_taken_out(), noted() as trace.answers:
+                return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
         except ValueUsed as used:
             value = readset.admit(example.mappings, used.path)
             if isinstance(value, torch.Tensor):
@@ -175,6 +184,37 @@ def _export(trace: _Trace, dynamic: bool) -> torch.export.ExportedProgram:
             else:
                 trace.admitted[used.path] = value
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
+
+
+def _trace(trace: _Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(_Lifted(trace), args, dynamic_shapes=dims, strict=False)
+
+
+def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
+    """Run a trace on the one thread that does so as long as the process lives.
+
+    torch 2.11 leaves something of the first thread that traces behind, and crashes when another traces after that one
+    ended; hosts run each prompt or each device on threads that come and go.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> Any:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return call(*args)
+
+    future = _tracing_thread().submit(copy_context().run, run)
+    try:
+        return future.result()
+    except BaseException:
+        wait([future])  # an interrupt of the caller: the block must not be put back while it is traced
+        raise
+
+
+@functools.cache
+def _tracing_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="nexfort-tracing")
 
 
 @contextlib.contextmanager
@@ -207,16 +247,19 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach()
 
 
-def _dims(args: tuple[list[Any], ...], dynamic: bool) -> Any:
+def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(n.target) for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
     auto = torch.export.Dim.AUTO
 
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return {i: auto for i, size in enumerate(value.shape) if size > 1} if dynamic else {}
-        return auto if dynamic and value > 1 else None
+    def of(tensor: torch.Tensor) -> Any:
+        return {i: auto for i, size in enumerate(tensor.shape) if size > 1} if dynamic else {}
 
     weights, tensors, extra, ints = args
-    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], [of(i) for i in ints]
+    free = [auto if numbers and number > 1 else None for number in ints]
+    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free
 
 
 def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[list[Any]]) -> Captured:

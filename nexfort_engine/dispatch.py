@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .artefact import Binding
+from .artefact import Artefact, Binding
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -59,7 +59,9 @@ class Region:
             key = (spec, tuple([_size_key(t) for t in flat.tensors]), tuple(flat.ints))
             binding = self._find(key, flat)
             if binding is None:
+                self.renew()
                 binding = self.engine.builder.obtain(self, key, flat, session)
+                weights = self.weights()
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
         except Ineligible as reason:
@@ -75,6 +77,10 @@ class Region:
         return None
 
     def _run(self, binding: Binding, weights: Any, flat: Flat, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
+        if binding.artefact.mutated and _shared(flat.tensors, binding.artefact):
+            # compiled code reads and writes in an order of its own, which only separate tensors do not show
+            reason = "a tensor that it changes shares memory with another of its arguments"
+            return self._eager(plain, args, kwargs, session, reason)
         session.used.append(binding)
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
@@ -111,6 +117,7 @@ class Region:
             or (weights and (weights[0].device != self._device or weights[-1].device != self._device))
         ):
             self._inspect(weights)
+            weights = self.slots.read()
         if self._problem is not None:
             raise Ineligible(self._problem)
         return weights
@@ -127,6 +134,13 @@ class Region:
             self._device = weights[0].device if weights else None
             if before is not None and self.structure() != before:
                 self.forget()
+
+    def renew(self) -> None:
+        """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
+        slots = WeightSlots(self.module)
+        if [(id(table), name) for table, name in slots.slots] != [(id(t), n) for t, n in self.slots.slots]:
+            self.slots = slots
+            self._inspect(slots.read())
 
     def forget(self) -> None:
         """Forget every artefact: the module is not what it was."""
@@ -158,6 +172,12 @@ class Region:
 
 class Ineligible(Exception):
     """The block cannot run an artefact now. The text is the reason."""
+
+
+def _shared(tensors: list[torch.Tensor], artefact: Artefact) -> bool:
+    """Whether a tensor that the artefact changes lies in the memory of another one."""
+    places = [t.untyped_storage().data_ptr() for t in tensors]
+    return any(places.count(places[artefact.tensors[i]]) > 1 for i in artefact.mutated)
 
 
 def _size_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -76,7 +76,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 def digests(tiny: Any, module: Any) -> list[str]:
     """What a module gives for `calls_of`, as digests."""
-    from backbones import tensors_of
+    from inputs import tensors_of
 
     found = []
     with torch.inference_mode():

@@ -231,6 +231,9 @@ def test_a_number_is_data() -> None:
         lambda b, h, n: {7: h, 8: h * 2}.get(n, h * 3),
         lambda b, h, n: h * float(n),
         lambda b, h, n: h * n**0.5,
+        lambda b, h, n: h * 2 if isinstance(n, int) else h,
+        lambda b, h, n: h * 2 if type(n) is int else h,
+        lambda b, h, n: h * (n if n is not None and n in (1, 7) else 3),
     ],
 )
 def test_code_that_branches_on_a_number_is_followed_or_refused(branch: Any) -> None:
