@@ -40,6 +40,7 @@ class Engine:
 
     cancel: called several times a second while artefacts are made; raises to stop (the host's interrupt).
     others_code: why the options it is called with bring code of others along, or None.
+    whole: it is called through its forward alone, so it may be one region.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     """
 
@@ -52,9 +53,10 @@ class Engine:
         cancel: Callable[[], None] | None = None,
         plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
         others_code: Callable[[dict[Any, Any]], str | None] | None = None,
+        whole: bool = True,
     ) -> None:
         self.root, self.config, self.store = root, config, store
-        self.name = type(root).__name__
+        self.name, self.whole = type(root).__name__, whole
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
@@ -71,7 +73,7 @@ class Engine:
 
     def _regions(self) -> dict[int, Region]:
         if self._table is None:
-            self._table = {id(spec.module): Region(self, spec) for spec in find_regions(self.root)}
+            self._table = {id(spec.module): Region(self, spec) for spec in find_regions(self.root, whole=self.whole)}
             if not self._table:
                 self.report.note("no region: the module holds no weights; it runs as it is")
         return self._table

@@ -34,14 +34,17 @@ class RegionSpec:
         return type(self.module).__name__
 
 
-def find_regions(root: nn.Module) -> list[RegionSpec]:
-    """The regions of a backbone in the order of its module tree. Empty if it holds no weights."""
+def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
+    """The regions of a backbone in the order of its module tree. Empty if it holds no weights.
+
+    whole: it may be one region; not where it is called through other methods than its forward.
+    """
     keys: dict[int, object] = {}
     _structure_key(root, keys)
     counts = Counter(keys[id(sub)] for sub in root.modules())
     if not _holds_weights(root):
         return []
-    if not any(_is_list(sub) and any(_is_block(child) for child in sub.children()) for sub in root.modules()):
+    if whole and not any(_is_list(sub) and any(_is_block(child) for child in sub.children()) for sub in root.modules()):
         return [RegionSpec("", root)]
     found: list[RegionSpec] = []
     seen: set[int] = set()

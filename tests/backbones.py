@@ -113,7 +113,8 @@ _UNET: dict[str, Any] = {"sizes": ODD, "edits": edits.UNET, "control": edits.une
 _FLUX: dict[str, Any] = {"sizes": ODD, "edits": edits.FLUX, "control": edits.token_control("input", "output")}
 _QWEN: dict[str, Any] = {"sizes": ODD, "edits": edits.QWEN, "control": edits.token_control("input")}
 _SD3: dict[str, Any] = {"sizes": ODD, "edits": edits.SD3, "control": edits.token_control("output", width=128)}
-_WAN: dict[str, Any] = {"sizes": VIDEO, "lengths": (48, 20, 77), "stays_float": ("patch_embedding",), "edits": edits.WAN}
+_WAN: dict[str, Any] = {"sizes": VIDEO, "lengths": (48, 20, 77), "edits": edits.WAN}
+_WAN["stays_float"] = ("patch_embedding",)
 # below 34 the positions of ComfyUI's PixArt divide by zero
 _LARGE: dict[str, Any] = {"sizes": ((40, 40), (40, 48), (48, 40), (36, 44), (44, 52)), "lengths": (400, 20, 77)}
 _LATTE: dict[str, Any] = {"sizes": tuple((4, *size[1:]) for size in VIDEO), "lengths": (16, 20, 77)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComfyUI's network classes at tiny sizes: each function gives one of so many repeated blocks, `*_call` its arguments.
+"""ComfyUI's network classes at tiny sizes: each function gives one of so many blocks, `*_call` its arguments.
 
 ComfyUI must have been imported before one is made (the fixture `comfyui` in conftest.py does it).
 """

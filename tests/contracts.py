@@ -429,6 +429,37 @@ def test_options_added_later_act_as_in_eager(tiny: Subject) -> None:
         assert not new_since(tiny, mark)
 
 
+@with_options
+def test_options_of_the_first_call_bind_no_later_one(host: str) -> None:
+    with graphs_as_they_are():
+        cold = cold_subject(make(host))
+        options: dict[str, Any] = {}
+        cold.tiny.kind.edits["override"](options)
+        assert distance(cold.eager(options=options), cold.eager()) > MOVES
+        assert cold.same(options=options) < TOLERANCE
+        assert cold.same() < TOLERANCE
+        mark = cold.report.mark()
+        assert cold.same(options=options) < TOLERANCE and cold.same(batch=1) < TOLERANCE
+        assert not new_since(cold, mark)
+
+
+@pytest.mark.parametrize("name", names(where=lambda kind: kind.control is not None))
+def test_a_controlnet_acts_as_in_eager(tiny: Subject) -> None:
+    before = tiny.run()
+    assert distance(tiny.eager(control=True), tiny.eager()) > MOVES
+    given: list[dict[str, Any]] = []
+    for module in (tiny.module, tiny.compiled):
+        args, kwargs = tiny.tiny.make_inputs(batch=3, seed=1, control=True)
+        with torch.inference_mode():
+            result = tensors_of(module(*args, **kwargs))
+        given.append({"result": result, "left": {name: len(items) for name, items in kwargs["control"].items()}})
+    assert distance(given[1]["result"], given[0]["result"]) < TOLERANCE
+    assert given[1]["left"] == given[0]["left"], "networks take items out of the lists, once"
+    with graphs_as_they_are():
+        assert cold_subject(tiny.tiny).same(control=True) < TOLERANCE, "while it is planned as well"
+    assert equal_bits(tiny.run(), before)
+
+
 def _weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for sub in module.modules():
         for name, weight in list(sub._parameters.items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers' network classes at tiny sizes: each function gives one of so many repeated blocks, `*_call` its arguments."""
+"""diffusers' network classes at tiny sizes: each function gives one of so many blocks, `*_call` its arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users and other packs add to a ComfyUI call after its first run: patches, replacements, overrides, ControlNets."""
+"""What users and other packs add to a ComfyUI call: patches, replacements, attention overrides, ControlNets."""
 
 from __future__ import annotations
 

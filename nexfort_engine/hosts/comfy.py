@@ -107,16 +107,15 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
     return run_compiled
 
 
-def engine_for(network: nn.Module, config: CompileConfig, name: str = "") -> Engine:
+def engine_for(network: nn.Module, config: CompileConfig, name: str = "", *, whole: bool = True) -> Engine:
     """The engine of a network and config; made on first use and kept as long as the network lives."""
     engines = network.__dict__.get(_ENGINES)
     if engines is None:
         engines = network.__dict__[_ENGINES] = _Engines()
     engine = engines.get(config)
     if engine is None:
-        engine = Engine(
-            network, config, store_at(cache_root()), cancel=_cancel, plain_call=_plain_call, others_code=_others_code
-        )
+        hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
+        engine = Engine(network, config, store_at(cache_root()), whole=whole, **hooks)
         engine.name = name or type(network).__name__
         engines[config] = engine
         _live.add(engine)
@@ -136,7 +135,7 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
         return vae
     import_ahead()
     original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]
-    engine = engine_for(original, config, type(original).__name__)
+    engine = engine_for(original, config, type(original).__name__, whole=False)  # it is called by decode and encode
     copied = copy.copy(vae)
     copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
     return copied

@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ import torch
 from backbones import make
 from patchers import STEPS, patcher_around, sample
 from restarted import counting
+from subjects import graphs_as_they_are
+from tiny_checkpoints import taesd
 
 from nexfort_engine import engine as engine_module
 from nexfort_engine import lower
@@ -225,7 +228,7 @@ def test_an_attention_patch_added_later_acts_as_in_eager(patcher: Any) -> None:
 
     def patched(base: Any) -> Any:
         clone = base.clone()
-        clone.set_model_attn1_patch(lambda q, k, v, extra: (q, k, v * 1.5))
+        clone.set_model_attn1_patch(lambda q, k, v, extra: (q, k, v * 4.0))
         return clone
 
     wanted = sample(patched(patcher))
@@ -237,52 +240,54 @@ def test_an_attention_patch_added_later_acts_as_in_eager(patcher: Any) -> None:
 # ---- cancel ----------
 
 
-@pytest.fixture
-def slow_lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A lowering that takes a minute; the event is set once it is under way."""
-    began, release = threading.Event(), threading.Event()
+class SlowLowering:
+    """Stands for a lowering that takes a minute: `began` says when it is under way, `release` ends it."""
 
-    def wait(*_: Any) -> None:
-        began.set()
-        release.wait(60)
+    def __init__(self) -> None:
+        self.began, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self.began.set()
+        self.release.wait(60)
         raise lower.LoweringFailed("it was only a test")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NEXFORT_WORKERS", "0")
-        patch.setattr(lower, "lower", wait)
-        yield began
-        release.set()
+
+def _press_cancel(slow: SlowLowering, pressed: list[float]) -> None:
+    import comfy.model_management
+
+    assert slow.began.wait(60)
+    time.sleep(0.3)
+    pressed.append(time.monotonic())
+    comfy.model_management.interrupt_current_processing()
 
 
 def test_cancel_while_lowering_stops_within_a_second_and_the_model_stays_usable(
-    patcher: Any, slow_lowering: threading.Event, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    patcher: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import comfy.model_management as management
 
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
-    wanted = sample(patcher)
+    wanted, slow, pressed = sample(patcher), SlowLowering(), []
     compiled = host.attach(patcher, CompileConfig.parse({"dynamic": False}))  # nothing of it is in memory
-    pressed: list[float] = []
-
-    def press() -> None:
-        assert slow_lowering.wait(60)
-        time.sleep(0.3)
-        pressed.append(time.monotonic())
-        management.interrupt_current_processing()
-
-    thread = threading.Thread(target=press, daemon=True)
-    thread.start()
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            sample(compiled)
-        stopped = time.monotonic()
-    finally:
-        management.interrupt_current_processing(False)
-        thread.join(10)
-    assert pressed and stopped - pressed[0] < 1.0
+    thread = threading.Thread(target=_press_cancel, args=(slow, pressed), daemon=True)
+    with graphs_as_they_are():
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lower, "lower", slow)
+                thread.start()
+                with pytest.raises(management.InterruptProcessingException):
+                    sample(compiled)
+                stopped = time.monotonic()
+        finally:
+            slow.release.set()
+            thread.join(70)
+            management.interrupt_current_processing(False)
+        assert pressed and stopped - pressed[0] < 1.0
+        assert_clean(patcher)
+        assert torch.equal(sample(patcher), wanted)
+        assert distance(sample(compiled), wanted) < TOLERANCE
+    assert report(compiled)["artefacts_compiled"] > 0 and not report(compiled)["eager"]
     assert_clean(patcher)
-    assert torch.equal(sample(patcher), wanted)
-    assert distance(sample(host.attach(patcher, CONFIG)), wanted) < TOLERANCE
 
 
 # ---- memory ----------
@@ -335,17 +340,43 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 def vae() -> Any:
-    """ComfyUI's VAE object around the TAESD of its own, with random weights."""
+    """ComfyUI's VAE object around its TAESD with random weights."""
     import comfy.sd
-    from comfy.taesd.taesd import TAESD
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        weights = TAESD().state_dict()
-    return comfy.sd.VAE(sd={f"{name}": value for name, value in weights.items()})
+    return comfy.sd.VAE(sd=taesd(4)(0))
+
+
+class Coder(torch.nn.Module):
+    """An autoencoder without a list of blocks whose forward is neither of the two that a VAE calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Linear(8, 4), torch.nn.Linear(4, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(-x)
+
+
+@torch.inference_mode()
+def test_decode_is_not_taken_for_forward() -> None:
+    model = Coder()
+    compiled = host.attach_vae(SimpleNamespace(first_stage_model=model), CONFIG).first_stage_model
+    latent = torch.randn(2, 4)
+    for _ in range(2):
+        assert distance(compiled.decode(latent), model.decode(latent)) < TOLERANCE
+        assert distance(compiled.encode(model.decode(latent)), model.encode(model.decode(latent))) < TOLERANCE
+    found = compiled.report.as_dict()
+    assert sorted(row["name"] for row in found["regions"]) == ["decoder", "encoder"] and not found["eager"]
 
 
 @pytest.mark.slow
+@torch.inference_mode()  # as ComfyUI runs its nodes
 def test_a_vae_s_copy_decodes_and_encodes_as_eager_tiled_too() -> None:
     given_vae = vae()
     latent = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(3))

@@ -30,8 +30,9 @@ def pipeline() -> Any:
             latent_channels=4, block_out_channels=(16, 16), norm_num_groups=4, sample_size=16, layers_per_block=1,
             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         )  # fmt: skip
+    scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
     pipe = diffusers.StableDiffusionPipeline(
-        vae=vae.eval(), unet=unet.eval(), scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False), text_encoder=None, tokenizer=None,
+        vae=vae.eval(), unet=unet.eval(), scheduler=scheduler, text_encoder=None, tokenizer=None,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
