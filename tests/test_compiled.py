@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from subjects import graphs_as_they_are
 from torch import nn
@@ -384,6 +383,7 @@ print(json.dumps(distance(run(compiled), run(module))))
 @pytest.mark.slow
 def test_backend_by_name_through_the_entry_point(tmp_path: Path) -> None:
     """An installed package is a folder of metadata beside it; here one with the entry points of pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]
     metadata = tmp_path / "nexfort-0.1.0.dist-info"
     metadata.mkdir()
