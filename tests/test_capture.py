@@ -488,7 +488,8 @@ assert len(done) == 3
 
 def test_sources_are_those_of_the_code_that_was_walked() -> None:
     probe = Probe(block_of(lambda b, h: b.linear(h)), x())
-    found = {k: v for k, v in probe.captured.sources.items() if k != "conftest"}  # its filter of torch's log runs too
+    # a filter of torch's log and a hook of the garbage collector, both the test runner's, run in between
+    found = {k: v for k, v in probe.captured.sources.items() if k.partition(".")[0] not in ("conftest", "hypothesis")}
     assert found == {__name__: hash_source(__file__)}
     assert sources_changed(probe.captured.sources) is None
 
@@ -500,7 +501,8 @@ def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytes
     import some_host  # type: ignore[import-not-found]
 
     probe = Probe(block_of(lambda b, h: some_host.double(b.linear(h))), x())
-    assert set(probe.captured.sources) - {"conftest"} == {__name__, "some_host"}
+    found = {k for k in probe.captured.sources if k.partition(".")[0] not in ("conftest", "hypothesis")}
+    assert found == {__name__, "some_host"}
     file.write_text("def double(x):\n    return x + x\n")
     assert sources_changed(probe.captured.sources) == "some_host"
     assert sources_changed({"never_imported": "0"}) == "never_imported"
