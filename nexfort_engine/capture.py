@@ -3,8 +3,9 @@
 
 The way is torch.export in non-strict mode over the block's own Python code. What is added here: weights, buffers and
 plain tensor attributes become inputs; mappings are recorded (readset.py), attribute reads are recorded
-(modulestate.py); the sizes, relations and ranges that the trace took for granted become conditions (conditions.py);
-the source files of the code that was walked through are listed with their hashes.
+(modulestate.py); the sizes, relations and ranges that the trace took for granted become conditions (assumptions.py);
+what it does besides computing its result is listed or refused (effects.py); the source files of the code that was
+walked through are listed with their hashes (sources.py).
 
 Nothing is lowered here, and the module is the same after as before, also when the capture fails.
 """
@@ -19,21 +20,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import modulestate, readset
-from .branches import noted, relations
-from .conditions import Conditions, Dim
+from .assumptions import check, conditions_of, noted
+from .conditions import Conditions
+from .effects import mapping_writes, refuse_random
+from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 
 LOCK = threading.RLock()  # export, attribute recording and Inductor's settings are process-wide: one at a time
-_MAX_CONSTANT = 1 << 16  # elements; a larger tensor from outside the block is data that may change
 _MAX_ADMISSIONS = 64
 
 
@@ -263,231 +264,38 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 
 
 def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[list[Any]]) -> Captured:
-    graph = program.graph_module
-    holders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    constants = _constants(program, holders)
-    n_weights, n_tensors, n_extra = len(trace.slots.names), len(trace.example.tensors), len(trace.paths)
-    _refuse_random(graph)
-    mutated = _mutated(graph, holders)
-    inputs = holders[len(constants) :]
-    groups = [
-        inputs[:n_weights],
-        inputs[n_weights : n_weights + n_tensors],
-        inputs[n_weights + n_tensors : n_weights + n_tensors + n_extra],
-        inputs[n_weights + n_tensors + n_extra :],
-    ]
-    kept = [[i for i, node in enumerate(group) if node.users or node in mutated] for group in groups]
-    if any(groups[0][i] in mutated for i in kept[0]):
-        raise Refused("it changes its own weights or buffers")
-    conditions = _conditions(groups, kept, program, trace)
-    _check(conditions, trace, kept)
-    writes = _writes(trace.recordings, groups, kept)
-    if any(inner.written or inner.removed for inner in trace.log.nested):
-        raise Refused("it changes a mapping inside the options it is given")
-    for group, keep in zip(groups, kept, strict=True):
-        for i, node in enumerate(group):
-            if i not in keep:
-                graph.graph.erase_node(node)
-    _order(graph, constants, groups, kept)
-    graph.recompile()
+    graph, example = program.graph_module, trace.example
+    refuse_random(graph)
+    inputs = Placeholders.of(program, len(trace.slots.names), len(example.tensors), len(trace.paths))
+    tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
+    # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
+    sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
+    conditions = conditions_of(program, sized, inputs.ints, trace.answers)
+    paths = [trace.paths[i] for i in options]
+    check(
+        conditions,
+        [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in paths],
+        example.ints,
+    )
+    writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
+    weights, ints = inputs.used(inputs.weights), inputs.used(inputs.ints)
+    inputs.tidy(graph)
     return Captured(
         graph=graph,
-        weights=kept[0],
-        constants=[value for _, value in constants],
-        tensors=kept[1],
-        options=[trace.paths[i] for i in kept[2]],
-        ints=kept[3],
+        weights=weights,
+        constants=[value for _, value in inputs.constants],
+        tensors=tensors,
+        options=paths,
+        ints=ints,
         conditions=conditions,
         guards=readset.to_json(trace.log),
         reads=rows,
         output=trace.output,
-        mutated=[kept[1].index(i) for i in kept[1] if groups[1][i] in mutated],
+        mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],
         writes=writes,
         sources=hashes(trace.files, trace.block),
         modules=operator_modules(graph),
     )
-
-
-def _constants(
-    program: torch.export.ExportedProgram, holders: list[torch.fx.Node]
-) -> list[tuple[torch.fx.Node, torch.Tensor]]:
-    """Literal tensors of the code (`torch.tensor(0.5)`), which export lifts to leading inputs."""
-    names = program.graph_signature.inputs_to_lifted_tensor_constants
-    found = []
-    for node in holders:
-        if node.name in names:
-            value = program.constants[names[node.name]]
-            if value.numel() > _MAX_CONSTANT:
-                raise Refused(f"it uses a tensor of {value.numel()} elements that is neither weight nor argument")
-            found.append((node, value.detach()))
-    return found
-
-
-def _order(graph: torch.fx.GraphModule, constants: Any, groups: Any, kept: Any) -> None:
-    """Bring the placeholders into the order that Captured documents: weights first, constants after them."""
-    nodes = [groups[0][i] for i in kept[0]] + [node for node, _ in constants]
-    first = next((n for n in graph.graph.nodes if n.op == "placeholder"), None)
-    for node in reversed(nodes):
-        if node is not first:
-            first.prepend(node)  # type: ignore[union-attr]
-            first = node
-
-
-def _refuse_random(graph: torch.fx.GraphModule) -> None:
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            if _dropout_of(node) == 0.0:
-                continue  # attention without dropout carries the tag as well
-            raise Refused(f"it draws random numbers ({node.target}), which compiled code would draw differently")
-
-
-def _dropout_of(node: torch.fx.Node) -> float | None:
-    """The dropout probability an operator is called with; 0 outside training; None where it has none."""
-    given = dict(node.kwargs)
-    for arg, declared in zip(node.args, node.target._schema.arguments, strict=False):  # type: ignore[union-attr]
-        given[declared.name] = arg
-    for declared in node.target._schema.arguments:  # type: ignore[union-attr]
-        if declared.name in ("dropout_p", "p"):
-            if given.get("train") is False or given.get("training") is False:
-                return 0.0
-            return given.get(declared.name, declared.default_value)  # type: ignore[return-value]
-    return None
-
-
-def _mutated(graph: torch.fx.GraphModule, holders: list[torch.fx.Node]) -> set[torch.fx.Node]:
-    """The inputs that the graph writes to, also through views of them."""
-    found = set()
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for arg, declared in zip(node.args, schema.arguments, strict=False):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                root = arg
-                while isinstance(root, torch.fx.Node) and root.op == "call_function" and _is_view(root):
-                    root = root.args[0]
-                if root in holders:
-                    found.add(root)
-    return found
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not node.args:
-        return False
-    first = schema.arguments[0].alias_info
-    return first is not None or str(node.target).startswith(("aten.reshape", "aten.contiguous", "aten.to."))
-
-
-def _dim_text(size: Any) -> Dim:
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr
-    return int(expr) if expr.is_number else _print(expr)
-
-
-def _print(expr: Any) -> str:
-    from torch.utils._sympy.printers import PythonPrinter
-
-    return PythonPrinter().doprint(expr)
-
-
-def _conditions(groups: Any, kept: Any, program: torch.export.ExportedProgram, trace: _Trace) -> Conditions:
-    """Conditions over every tensor and number of the call: code may branch on sizes of inputs its graph never uses."""
-    tensors = [*groups[1], *[groups[2][i] for i in kept[2]]]
-    shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
-    ints: list[Dim] = []
-    for node in groups[3]:
-        value = node.meta["val"]
-        ints.append(value if isinstance(value, int) else _dim_text(value))
-    env = _shape_env(groups)
-    ranges: dict[str, list[int | None]] = {}
-    guards: list[str] = []
-    if env is not None:
-        for symbol, bound in program.range_constraints.items():
-            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
-            high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
-            ranges[str(symbol)] = [low, high]
-        guards = _guards(env, relations(env, trace.answers))
-    conditions = Conditions(shapes, ints, ranges, guards)
-    if conditions.unbound():
-        raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
-    return conditions
-
-
-def _check(conditions: Conditions, trace: _Trace, kept: Any) -> None:
-    """The call that was captured must fit its own conditions. Raises Refused where they cannot be evaluated."""
-    shapes = [size for size, *_ in trace.example.tensors]
-    shapes += [look_tensor(trace.example.mappings, trace.paths[i]).shape for i in kept[2]]
-    try:
-        reason = conditions.broken(shapes, trace.example.ints)
-    except (ValueError, ArithmeticError) as error:
-        reason = str(error)
-    if reason:
-        raise Refused(f"the sizes it was captured at do not fit what the capture took for granted: {reason}")
-
-
-def _shape_env(groups: Any) -> Any:
-    for group in groups:
-        for node in group:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
-                return value.fake_mode.shape_env
-    return None
-
-
-def _guards(env: Any, answers: list[Any]) -> list[str]:
-    """The relations that must hold: every one that the block's own code branched on, and equalities of torch's.
-
-    Torch's inner inequalities (is this dimension 1, is that stride larger) choose between equal results and are
-    stricter than the lowered code: one measured family would be refused at batch 1 for nothing.
-    """
-    import sympy
-
-    torch_folder = str(Path(torch.__file__).parent)
-    found: dict[str, None] = {}
-    for guard in env.guards:
-        expr = env.replace(guard.expr)
-        if expr in (True, sympy.true) or getattr(expr, "is_number", False):
-            continue
-        frame = guard.sloc.framework_loc
-        inside = frame is None or str(getattr(frame, "filename", frame)).startswith(torch_folder)
-        if inside and not isinstance(expr, sympy.Eq):
-            continue
-        found[_print(expr)] = None
-    for expr in answers:
-        if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
-            found[_print(expr)] = None
-    return list(found)
-
-
-def _writes(recordings: list[readset.Recording], groups: Any, kept: Any) -> list[list[Any]]:
-    """What the block writes into its caller's mappings and can be written again: plain values, and sizes of inputs."""
-    places: dict[str, list[int]] = {}
-    for i in kept[1]:
-        for d, size in enumerate(groups[1][i].meta["val"].shape):
-            if not isinstance(size, int):
-                places.setdefault(str(size.node.expr), [i, d])
-    rows = []
-    for number, recording in enumerate(recordings):
-        if recording.removed:
-            raise Refused(f"it takes {sorted(map(str, recording.removed))} out of the options it is given")
-        for key, value in recording.written.items():
-            text = _write_value(value, places)
-            if text is None or type(key) is not str:
-                raise Refused(f"it writes {key!r} into the options it is given, which could not be written again")
-            rows.append([number, key, text])
-    return rows
-
-
-def _write_value(value: Any, places: dict[str, list[int]]) -> Any:
-    if isinstance(value, torch.SymInt):
-        place = places.get(str(value.node.expr))
-        return {"size": place} if place else ({"plain": int(value)} if value.node.expr.is_number else None)
-    if isinstance(value, (list, tuple)):
-        parts = [_write_value(v, places) for v in value]
-        return None if None in parts else {"tuple" if isinstance(value, tuple) else "list": parts}
-    return {"plain": value} if type(value) in readset.PLAIN else None
 
 
 def spec_key(spec: Any, flat: Flat, metas: Sequence[Any]) -> list[Any]:

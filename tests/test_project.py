@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plain": ("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "conditions"),
     "cache": ("cache",),
     "block": ("modulestate", "regions", "cpu_probe"),
-    "capture": ("capture", "sources", "branches"),
+    "capture": ("capture", "placeholders", "assumptions", "effects", "sources"),
     "lower": ("lower", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
     "dispatch": ("dispatch", "build", "cudagraph"),

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a capture took for granted about sizes: what the block's code asked, what torch decided, as Conditions.
+
+Torch takes for granted that a size which may vary is at least 2, so `if x.shape[0] == 1` is answered by that alone, and
+nothing is left to check when a call of batch 1 comes. Here every answer given to the block's own code is noted; it is
+among the conditions of the artefact. Answers given to torch's own code choose between equal results and are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .conditions import Conditions, Dim
+from .readset import Refused
+
+_TORCH = str(Path(torch.__file__).parent)
+# the way from a comparison in the block's code to the shape environment
+_BETWEEN = (f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py")
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Note (shape environment, expression, answer) for each question of code outside torch inside the block.
+
+    Replaces one method of torch's for the length of the block; the caller holds the capture's lock.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original = ShapeEnv.evaluate_expr
+    answers: list[tuple[Any, Any, Any]] = []
+
+    def evaluate_expr(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, expr, *args, **kwargs)
+        if asked_by_block(sys._getframe(1)):
+            answers.append((self, expr, answer))
+        return answer
+
+    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[assignment,method-assign]
+    try:
+        yield answers
+    finally:
+        ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
+
+
+def asked_by_block(frame: Any) -> bool:
+    """Whether the code that asked, below torch's machinery for symbolic sizes, lies outside torch."""
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+
+
+def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
+    """The noted answers of one shape environment as relations that held at capture."""
+    import sympy
+
+    found = []
+    for asked, expr, answer in answers:
+        if asked is env and answer in (True, False, sympy.true, sympy.false):
+            found.append(env.replace(expr if answer else sympy.Not(expr)))
+    return found
+
+
+def conditions_of(
+    program: torch.export.ExportedProgram, tensors: list[Node], ints: list[Node], answers: list[tuple[Any, Any, Any]]
+) -> Conditions:
+    """What must hold for a call with these tensors and numbers; `answers` are what `noted` gave.
+
+    Raises Refused where a size cannot be derived from those of the inputs.
+    """
+    shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
+    numbers: list[Dim] = []
+    for node in ints:
+        value = node.meta["val"]
+        numbers.append(value if isinstance(value, int) else _dim_text(value))
+    env = _shape_env(program)
+    ranges: dict[str, list[int | None]] = {}
+    guards: list[str] = []
+    if env is not None:
+        for symbol, bound in program.range_constraints.items():
+            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
+            high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
+            ranges[str(symbol)] = [low, high]
+        guards = _guards(env, relations(env, answers))
+    conditions = Conditions(shapes, numbers, ranges, guards)
+    if conditions.unbound():
+        raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
+    return conditions
+
+
+def check(conditions: Conditions, shapes: list[torch.Size], ints: list[int]) -> None:
+    """The call that was captured must fit its own conditions. Raises Refused where they cannot be evaluated."""
+    try:
+        reason = conditions.broken(shapes, ints)
+    except (ValueError, ArithmeticError) as error:
+        reason = str(error)
+    if reason:
+        raise Refused(f"the sizes it was captured at do not fit what the capture took for granted: {reason}")
+
+
+def _shape_env(program: torch.export.ExportedProgram) -> Any:
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+            return value.fake_mode.shape_env
+    return None
+
+
+def _guards(env: Any, answers: list[Any]) -> list[str]:
+    """The relations that must hold: every one that the block's own code branched on, and equalities of torch's.
+
+    Torch's inner inequalities (is this dimension 1, is that stride larger) choose between equal results and are
+    stricter than the lowered code: one measured family would be refused at batch 1 for nothing.
+    """
+    import sympy
+
+    found: dict[str, None] = {}
+    for guard in env.guards:
+        expr = env.replace(guard.expr)
+        if expr in (True, sympy.true) or getattr(expr, "is_number", False):
+            continue
+        frame = guard.sloc.framework_loc
+        inside = frame is None or str(getattr(frame, "filename", frame)).startswith(_TORCH)
+        if inside and not isinstance(expr, sympy.Eq):
+            continue
+        found[_print(expr)] = None
+    for expr in answers:
+        if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
+            found[_print(expr)] = None
+    return list(found)
+
+
+def _dim_text(size: Any) -> Dim:
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    return int(expr) if expr.is_number else _print(expr)
+
+
+def _print(expr: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(expr)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block captured at one call and compared with its graph at others. No test lives here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nexfort_engine import artefact as artefacts
+from nexfort_engine.capture import Captured, Example, capture
+from nexfort_engine.modulestate import WeightSlots
+from nexfort_engine.signature import Flat, flatten_call
+
+T = torch.Tensor
+
+
+class Block(nn.Module):
+    """A block around a function of itself and its arguments, with one weight."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.randn(10, 8))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.__dict__["function"] = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self).run(self, *args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def block_of(function: Callable[..., Any], **attributes: Any) -> Block:
+    """A block whose forward is the function: of a class of its own, so that nothing has to be read from it."""
+    torch.manual_seed(0)
+    kind = type("Block", (Block,), {"run": function})
+    return kind(function, **attributes).eval().requires_grad_(False)
+
+
+class Probe:
+    """A block captured at one call, and compared with its graph at others."""
+
+    def __init__(self, block: nn.Module, *args: Any, dynamic: bool = True, **kwargs: Any) -> None:
+        self.block, flat = block, Flat()
+        self.spec = flatten_call(args, kwargs, flat)
+        self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic)
+        manifest = artefacts.manifest_of(self.captured, "block", "Block")
+        self.artefact = artefacts.Artefact("id", "primary", manifest)
+        graph, weights, constants = self.captured.graph, self.artefact.weights, self.captured.constants
+        self.artefact.code = lambda inputs: graph(*inputs[: len(weights)], *constants, *inputs[len(weights) :])
+        assert self.refuses(*args, **kwargs) is None, "its own call"
+        self.agrees(*args, **kwargs)
+
+    def refuses(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why a call may not use the graph."""
+        flat = Flat()
+        if flatten_call(args, kwargs, flat) != self.spec:
+            return "another structure"
+        return self.artefact.broken_by(flat)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Any:
+        """What the graph gives."""
+        flat = Flat()
+        flatten_call(args, kwargs, flat)
+        binding = artefacts.Binding(self.artefact, self.block)
+        with torch.no_grad():
+            return binding.run(WeightSlots(self.block).read(), flat, [t.contiguous() for t in flat.tensors])
+
+    def agrees(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the graph may serve a call. If so, results, changed arguments and written options are compared."""
+        given = copy.deepcopy((args, kwargs))
+        theirs = copy.deepcopy((args, kwargs))
+        refused = self.refuses(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                wanted = self.block(*theirs[0], **theirs[1])
+        except Exception as error:
+            assert refused is not None, f"the block raises {error!r} and the graph would not"
+            return False
+        if refused is not None:
+            return False
+        found = self.graph(*given[0], **given[1])
+        assert same(found, wanted), "another result than the block's"
+        assert same(given, theirs), "other changes to the arguments than the block's"
+        return True
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    return a == b
+
+
+def x(batch: int = 2, length: int = 6, width: int = 8, seed: int = 1) -> T:
+    return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))

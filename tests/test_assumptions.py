@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and numbers: a graph serves the calls that answer as the captured one did; its conditions refuse the others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from probe import Probe, T, block_of, x
+from torch.nn import functional as F  # noqa: N812
+
+from nexfort_engine.readset import Refused
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_capture_serves_every_batch_and_length() -> None:
+    probe = Probe(block_of(lambda b, h: h + b.linear(F.layer_norm(h, (8,)))), x())
+    for batch in (1, 2, 3, 4):
+        for length in (2, 5, 6, 64):
+            assert probe.agrees(x(batch, length))
+    assert probe.refuses(x(width=9)[..., :8].repeat(1, 1, 2))
+
+
+def test_sizes_that_are_equal_by_chance_stay_apart() -> None:
+    def joint(b: Any, image: T, text: T) -> tuple[T, T]:
+        h = b.linear(torch.cat([text, image], 1))
+        h = F.scaled_dot_product_attention(h, h, h)
+        return h[:, text.shape[1] :], h[:, : text.shape[1]]
+
+    probe = Probe(block_of(joint), x(8, 8), x(8, 8, seed=2))  # batch, both lengths and the width: all of them 8
+    for batch, image, text in ((2, 16, 5), (1, 5, 16), (3, 7, 7), (8, 2, 3)):
+        assert probe.agrees(x(batch, image), x(batch, text))
+    assert probe.refuses(x(2, 6), x(3, 6)), "two batches that differ"
+
+
+def test_a_size_that_follows_from_others_is_checked() -> None:
+    def masked(b: Any, image: T, text: T, mask: T) -> T:
+        return torch.cat([text, image], 1) * mask.unsqueeze(-1)
+
+    probe = Probe(block_of(masked), x(2, 6), x(2, 5), torch.ones(2, 11))
+    assert probe.agrees(x(3, 9), x(3, 4), torch.ones(3, 13))
+    assert not probe.agrees(x(3, 9), x(3, 4), torch.ones(3, 12))
+
+
+def test_a_window_needs_sizes_that_it_divides() -> None:
+    def windows(b: Any, h: T) -> T:
+        return b.linear(h.unflatten(1, (-1, 4))).flatten(1, 2)
+
+    probe = Probe(block_of(windows), x(2, 8))
+    assert probe.agrees(x(2, 12)) and probe.agrees(x(1, 64))
+    assert not probe.agrees(x(2, 10))
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda b, h: h * 2 if h.shape[1] > 10 else h,
+        lambda b, h: h * 2 if h.shape[1] % 4 == 0 else h,
+        lambda b, h: h * 2 if h.shape[1] == 6 else h,
+        lambda b, h: h * (2 if h.shape[1] / h.shape[0] > 4.5 else 3),
+        lambda b, h: h * int(math.sqrt(h.shape[1])),
+        lambda b, h: h * round(h.shape[1] / 8),
+        lambda b, h: h * max(h.shape[1], 10),
+        lambda b, h: torch.cat([h] * (2 if h.shape[1] < 8 and h.shape[0] > 1 else 1), -1),
+    ],
+)
+def test_code_that_branches_on_a_size_is_followed_or_refused(branch: Any) -> None:
+    for length in (6, 8, 11, 12):
+        probe = Probe(block_of(branch), x(2, length))
+        for batch in (1, 2, 3):
+            for other in (2, 5, 6, 8, 11, 12, 16, 100):
+                probe.agrees(x(batch, other))
+
+
+def test_reading_past_the_end_of_a_table_is_refused_as_in_eager() -> None:
+    probe = Probe(block_of(lambda b, h: h + b.table[: h.shape[1]]), x(2, 6))
+    assert probe.agrees(x(2, 9)) and probe.agrees(x(2, 10))
+    assert not probe.agrees(x(2, 11))
+
+
+def test_a_slice_that_is_longer_than_its_source_is_clamped_as_in_eager() -> None:
+    probe = Probe(block_of(lambda b, h, n: b.linear(h[:, :n])), x(2, 6), 4)
+    for length, n in ((6, 5), (6, 6), (6, 7), (3, 100), (9, 2)):
+        probe.agrees(x(2, length), n)
+
+
+def test_padding_to_a_multiple_is_followed_or_refused() -> None:
+    probe = Probe(block_of(lambda b, h: F.pad(h, (0, 0, 0, -h.shape[1] % 4))), x(2, 8))
+    for length in (8, 12, 9, 10, 11, 3):
+        probe.agrees(x(2, length))
+
+
+def test_resizing_by_a_factor_serves_other_sizes() -> None:
+    image = torch.randn(2, 8, 6, 6)
+    probe = Probe(block_of(lambda b, h: F.interpolate(h, scale_factor=2.0, mode="nearest")), image)
+    for batch, height, width in ((1, 6, 6), (2, 5, 9), (3, 16, 4)):
+        assert probe.agrees(torch.randn(batch, 8, height, width))
+
+
+def test_fixed_sizes_are_fixed() -> None:
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x(), dynamic=False)
+    assert not probe.agrees(x(3)) and not probe.agrees(x(length=7)) and probe.agrees(x(seed=3))
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_is_data() -> None:
+    probe = Probe(block_of(lambda b, h, n: b.linear(h).repeat(1, n, 1) * n), x(), 3)
+    assert probe.agrees(x(), 5) and probe.agrees(x(1, 9), 2)
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda b, h, n: h * 2 if n > 10 else h,
+        lambda b, h, n: h * 2 if n == 7 else h,
+        lambda b, h, n: h * [1, 2, 3, 4][n % 4],
+        lambda b, h, n: h.sum(n % 2),
+        lambda b, h, n: h.flatten(n % 3),
+        lambda b, h, n: h if n else h * 2,
+        lambda b, h, n: {7: h, 8: h * 2}.get(n, h * 3),
+        lambda b, h, n: h * float(n),
+        lambda b, h, n: h * n**0.5,
+        lambda b, h, n: h * 2 if isinstance(n, int) else h,
+        lambda b, h, n: h * 2 if type(n) is int else h,
+        lambda b, h, n: h * (n if n is not None and n in (1, 7) else 3),
+    ],
+)
+def test_code_that_branches_on_a_number_is_followed_or_refused(branch: Any) -> None:
+    for number in (0, 1, 7, 12):
+        try:
+            probe = Probe(block_of(branch), x(), number)
+        except (Refused, TypeError, RuntimeError):
+            continue  # no graph is the other right answer
+        for other in (-1, 0, 1, 2, 7, 8, 11, 12, 100):
+            probe.agrees(x(), other)
+
+
+def test_code_that_branches_on_the_size_of_what_it_does_not_use_is_followed_or_refused() -> None:
+    probe = Probe(block_of(lambda b, h, mask: h * 2 if mask.shape[1] > 10 else h), x(), torch.ones(2, 12))
+    for length in (5, 10, 11, 12, 30):
+        probe.agrees(x(), torch.ones(2, length))
+
+
+def test_a_number_that_nothing_depends_on_may_be_any() -> None:
+    probe = Probe(block_of(lambda b, h, size: b.linear(h)), x(), (64, 48))
+    assert probe.agrees(x(), (32, 96)) and probe.agrees(x(), (1, 1))

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source files of what a capture walked through, and what is noticed when they change."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import probe as probe_module
+import pytest
+from probe import Probe, block_of, x
+
+from nexfort_engine.sources import hash_source, sources_changed
+
+
+def test_sources_are_those_of_the_code_that_was_walked() -> None:
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x())
+    # a filter of torch's log and a hook of the garbage collector, both the test runner's, run in between
+    found = {k: v for k, v in probe.captured.sources.items() if k.partition(".")[0] not in ("conftest", "hypothesis")}
+    assert found == {__name__: hash_source(__file__), "probe": hash_source(probe_module.__file__)}
+    assert sources_changed(probe.captured.sources) is None
+
+
+def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "some_host.py"
+    file.write_text("def double(x):\n    return x * 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import some_host  # type: ignore[import-not-found]
+
+    probe = Probe(block_of(lambda b, h: some_host.double(b.linear(h))), x())
+    found = {k for k in probe.captured.sources if k.partition(".")[0] not in ("conftest", "hypothesis")}
+    assert found == {__name__, "probe", "some_host"}
+    file.write_text("def double(x):\n    return x + x\n")
+    assert sources_changed(probe.captured.sources) == "some_host"
+    assert sources_changed({"never_imported": "0"}) == "never_imported"
+    monkeypatch.delitem(sys.modules, "some_host")
+    assert sources_changed(probe.captured.sources) == "some_host"
