@@ -83,6 +83,23 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         yield
 
 
+@contextmanager
+def without_device() -> Iterator[None]:
+    """Lower for a GPU without touching it, for a process that only compiles. Not for one in which kernels run.
+
+    A context costs about half a GiB of the device's memory, and Inductor makes one in passing: for fake tensors, whose
+    backward pass would want it, and to load each kernel as soon as it is compiled.
+    """
+    import torch._subclasses.fake_tensor as fake_tensor
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with ExitStack() as stack:
+        for owner, name in ((fake_tensor, "init_gpu_context"), (CachingAutotuner, "_make_launchers")):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, lambda *_: None)
+        yield
+
+
 def supported_options(options: Mapping[str, object]) -> dict[str, object]:
     """`options` without the names that this torch's Inductor does not have; each is logged once."""
     return _known(_compiler_configs()[0], options)

@@ -13,21 +13,23 @@ import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .capture import Captured
-from .worker import pack
+from .worker import FORK, pack
 
 log = logging.getLogger("nexfort")
 
 VARIABLE = "NEXFORT_WORKERS"
-_MOST = 12
-_MEMORY = 2 << 30  # bytes of main memory that one worker may need
+_MOST = 16
+_MEMORY = 1 << 30  # bytes of main memory that one worker may need; forked ones share most of it
 _DEVICE_MEMORY = 1 << 30
 
 
@@ -65,37 +67,51 @@ def portable(modules: list[str]) -> bool:
     return True
 
 
+@dataclass
+class _Line:
+    """The line to one worker: a job a line one way, an answer a line the other way."""
+
+    answers: IO[str]
+    jobs: IO[str]
+
+    def ask(self, job: dict[str, Any]) -> str | None:
+        """Have one job done. The failure, or None."""
+        try:
+            self.jobs.write(json.dumps(job) + "\n")
+            self.jobs.flush()
+            line = self.answers.readline()
+        except OSError as error:
+            return f"the lowering worker is gone: {error}"
+        if not line:
+            return "the lowering worker ended without an answer"
+        answer = json.loads(line)
+        return None if answer["ok"] else str(answer["error"])
+
+    def close(self) -> None:
+        """The worker ends as soon as it sees this."""
+        for stream in (self.jobs, self.answers):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
 class Pool:
-    """Worker processes for one batch. Use as a context manager; leaving it lets running jobs end in the background."""
+    """Workers for one batch. Use as a context manager; leaving it lets running jobs end in the background."""
 
     def __init__(self, workers: int, probes: Path | None) -> None:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._probes = probes
-        self._closed = False
-        # one thread each: a worker must not start a pool of compiler processes of its own
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "TORCH_WARM_POOL": "0"}
-        package_root = str(Path(__file__).resolve().parent.parent)
-        path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
-        environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])
-        for _ in range(workers):
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=environment,
-                cwd=package_root,
-                start_new_session=True,  # so that it can be ended with whatever it started
-            )
-            threading.Thread(target=self._serve, args=(process,), name="nexfort-worker", daemon=True).start()
+        # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
+        lines, self._processes = _forked(workers) if sys.platform == "linux" else _spawned(workers)
+        self._serving = len(lines)
+        self._lock = threading.Lock()
+        for line in lines:
+            threading.Thread(target=self._serve, args=(line,), name="nexfort-worker", daemon=True).start()
         self._workers = workers
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:  # what has not begun is dropped; what runs is finished and stored
                 self._queue.get_nowait()
@@ -124,34 +140,59 @@ class Pool:
         }
         self._queue.put((job, then))
 
-    def _serve(self, process: subprocess.Popen[str]) -> None:
-        """Feed one worker until the pool closes."""
-        assert process.stdin is not None and process.stdout is not None
+    def _serve(self, line: _Line) -> None:
+        """Feed one worker until the pool closes; the last one ends what is left."""
         while (item := self._queue.get()) is not None:
             job, then = item
-            then(self._ask(process, job))
-        _end(process)
+            then(line.ask(job))
+        line.close()
+        with self._lock:
+            self._serving -= 1
+            last = self._serving == 0
+        if last:
+            for process in self._processes:
+                _end(process)
 
-    @staticmethod
-    def _ask(process: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError as error:
-            return f"the lowering worker is gone: {error}"
-        if not line:
-            return f"the lowering worker ended with status {process.wait()}"
-        answer = json.loads(line)
-        return None if answer["ok"] else str(answer["error"])
+
+def _forked(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
+    """Workers that one process forks, each on a socket of its own."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [end.fileno() for _, end in pairs]
+    process = _started([FORK, *map(str, theirs)], pass_fds=theirs)
+    for _, end in pairs:
+        end.close()
+    lines = []
+    for ours, _ in pairs:
+        lines.append(_Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
+        ours.close()  # the streams keep it open
+    return lines, [process]
+
+
+def _spawned(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
+    """Workers that start by themselves, each on its standard input and output."""
+    processes = [_started([], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
+    return [_Line(p.stdout, p.stdin) for p in processes if p.stdout and p.stdin], processes
+
+
+def _started(arguments: list[str], **pipes: Any) -> subprocess.Popen[str]:
+    # one thread each: a worker must not start a pool of compiler processes of its own
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
+    package_root = str(Path(__file__).resolve().parent.parent)
+    path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
+    environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.worker", *arguments],
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **pipes},
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        cwd=package_root,
+        start_new_session=True,  # so that it can be ended with whatever it started
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a worker at once: one that takes its time holds a context on the device, which slows every step."""
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
+    """End a process and what it started at once: one that takes its time slows every step."""
     with contextlib.suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lowering worker: `python -m nexfort_engine.worker`, one job a line on standard input, one answer a line on output.
 
+With `--fork` and the numbers of open sockets it imports the compiler once and forks a worker for each socket.
+
 A job names a file with a pickled graph (written by `pack`, in a private directory of the same user), the directory the
 payload goes to, and the settings. Nothing of the host is imported here; operators come from installed packages only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from . import flags
 from .capture import Captured
+
+FORK = "--fork"
 
 
 def pack(captured: Captured) -> bytes:
@@ -51,21 +58,26 @@ def work(job: dict[str, Any]) -> None:
         importlib.import_module(name)
     if job["probes"]:
         remember_in(Path(job["probes"]))
-    if job["device"].startswith("cuda"):
-        torch.cuda.set_device(torch.device(job["device"]))
+    device = torch.device(job["device"])
+    if device.index:  # setting the device that is the current one anyway would make a context on it
+        torch.cuda.set_device(device)
     file = Path(job["file"])
     graph, constants = unpack(file.read_bytes())
     file.unlink()
-    lower.lower_graph(graph, constants, Path(job["payload"]), job["options"])
+    with contextlib.nullcontext() if _measures(job["options"]) else flags.without_device():
+        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"])
 
 
-def main() -> int:
-    """Serve jobs until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # compilers print to standard output; answers must stay readable
-    import torch._inductor.compile_fx  # noqa: F401  # while the parent still captures
+def _measures(options: dict[str, Any]) -> bool:
+    """Whether lowering with these settings runs kernels to compare them."""
+    return any(
+        bool(value) for name, value in options.items() if name.startswith(("max_autotune", "coordinate_descent"))
+    )
 
-    for line in sys.stdin:
+
+def serve(jobs: IO[str], answers: IO[str]) -> None:
+    """Do jobs until there are no more."""
+    for line in jobs:
         job = json.loads(line)
         try:
             work(job)
@@ -74,9 +86,53 @@ def main() -> int:
             # whatever went wrong is the answer: the parent reports it for the region
             first = (str(error).strip().splitlines() or [""])[0][:300]
             answer = {"ok": False, "error": f"{type(error).__name__}: {first}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _import_compiler() -> None:
+    """What a first lowering would import. No device is touched: what is forked must not hold one."""
+    import torch._inductor.async_compile
+    import torch._inductor.codegen.triton
+    import torch._inductor.compile_fx
+    import torch._inductor.runtime.triton_heuristics
+    import torch._inductor.standalone_compile  # noqa: F401
+
+
+def _fork(sockets: list[int]) -> int:
+    """One worker for each socket; ends when they have."""
+    _import_compiler()
+    gc.freeze()  # a collection in a worker would copy the pages that it shares
+    for own in sockets:
+        if os.fork():
+            continue
+        status = 1
+        try:
+            for other in sockets:
+                if other != own:
+                    os.close(other)
+            serve(os.fdopen(own, encoding="utf-8"), os.fdopen(os.dup(own), "w", encoding="utf-8"))
+            status = 0
+        finally:
+            os._exit(status)
+    for own in sockets:
+        os.close(own)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Serve jobs until there are no more."""
+    if arguments[:1] == [FORK]:
+        return _fork([int(number) for number in arguments[1:]])
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # compilers print to standard output; answers must stay readable
+    _import_compiler()
+    serve(sys.stdin, answers)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
