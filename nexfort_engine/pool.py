@@ -97,11 +97,11 @@ class _Line:
 class Pool:
     """Workers for one batch. Use as a context manager; leaving it lets running jobs end in the background."""
 
-    def __init__(self, workers: int, probes: Path | None) -> None:
+    def __init__(self, workers: int, device: str, probes: Path | None) -> None:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._probes = probes
         # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
-        lines, self._processes = _forked(workers) if sys.platform == "linux" else _spawned(workers)
+        lines, self._processes = _forked(workers, device) if sys.platform == "linux" else _spawned(workers)
         self._serving = len(lines)
         self._lock = threading.Lock()
         for line in lines:
@@ -154,11 +154,11 @@ class Pool:
                 _end(process)
 
 
-def _forked(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
+def _forked(count: int, device: str) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
     """Workers that one process forks, each on a socket of its own."""
     pairs = [socket.socketpair() for _ in range(count)]
     theirs = [end.fileno() for _, end in pairs]
-    process = _started([FORK, *map(str, theirs)], pass_fds=theirs)
+    process = _started([FORK, device, *map(str, theirs)], pass_fds=theirs)
     for _, end in pairs:
         end.close()
     lines = []
@@ -177,6 +177,7 @@ def _spawned(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
 def _started(arguments: list[str], **pipes: Any) -> subprocess.Popen[str]:
     # one thread each: a worker must not start a pool of compiler processes of its own
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep forked processes from the device
     package_root = str(Path(__file__).resolve().parent.parent)
     path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])

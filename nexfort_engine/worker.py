@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lowering worker: `python -m nexfort_engine.worker`, one job a line on standard input, one answer a line on output.
 
-With `--fork` and the numbers of open sockets it imports the compiler once and forks a worker for each socket.
+With `--fork`, a device and the numbers of open sockets it imports the compiler once and forks a worker for each socket.
 
 A job names a file with a pickled graph (written by `pack`, in a private directory of the same user), the directory the
 payload goes to, and the settings. Nothing of the host is imported here; operators come from installed packages only.
@@ -23,7 +23,7 @@ import torch
 from . import flags
 from .capture import Captured
 
-FORK = "--fork"
+FORK, LINE = "--fork", "--line"
 
 
 def pack(captured: Captured) -> bytes:
@@ -99,7 +99,7 @@ def _import_compiler() -> None:
     import torch._inductor.standalone_compile  # noqa: F401
 
 
-def _fork(sockets: list[int]) -> int:
+def _fork(device: str, sockets: list[int]) -> int:
     """One worker for each socket; ends when they have."""
     _import_compiler()
     gc.freeze()  # a collection in a worker would copy the pages that it shares
@@ -111,7 +111,10 @@ def _fork(sockets: list[int]) -> int:
             for other in sockets:
                 if other != own:
                     os.close(other)
-            serve(os.fdopen(own, encoding="utf-8"), os.fdopen(os.dup(own), "w", encoding="utf-8"))
+            if device == "cuda" and torch.cuda._is_in_bad_fork():
+                # some import asked the CUDA runtime for its devices, and a forked process could not use them
+                os.execv(sys.executable, [sys.executable, "-m", __spec__.name, LINE, str(own)])
+            _serve_socket(own)
             status = 0
         finally:
             os._exit(status)
@@ -123,13 +126,20 @@ def _fork(sockets: list[int]) -> int:
     return 0
 
 
+def _serve_socket(number: int) -> None:
+    serve(os.fdopen(number, encoding="utf-8"), os.fdopen(os.dup(number), "w", encoding="utf-8"))
+
+
 def main(arguments: list[str]) -> int:
     """Serve jobs until there are no more."""
     if arguments[:1] == [FORK]:
-        return _fork([int(number) for number in arguments[1:]])
+        return _fork(arguments[1], [int(number) for number in arguments[2:]])
+    _import_compiler()
+    if arguments[:1] == [LINE]:
+        _serve_socket(int(arguments[1]))
+        return 0
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # compilers print to standard output; answers must stay readable
-    _import_compiler()
     serve(sys.stdin, answers)
     return 0
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering workers: graphs come back as payloads, a failure is an answer, nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from probe import Probe, block_of, x
+
+from nexfort_engine import lower, pool
+from nexfort_engine.flags import snapshot, without_device
+
+OPTIONS: dict[str, object] = {"max_autotune": False}
+
+
+def _lowered(helpers: pool.Pool, folder: Path, probe: Probe, device: str = "cpu") -> str | None:
+    """The failure of one job, or None."""
+    folder.mkdir()
+    answers: queue.Queue[str | None] = queue.Queue()
+    helpers.submit(probe.captured, folder, [], OPTIONS, device, answers.put)
+    return answers.get(timeout=300)
+
+
+def _payload_agrees(folder: Path, probe: Probe) -> None:
+    code = lower.load(folder / "payload", OPTIONS, [], len(probe.artefact.weights))
+    probe.artefact.code = code
+    assert probe.agrees(x(3, 9, seed=4))
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Afterwards no worker is left."""
+    started: list[Any] = []
+    start = pool._started
+    monkeypatch.setattr(pool, "_started", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    yield started
+    deadline = time.monotonic() + 20
+    while any(process.poll() is None for process in started):
+        assert time.monotonic() < deadline, "a worker is still running"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["forked", "started anew", "spawned"])
+def test_graphs_come_back_as_payloads(
+    kind: str, gone: list[Any], tmp_path: Path, artefact_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "spawned":
+        monkeypatch.setattr(sys, "platform", "win32")
+    # without a GPU the check for one always keeps forked processes from it: they start anew
+    device = "cuda" if kind == "started anew" else "cpu"
+    probe = Probe(block_of(lambda b, h: b.linear(h) * torch.tensor([0.5] * 8)), x())
+    with pool.Pool(2, device, artefact_cache) as helpers:
+        assert _lowered(helpers, tmp_path / "one", probe) is None
+        assert _lowered(helpers, tmp_path / "two", probe) is None
+    _payload_agrees(tmp_path / "one", probe)
+    assert not (tmp_path / "one" / "graph.bin").exists()
+    assert len(gone) == (2 if kind == "spawned" else 1)
+
+
+def test_a_failure_is_an_answer_and_the_worker_goes_on(gone: list[Any], tmp_path: Path, artefact_cache: Path) -> None:
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x())
+    with pool.Pool(1, "cpu", artefact_cache) as helpers:
+        (tmp_path / "broken").mkdir()
+        answers: queue.Queue[str | None] = queue.Queue()
+        helpers.submit(probe.captured, tmp_path / "broken", ["no_such_module"], OPTIONS, "cpu", answers.put)
+        assert "no_such_module" in str(answers.get(timeout=300))
+        assert _lowered(helpers, tmp_path / "sound", probe) is None
+    _payload_agrees(tmp_path / "sound", probe)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
+def test_workers_that_are_killed_are_an_answer(gone: list[Any], tmp_path: Path) -> None:
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x())
+    with pool.Pool(2, "cpu", None) as helpers:
+        os.killpg(gone[0].pid, signal.SIGKILL)
+        assert "worker" in str(_lowered(helpers, tmp_path / "one", probe))
+        assert "worker" in str(_lowered(helpers, tmp_path / "two", probe))
+
+
+def test_without_device_is_undone() -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    before = CachingAutotuner._make_launchers, snapshot(compiler=True)
+    with without_device():
+        assert CachingAutotuner._make_launchers is not before[0]
+    assert (CachingAutotuner._make_launchers, snapshot(compiler=True)) == before
