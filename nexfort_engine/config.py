@@ -274,9 +274,12 @@ class CompileConfig:
             epilogue = self.option("inductor.optimize_linear_epilogue")
             if epilogue is not None:
                 found["epilogue_fusion"] = epilogue
-        if self.profile == "fast" and on_gpu:
-            found["triton.autotune_pointwise"] = False  # one launch configuration a kernel, nothing is timed
-            found["shape_padding"] = False  # padding is decided by timing each product
+        if on_gpu:
+            # Otherwise one launch configuration a kernel, and nothing is timed: what timing picks differs from run to run
+            # and with it the last bits of sums; it holds for the sizes at hand only; and it needs the device.
+            found["triton.autotune_pointwise"] = search
+            found["dynamic_scale_rblock"] = search
+            found["shape_padding"] = search
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside
         # the regions: SDXL at 1024x1024 took 37.2 ms a step so, 39.8 otherwise (H200, torch 2.11, 2026-11).
         free = self.memory_format != "contiguous_format"

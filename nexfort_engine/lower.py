@@ -84,7 +84,8 @@ def lower_graph(
     from torch._inductor import standalone_compile
 
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad():
-        standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={})
+        patches = {"triton.autotune_at_compile_time": measures(options)}
+        standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks"):
@@ -94,6 +95,11 @@ def lower_graph(
 
         tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
         save_file(tensors, str(payload / CONSTANTS))
+
+
+def measures(options: Mapping[str, object]) -> bool:
+    """Whether lowering with these settings runs kernels to compare them, and so needs the device."""
+    return any(options.get(name) for name in ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning"))
 
 
 def _check_complete(payload: Path) -> None:

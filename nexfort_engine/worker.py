@@ -64,15 +64,8 @@ def work(job: dict[str, Any]) -> None:
     file = Path(job["file"])
     graph, constants = unpack(file.read_bytes())
     file.unlink()
-    with contextlib.nullcontext() if _measures(job["options"]) else flags.without_device():
+    with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"])
-
-
-def _measures(options: dict[str, Any]) -> bool:
-    """Whether lowering with these settings runs kernels to compare them."""
-    return any(
-        bool(value) for name, value in options.items() if name.startswith(("max_autotune", "coordinate_descent"))
-    )
 
 
 def serve(jobs: IO[str], answers: IO[str]) -> None:
