@@ -275,8 +275,8 @@ class CompileConfig:
             if epilogue is not None:
                 found["epilogue_fusion"] = epilogue
         if on_gpu:
-            # Otherwise one launch configuration a kernel, and nothing is timed: what timing picks differs from run to run
-            # and with it the last bits of sums; it holds for the sizes at hand only; and it needs the device.
+            # Otherwise one launch configuration a kernel, and nothing is timed: what timing picks differs from run to
+            # run and with it the last bits of sums; it holds for the sizes at hand only; and it needs the device.
             found["triton.autotune_pointwise"] = search
             found["dynamic_scale_rblock"] = search
             found["shape_padding"] = search
