@@ -3,7 +3,7 @@
 
 The way is torch.export in non-strict mode over the block's own Python code. What is added here: weights, buffers and
 plain tensor attributes become inputs; mappings are recorded (readset.py), attribute reads are recorded
-(modulestate.py); the sizes, relations and ranges that the trace took for granted become conditions (assumptions.py);
+(shadow.py); the sizes, relations and ranges that the trace took for granted become conditions (assumptions.py);
 what it does besides computing its result is listed or refused (effects.py); the source files of the code that was
 walked through are listed with their hashes (sources.py).
 
@@ -31,6 +31,7 @@ from .conditions import Conditions
 from .effects import mapping_writes, refuse_random
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
+from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 
@@ -80,8 +81,10 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, slots: modulestate.WeightSlots, example: Example) -> None:
-        self.block, self.slots, self.example = block, slots, example
+    def __init__(self, block: nn.Module, example: Example) -> None:
+        self.block, self.example = block, example
+        self.weights = [_plain(w) for w in modulestate.WeightSlots(block).read()]
+        self.reads: Reads = {}
         self.log = ReadSet({})
         self.recordings: list[readset.Recording] = []
         self.admitted: dict[readset.Path, Any] = {}
@@ -122,8 +125,10 @@ class _Lifted(nn.Module):
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         try:
-            with trace.slots.replaced(weights), walked() as trace.files:
-                result = trace.block(*args, **kwargs)
+            shadow = Shadow(trace.block, weights)
+            trace.reads = shadow.reads
+            with walked() as trace.files:
+                result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         if _contents((args, kwargs)) != before or given != trace.admitted:
@@ -151,19 +156,18 @@ def capture(module: nn.Module, example: Example, *, dynamic: bool = True) -> Cap
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    slots = modulestate.WeightSlots(module)
-    trace = _Trace(module, slots, example)
+    trace = _Trace(module, example)
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
-        with LOCK, torch.inference_mode(False), modulestate.recording(module) as reads:
+        with LOCK, torch.inference_mode(False):
             program = _export(trace, dynamic, dynamic)
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, slots, example)
+                other = _Trace(module, example)
                 fixed = _export(other, dynamic, False)
                 if _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
-        return _finish(program, trace, modulestate.rows_of(reads))
+        return _finish(program, trace)
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
         raise
@@ -171,10 +175,9 @@ def capture(module: nn.Module, example: Example, *, dynamic: bool = True) -> Cap
 
 def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
-    weights = [_plain(w) for w in trace.slots.read()]
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
     for _ in range(_MAX_ADMISSIONS):
-        args = (weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
+        args = (trace.weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
         try:
             with _hooks_taken_out(), noted() as trace.answers:
                 return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
@@ -263,10 +266,13 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
     return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free
 
 
-def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[list[Any]]) -> Captured:
+def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
-    inputs = Placeholders.of(program, len(trace.slots.names), len(example.tensors), len(trace.paths))
+    inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths))
+    own = {w.data_ptr() for w in trace.weights if w.numel()}
+    if any(value.data_ptr() in own for _, value in inputs.constants):
+        raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
     # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
     sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
@@ -289,7 +295,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace, rows: list[lis
         ints=ints,
         conditions=conditions,
         guards=readset.to_json(trace.log),
-        reads=rows,
+        reads=modulestate.rows_of(trace.reads),
         output=trace.output,
         mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],
         writes=writes,

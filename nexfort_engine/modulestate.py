@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a block is besides its weights: the plain attributes its code reads, and the structure of its module tree.
 
-While a block is captured every attribute read on it or a submodule is recorded (`recording`), so that an artefact is
+While a block is captured every attribute read on it or a submodule is recorded (shadow.py), so that an artefact is
 guarded by what its code consulted and by nothing else: a layer's number that no code reads splits no artefacts, a flag
 that is read and later flipped does. `ModuleState` turns that into flat slots that are compared before every call, and
 into text that another process can compare.
@@ -11,10 +11,9 @@ Weights are found here too: parameters, buffers and plain tensor attributes, all
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ from torch import nn
 from .readset import PLAIN, Refused
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
-_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# attributes that this engine or torch puts on modules for the length of a capture or a call
-_OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
 _MISSING = object()
 Slot = tuple[dict[str, Any], str]
 
@@ -43,25 +40,13 @@ class WeightSlots:
         for path, sub in module.named_modules():
             for table in (sub._parameters, sub._buffers, sub.__dict__):
                 for name, value in table.items():
-                    if isinstance(value, torch.Tensor) and name not in _INTERNAL:
+                    if isinstance(value, torch.Tensor) and name not in INTERNAL:
                         self.names.append(f"{path}.{name}" if path else name)
                         self.slots.append((table, name))
 
     def read(self) -> list[torch.Tensor]:
         """The tensors as they are now. A slot that lost its tensor gives None."""
         return [table.get(name) for table, name in self.slots]  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def replaced(self, values: list[torch.Tensor]) -> Iterator[None]:
-        """Put other tensors in the slots for the length of a `with` block."""
-        before = self.read()
-        try:
-            for (table, name), value in zip(self.slots, values, strict=True):
-                table[name] = value
-            yield
-        finally:
-            for (table, name), value in zip(self.slots, before, strict=True):
-                table[name] = value
 
 
 def structure(module: nn.Module) -> list[list[Any]]:
@@ -72,7 +57,7 @@ def structure(module: nn.Module) -> list[list[Any]]:
             [name, list(value.shape), str(value.dtype)]
             for table in (sub._parameters, sub._buffers, sub.__dict__)
             for name, value in table.items()
-            if isinstance(value, torch.Tensor) and name not in _INTERNAL
+            if isinstance(value, torch.Tensor) and name not in INTERNAL
         ]
         rows.append([path, class_name(type(sub)), weights])
     return rows
@@ -95,69 +80,6 @@ def foreign(module: nn.Module) -> str | None:
         if "parametrizations" in sub._modules:
             return f"a parametrisation{at}"
     return None
-
-
-class _Reads:
-    def __init__(self) -> None:
-        self.paths: dict[int, str] = {}
-        self.values: dict[tuple[str, str], Any] = {}
-
-
-@functools.cache
-def _recording_class(kind: type[nn.Module]) -> type:
-    """A subclass of a module class that reports attribute reads. It adds no slots, so an instance can become it."""
-
-    def __getattribute__(self: nn.Module, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
-        if name not in _INTERNAL and name not in _OURS and not name.startswith("__"):
-            reads = _recording_class.current  # type: ignore[attr-defined]
-            path = reads.paths.get(id(self)) if reads is not None else None
-            if path is not None and not isinstance(value, (torch.Tensor, nn.Module)):
-                own = object.__getattribute__(self, "__dict__")
-                if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
-                    reads.values.setdefault((path, name), value)
-        return value
-
-    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__module__": kind.__module__})
-
-
-_recording_class.current = None  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def recording(module: nn.Module) -> Iterator[_Reads]:
-    """Record attribute reads on a module tree, and put back whatever the block stores on itself meanwhile.
-
-    A block that caches a tensor on itself would otherwise keep a traced one for the next eager call. Captures are made
-    one at a time (the engine holds a lock), so one recorder at a time is enough.
-    """
-    reads = _Reads()
-    subs = list(module.named_modules())
-    before = [(sub, type(sub), dict(sub.__dict__)) for _, sub in subs]
-    tables = [(sub, dict(sub._parameters), dict(sub._buffers), dict(sub._modules)) for _, sub in subs]
-    try:
-        for path, sub in subs:
-            reads.paths[id(sub)] = path
-            sub.__class__ = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
-        _recording_class.current = reads  # type: ignore[attr-defined]
-        yield reads
-    finally:
-        _recording_class.current = None  # type: ignore[attr-defined]
-        for sub, kind, attributes in before:
-            sub.__class__ = kind
-            if not _same_objects(sub.__dict__, attributes):
-                sub.__dict__.clear()
-                sub.__dict__.update(attributes)
-        for sub, *saved in tables:
-            for table, content in zip((sub._parameters, sub._buffers, sub._modules), saved, strict=True):
-                if not _same_objects(table, content):
-                    table.clear()
-                    table.update(content)
-
-
-def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two tables hold the very same objects, so that nothing needs putting back."""
-    return len(now) == len(before) and all(now.get(k, _MISSING) is v for k, v in before.items())
 
 
 def describe(value: Any, depth: int = 3) -> Any:
@@ -264,10 +186,10 @@ def _objects_in(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
         yield from _objects_in(item, depth - 1)
 
 
-def rows_of(reads: _Reads) -> list[list[Any]]:
+def rows_of(reads: Mapping[tuple[str, str], Any]) -> list[list[Any]]:
     """What was read, as JSON-able rows. Raises Refused, naming the attribute, for a value that cannot be compared."""
     rows = []
-    for (path, name), value in sorted(reads.values.items()):
+    for (path, name), value in sorted(reads.items()):
         try:
             rows.append([path, name, describe(value)])
         except Refused as reason:

@@ -23,11 +23,11 @@ from nexfort_engine.modulestate import (  # noqa: E402
     describe,
     foreign,
     matches_text,
-    recording,
     rows_of,
     structure,
 )
 from nexfort_engine.readset import Refused  # noqa: E402
+from nexfort_engine.shadow import Shadow  # noqa: E402
 
 
 class Inner(nn.Module):
@@ -72,9 +72,9 @@ class Block(nn.Module):
 
 def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
     """The state a capture of one call leaves, and its rows as they are stored."""
-    with recording(block) as reads:
-        block(torch.ones(2, 4))
-    rows = json.loads(json.dumps(rows_of(reads)))
+    shadow = Shadow(block)
+    shadow.module(torch.ones(2, 4))
+    rows = json.loads(json.dumps(rows_of(shadow.reads)))
     return ModuleState(block, rows), rows
 
 
@@ -95,23 +95,6 @@ def test_weights_are_read_as_they_are_now() -> None:
     assert slots.read()[2] is block.inner.linear.weight and slots.read()[1] is block.inner.loose
     del block.inner.loose
     assert slots.read()[1] is None
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_replaced_weights_come_back(fails: bool) -> None:
-    block = Block()
-    slots = WeightSlots(block)
-    before, keys = slots.read(), list(block.state_dict())
-    stand_ins = [torch.zeros_like(w) for w in before]
-    try:
-        with slots.replaced(stand_ins):
-            assert block.inner.linear.weight is stand_ins[2] and block.inner.loose is stand_ins[1]
-            if fails:
-                raise RuntimeError("in the middle")
-    except RuntimeError:
-        pass
-    assert all(now is then for now, then in zip(slots.read(), before, strict=True))
-    assert list(block.state_dict()) == keys
 
 
 def test_the_structure_knows_classes_and_shapes_and_no_values() -> None:
@@ -172,29 +155,6 @@ def test_what_is_read_is_recorded_and_nothing_else() -> None:
     assert not read & {("", "unused"), ("inner", "layer"), ("", "forward"), ("inner", "linear"), ("inner", "table")}
 
 
-def test_nothing_is_left_of_a_recording() -> None:
-    block = Block()
-    kinds = [type(sub) for sub in block.modules()]
-    tables = [dict(vars(sub)) for sub in block.modules()]
-    with pytest.raises(RuntimeError, match="in the middle"), recording(block):
-        assert isinstance(block, Block) and type(block) is not Block
-        block.cache, block.inner.loose, block.inner.linear = torch.zeros(1), torch.zeros(4), nn.Identity()
-        del block.unused
-        raise RuntimeError("in the middle")
-    assert [type(sub) for sub in block.modules()] == kinds
-    for sub, table in zip(block.modules(), tables, strict=True):
-        assert list(vars(sub)) == list(table) and all(vars(sub)[name] is value for name, value in table.items())
-    assert block(torch.ones(2, 4)).shape == (2, 4)
-
-
-def test_two_modules_of_one_class_are_kept_apart() -> None:
-    pair = nn.Sequential(Inner(), Inner())
-    pair[1].eps = 0.5
-    with recording(pair) as reads:
-        pair(torch.ones(1, 4))
-    assert reads.values["0", "eps"] == 1e-5 and reads.values["1", "eps"] == 0.5
-
-
 # ---- changes ----------------------------------------------------------------------------------------------------
 
 
@@ -229,10 +189,10 @@ def test_a_change_that_code_could_notice_is_noticed(change: Callable[[Any], Any]
     block.inner.drop = nn.Dropout()  # reads `training`
     block.eval()
     block.inner.forward = functools.partial(_with_dropout, block.inner)
-    with recording(block) as reads:
-        block(torch.ones(2, 4))
+    shadow = Shadow(block)
+    shadow.module(torch.ones(2, 4))
     del block.inner.forward
-    state = ModuleState(block, rows_of(reads))
+    state = ModuleState(block, rows_of(shadow.reads))
     assert state.unchanged()
     change(block)
     assert not state.unchanged()
@@ -331,10 +291,10 @@ def test_what_cannot_be_compared_is_refused_and_named(value: Any) -> None:
         with pytest.raises(Refused):
             describe(value)
         return
-    with recording(block) as reads:
-        block(torch.ones(1))
+    shadow = Shadow(block)
+    shadow.module(torch.ones(1))
     with pytest.raises(Refused, match="attribute thing"):
-        rows_of(reads)
+        rows_of(shadow.reads)
 
 
 def test_an_object_that_holds_itself_comes_to_an_end() -> None:
