@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,27 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
         stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))
         yield
+
+
+@contextmanager
+def backends_kept() -> Iterator[None]:
+    """Let torch.export run without switching oneDNN and NNPACK off for the process.
+
+    It does so to keep decompositions of recurrent layers out of its graphs; a model that runs eagerly in another thread
+    meanwhile would round differently.
+    """
+    import torch.export._trace
+
+    trace: Any = torch.export._trace
+    original = getattr(trace, "_ignore_backend_decomps", None)
+    if original is None:
+        yield
+        return
+    trace._ignore_backend_decomps = nullcontext
+    try:
+        yield
+    finally:
+        trace._ignore_backend_decomps = original
 
 
 @contextmanager
