@@ -9,13 +9,15 @@ artefact serves every module of the same structure; a `Binding` ties it to one o
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import readset
+from .cache.entry import Entry
 from .capture import Captured
 from .conditions import Conditions
 from .lower import Loaded
@@ -70,6 +72,15 @@ def _spec_from_json(value: Any) -> Any:
     return (kind, tuple(value["names"]), *items) if "names" in value else (kind, *items)
 
 
+@dataclass(frozen=True)
+class Misfit:
+    """Why an artefact may not serve a call; sizes: everything but the sizes fits."""
+
+    reason: str
+    sizes: bool = False
+    check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
+
+
 class Artefact:
     """A stored artefact as the engine uses it; its code is loaded on first use."""
 
@@ -87,17 +98,17 @@ class Artefact:
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
         self.code: Loaded | None = None
+        self.entry: Entry | None = None  # where its code is, if it comes from the store
 
-    def broken_by(self, flat: Flat) -> str | None:
+    def misfit(self, flat: Flat) -> Misfit | None:
         """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
         extra = [readset.look(flat.mappings, path) for path in self.options]
         if not all(isinstance(t, torch.Tensor) for t in extra):
-            return "an option that was a tensor is none"
-        shapes = [t.shape for t in (*flat.tensors, *extra)]
-        reason = self.conditions.broken(shapes, flat.ints)
-        if reason is None and not self.check(flat.mappings):
-            reason = "the options answer differently from the captured call"
-        return reason
+            return Misfit("an option that was a tensor is none")
+        if not self.check(flat.mappings):
+            return Misfit("the options answer differently from the captured call")
+        reason = self.conditions.broken([t.shape for t in (*flat.tensors, *extra)], flat.ints)
+        return Misfit(reason, True, self.check) if reason else None
 
 
 class Binding:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
 from .conditions import Conditions, Dim
 from .readset import Refused
@@ -49,11 +50,31 @@ def noted() -> Iterator[list[tuple[Any, Any, Any]]]:
         ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
 
 
+class SizesKeptFree(TorchFunctionMode):
+    """Inside a trace, calls torch without arguments that would fix a size and say nothing new.
+
+    `repeat_interleave(..., output_size=n)` with a plain number of repeats compares n as a plain int, which turns the
+    batch into a constant; diffusers repeats attention masks so.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        repeats = func in (torch.repeat_interleave, torch.Tensor.repeat_interleave)
+        if repeats and len(args) > 1 and isinstance(args[1], (int, torch.SymInt)):
+            kwargs.pop("output_size", None)
+        return func(*args, **kwargs)
+
+
 def asked_by_block(frame: Any) -> bool:
-    """Whether the code that asked, below torch's machinery for symbolic sizes, lies outside torch."""
+    """Whether Python code outside torch asked: it did so through a magic method of SymInt, SymBool or SymFloat.
+
+    Kernels ask too, straight from C++, so that no frame of torch lies between: whether a tensor is contiguous, say.
+    """
+    through_python = False
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        through_python |= frame.f_code.co_filename == _BETWEEN[0]
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+    return through_python and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
 
 
 def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
@@ -115,22 +136,14 @@ def _shape_env(program: torch.export.ExportedProgram) -> Any:
 def _guards(env: Any, answers: list[Any]) -> list[str]:
     """The relations that must hold: every one that the block's own code branched on, and equalities of torch's.
 
-    Torch's inner inequalities (is this dimension 1, is that stride larger) choose between equal results and are
-    stricter than the lowered code: one measured family would be refused at batch 1 for nothing.
+    Torch's own inequalities (is this dimension 1, is that stride larger) choose between equal results and are stricter
+    than the lowered code: many a family would be refused at batch 1 for nothing.
     """
     import sympy
 
+    equalities = [expr for guard in env.guards if isinstance(expr := env.replace(guard.expr), sympy.Eq)]
     found: dict[str, None] = {}
-    for guard in env.guards:
-        expr = env.replace(guard.expr)
-        if expr in (True, sympy.true) or getattr(expr, "is_number", False):
-            continue
-        frame = guard.sloc.framework_loc
-        inside = frame is None or str(getattr(frame, "filename", frame)).startswith(_TORCH)
-        if inside and not isinstance(expr, sympy.Eq):
-            continue
-        found[_print(expr)] = None
-    for expr in answers:
+    for expr in (*equalities, *answers):
         if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
             found[_print(expr)] = None
     return list(found)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from . import lower, readset
-from .artefact import Artefact, Binding, manifest_of
+from .artefact import Artefact, Binding, Misfit, manifest_of
 from .cache.key import environment_parts, primary_key
 from .cache.store import Entry
 from .capture import LOCK, Captured, Example, capture, spec_key
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nexfort")
 
 MOST_VARIANTS = 8  # artefacts of one structure and call; past that something changes on every run
+Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
 
@@ -59,7 +60,8 @@ class Builder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.artefacts: dict[str, list[Artefact]] = {}
-        self.refusals: dict[str, list[tuple[Callable[[list[Any]], bool], str]]] = {}
+        self.refusals: dict[str, list[Refusal]] = {}
+        self._reported: set[str] = set()  # artefacts that the report has
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
     # -- a call whose artefact is not known --------------------------------------------------------------
@@ -75,33 +77,50 @@ class Builder:
             if carried:
                 raise Ineligible(f"it carries {carried}")
             wanted = self._wanted(region, key[0], flat)
-            binding, misfit = self._bind(wanted)
-            if binding is None and not session.planned and self._refused(wanted) is None:
-                self._plan(session)
-                binding, again = self._bind(wanted)
-                misfit = again if misfit is None else misfit
-            if binding is None and self._refused(wanted) is None:
-                binding = self._make(wanted, misfit)
+            binding, refusal = self._find_or_make(wanted, session)
         if binding is not None:
             region.remember(key, binding)
             return binding
-        refusal = self._refused(wanted) or (lambda _: True, "no artefact fits this call")
         region.declined.setdefault(key, []).append(refusal)
         self.engine.report.eager(region.path, refusal[1])
         return None
 
-    def _make(self, wanted: Wanted, misfit: str | None) -> Binding | None:
+    def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
+        binding, misfit = self._bind(wanted)
+        if binding is None and not session.planned and self._may_make(wanted, misfit):
+            self._plan(session)
+            binding, again = self._bind(wanted)
+            misfit = misfit or again
+        if binding is None and self._may_make(wanted, misfit):
+            binding = self._make(wanted, misfit)
+        if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
+            return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
+        return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
+
+    def _may_make(self, wanted: Wanted, misfit: Misfit | None) -> bool:
+        """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
+
+        What stands between the blocks costs little to run eager, and a later resolution must not wait for a compiler.
+        """
+        if self._refused(wanted) is not None:
+            return False
+        if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
+            return True
+        return self.engine.is_block(wanted.region) and self.engine.report.as_dict()["calls"] == 0
+
+    def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
         known = self.artefacts.get(wanted.primary, [])
+        why = misfit.reason if misfit else None
         if len(known) >= MOST_VARIANTS:
             self._refuse(
-                wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {misfit}"
+                wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {why}"
             )
             return None
         self.compile([wanted])
         binding, _ = self._bind(wanted)
-        if binding is not None and misfit:
-            self.engine.report.variant(wanted.region.path, misfit)
+        if binding is not None and why:
+            self.engine.report.variant(wanted.region.path, why)
         return binding
 
     def _wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
@@ -128,55 +147,70 @@ class Builder:
 
     # -- what is there -----------------------------------------------------------------------------------
 
-    def _bind(self, wanted: Wanted) -> tuple[Binding | None, str | None]:
+    def _bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
-        region, misfit = wanted.region, None
+        region = wanted.region
         for binding in region.bindings:
             same = binding.artefact.primary == wanted.primary
-            if same and binding.artefact.broken_by(wanted.flat) is None and binding.state.unchanged():
+            if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
                 return binding, None
+        nearest: Misfit | None = None
         for artefact in self._candidates(wanted):
-            reason = artefact.broken_by(wanted.flat)
-            if reason is None and not matches_text(region.module, artefact.reads):
-                reason = "an attribute of the block differs from the captured one"
-            if reason is None and artefact.code is None:
-                continue
-            if reason is not None:
-                misfit = reason
-                continue
-            binding = Binding(artefact, region.module)
-            region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
-            self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
-            return binding, None
-        return None, misfit
+            misfit = artefact.misfit(wanted.flat)
+            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads):
+                misfit = Misfit("an attribute of the block differs from the captured one")
+            if misfit is not None:
+                nearest = misfit if nearest is None or misfit.sizes else nearest
+            elif self._has_code(artefact, wanted):
+                binding = Binding(artefact, region.module)
+                region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
+                self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
+                return binding, None
+        return None, nearest
 
-    def _candidates(self, wanted: Wanted) -> Any:
+    def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
+        """The artefacts of this structure and call, those of the store without their code."""
         known = self.artefacts.setdefault(wanted.primary, [])
         yield from list(known)
         ids = {artefact.id for artefact in known}
         for entry in self.engine.store.candidates(wanted.primary):
-            if entry.id not in ids:
-                artefact = self._load(entry, wanted)
-                if artefact is not None:
-                    known.append(artefact)
-                    yield artefact
+            if entry.id in ids:
+                continue
+            changed = sources_changed(entry.manifest.get("sources", {}))
+            if changed:
+                path = wanted.region.path
+                self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
+                continue
+            artefact = self._described(entry)
+            if artefact is not None:
+                known.append(artefact)
+                yield artefact
 
-    def _load(self, entry: Entry, wanted: Wanted) -> Artefact | None:
-        """An entry of the store as an artefact with its code, if it is sound and made for this call."""
-        store, region = self.engine.store, wanted.region
-        shared = _loaded.get((str(store.root), entry.id))
+    def _described(self, entry: Entry) -> Artefact | None:
+        shared = _loaded.get((str(self.engine.store.root), entry.id))
         if shared is not None:
-            self.engine.report.loaded(region.path, entry.id, 0.0)
             return shared
-        changed = sources_changed(entry.manifest.get("sources", {}))
-        if changed:
-            self.engine.report.note(f"an artefact of {region.path} is out of date: the source of {changed} changed")
-            return None
-        began = time.perf_counter()
         try:
             artefact = Artefact(entry.id, entry.primary, entry.manifest)
-            if artefact.broken_by(wanted.flat) is not None or not matches_text(region.module, artefact.reads):
-                return None  # made for other sizes or options: left alone until it is needed
+        except Exception as error:
+            # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
+            self.engine.store.set_aside(entry, f"{type(error).__name__}: {error}")
+            return None
+        artefact.entry = entry
+        return artefact
+
+    def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
+        """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""
+        store, path = self.engine.store, wanted.region.path
+        if artefact.code is not None:
+            if artefact.id not in self._reported:
+                self._reported.add(artefact.id)
+                self.engine.report.loaded(path, artefact.id, 0.0)
+            return True
+        entry = artefact.entry
+        assert entry is not None, "an artefact comes from this process or from the store"
+        began = time.perf_counter()
+        try:
             problem = entry.verify()
             if problem is None:
                 self._load_code(artefact, entry)
@@ -185,11 +219,13 @@ class Builder:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             store.set_aside(entry, problem)
-            return None
+            self.artefacts[artefact.primary].remove(artefact)
+            return False
         store.touch(entry)
-        self.engine.report.loaded(region.path, entry.id, time.perf_counter() - began)
+        self._reported.add(artefact.id)
+        self.engine.report.loaded(path, artefact.id, time.perf_counter() - began)
         _loaded[(str(store.root), entry.id)] = artefact
-        return artefact
+        return True
 
     def _load_code(self, artefact: Artefact, entry: Entry) -> None:
         remember_in(self.engine.store.root)
@@ -253,7 +289,8 @@ class Builder:
             wave: dict[str, Wanted] = {}
             rest = []
             for wanted in found:
-                if self._refused(wanted) is not None or self._bind(wanted)[0] is not None:
+                binding, misfit = self._bind(wanted)
+                if binding is not None or not self._may_make(wanted, misfit):
                     continue
                 if wanted.primary in wave:
                     rest.append(wanted)
@@ -306,13 +343,14 @@ class Builder:
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
         _loaded[(str(self.engine.store.root), entry.id)] = artefact
+        self._reported.add(entry.id)
         self.engine.report.compiled(region.path, entry.id, job.seconds)
         if not entry.persistent:
             self.engine.report.note(f"artefacts last only as long as this process: {self.engine.store.problem}")
 
     # -- refusals ----------------------------------------------------------------------------------------
 
-    def _refused(self, wanted: Wanted) -> tuple[Callable[[list[Any]], bool], str] | None:
+    def _refused(self, wanted: Wanted) -> Refusal | None:
         for check, reason in self.refusals.get(wanted.primary, ()):
             if check(wanted.flat.mappings):
                 return check, reason

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from . import modulestate, readset
-from .assumptions import check, conditions_of, noted
+from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
 from .effects import mapping_writes, refuse_random
 from .flags import backends_kept
@@ -128,7 +128,7 @@ class _Lifted(nn.Module):
         try:
             shadow = Shadow(trace.block, weights)
             trace.reads = shadow.reads
-            with walked() as trace.files:
+            with walked() as trace.files, SizesKeptFree():
                 result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error

@@ -78,6 +78,10 @@ class Engine:
                 self.report.note("no region: the module holds no weights; it runs as it is")
         return self._table
 
+    def is_block(self, region: Region) -> bool:
+        """Whether a region is one of the blocks that make a step long: one of several alike, or all there is."""
+        return region.module is self.root or sum(other.kind == region.kind for other in self.regions) > 1
+
     def refresh(self) -> None:
         """Find the regions anew: submodules were exchanged."""
         self._table = None

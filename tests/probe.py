@@ -62,7 +62,8 @@ class Probe:
         flat = Flat()
         if flatten_call(args, kwargs, flat) != self.spec:
             return "another structure"
-        return self.artefact.broken_by(flat)
+        misfit = self.artefact.misfit(flat)
+        return misfit.reason if misfit else None
 
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         """What the graph gives."""
