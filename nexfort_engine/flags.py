@@ -118,6 +118,10 @@ def without_device() -> Iterator[None]:
         for owner, name in ((fake_tensor, "init_gpu_context"), (CachingAutotuner, "_make_launchers")):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, lambda *_: None)
+        # literals of decompositions stay on the CPU, as torch itself has it where there is no device
+        mode = fake_tensor.FakeTensorMode
+        stack.callback(setattr, mode, "avoid_device_init", mode.avoid_device_init)
+        mode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
         yield
 
 

@@ -62,9 +62,9 @@ def work(job: dict[str, Any]) -> None:
     if device.index:  # setting the device that is the current one anyway would make a context on it
         torch.cuda.set_device(device)
     file = Path(job["file"])
-    graph, constants = unpack(file.read_bytes())
-    file.unlink()
     with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
+        graph, constants = unpack(file.read_bytes())
+        file.unlink()
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"])
 
 

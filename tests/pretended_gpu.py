@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU that is not there, as far as a compiler asks: it can be lowered for, and nothing can run on it.
+
+What Inductor and Triton read of a device is answered with the figures of one real model. Everything else of CUDA stays
+as it is, so on a machine without a GPU whatever touches the device raises.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    total_memory=150_000_000_000,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=62914560,
+    gcnArchName="",
+)
+_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION, which a real one would choose
+
+
+class NoSuchDevice(RuntimeError):
+    """Something would have used the device."""
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone there is one GPU."""
+    from torch._dynamo import device_interface
+    from torch._subclasses import fake_impls
+    from triton.backends.nvidia.driver import CudaUtils
+    from triton.runtime import driver
+
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": PROPERTIES.name,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),  # lives in main memory on a real one as well
+        "set_rng_state": None,
+    }
+    for name, answer in answers.items():
+        patch.setattr(torch.cuda, name, _Answer(answer))
+    interface = device_interface.CudaInterface
+    for name in ("current_device", "device_count", "get_device_properties"):  # it holds the originals
+        patch.setattr(interface, name, _Answer(answers[name]))
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        patch.setattr(torch.cuda, name, _stay)
+        patch.setattr(interface, name.removeprefix("_"), staticmethod(_stay))
+    patch.setattr(device_interface, "caching_worker_device_properties", {"cuda": [PROPERTIES]})
+    torch._C._ensureCUDADeviceGuardSet()  # C++ code that would switch devices does not, where there is none
+    # C++ would ask the device which attention suits it
+    patch.setitem(
+        fake_impls.op_implementations_dict, torch.ops.aten._fused_sdp_choice.default, lambda *_, **__: _FLASH
+    )
+    # Triton's driver is a library that is linked with CUDA's
+    patch.setattr(CudaUtils, "__init__", _no_library)
+    patch.setattr(driver, "_default", None)
+    patch.setattr(driver, "_active", None)
+
+
+class _Answer:
+    """A function with one answer. No function, which a class would bind."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._answer
+
+
+def _stay(index: int) -> int:
+    """Setting the device that is the current one anyway does nothing; another one would be used."""
+    if index > 0:
+        raise NoSuchDevice(f"device {index} was made the current one")
+    return 0
+
+
+def _no_library(utils: Any) -> None:
+    utils.get_device_properties = lambda _: {"max_shared_mem": PROPERTIES.shared_memory_per_block_optin}
+    utils.load_binary = _refuse
+
+
+def _refuse(*_: Any) -> Any:
+    raise NoSuchDevice("a kernel was loaded")
