@@ -109,19 +109,25 @@ def without_device() -> Iterator[None]:
     """Lower for a GPU without touching it, for a process that only compiles. Not for one in which kernels run.
 
     A context costs about half a GiB of the device's memory, and Inductor makes one in passing: for fake tensors, whose
-    backward pass would want it, and to load each kernel as soon as it is compiled.
+    backward pass would want it, for literals of the graph and of its own patterns, and to load each kernel as soon as
+    it is compiled. What is only asked about the device (its name, its figures) makes none.
     """
+    import torch
     import torch._subclasses.fake_tensor as fake_tensor
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+    nothing, always = (lambda *_: None), property(lambda _: True)
+    replaced: list[tuple[Any, str, object]] = [
+        (fake_tensor, "init_gpu_context", nothing),
+        (CachingAutotuner, "_make_launchers", nothing),
+        (fake_tensor.FakeTensorMode, "avoid_device_init", always),  # literals stay on the CPU, as if there was no GPU
+        # that mode then counts devices, after which a forked process could not ask about them
+        (torch._C, "_ensureCUDADeviceGuardSet", nothing),
+    ]
     with ExitStack() as stack:
-        for owner, name in ((fake_tensor, "init_gpu_context"), (CachingAutotuner, "_make_launchers")):
+        for owner, name, value in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, lambda *_: None)
-        # literals of decompositions stay on the CPU, as torch itself has it where there is no device
-        mode = fake_tensor.FakeTensorMode
-        stack.callback(setattr, mode, "avoid_device_init", mode.avoid_device_init)
-        mode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
+            setattr(owner, name, value)
         yield
 
 

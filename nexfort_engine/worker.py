@@ -15,6 +15,8 @@ import importlib
 import json
 import os
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,18 +85,61 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def _import_compiler() -> None:
-    """What a first lowering would import. No device is touched: what is forked must not hold one."""
-    import torch._inductor.async_compile
+def _import_compiler(device: str = "cpu") -> None:
+    """What a first lowering would import and find out. No device is touched: what is forked must not hold one."""
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    def find_out() -> None:
+        torch_key()  # hashes of what is installed: more than a second, most of it without Python's lock
+        if HAS_TRITON:
+            triton_key()
+            _load_driver(device)
+
+    beside = threading.Thread(target=find_out)
+    beside.start()
     import torch._inductor.codegen.triton
     import torch._inductor.compile_fx
+    import torch._inductor.runtime.caching
     import torch._inductor.runtime.triton_heuristics
-    import torch._inductor.standalone_compile  # noqa: F401
+    import torch._inductor.standalone_compile
+    import torch.export._trace  # noqa: F401
+    from torch._inductor.codegen.common import init_backend_registration
+
+    init_backend_registration()
+    _make_patterns(device)
+    if HAS_TRITON:
+        for name in ("triton.compiler.code_generator", "triton.experimental.gluon"):
+            with contextlib.suppress(ImportError):  # not every Triton has them
+                importlib.import_module(name)
+    beside.join()  # what is forked has the threads that it needs: none
+
+
+def _load_driver(device: str) -> None:
+    """Have Triton compile and load its driver library, which each worker would do in the directory of its first job."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return
+    from torch._inductor.runtime.triton_helpers import set_driver_to_gpu
+
+    with tempfile.TemporaryDirectory() as folder, flags.scoped_env(TRITON_CACHE_DIR=folder):
+        set_driver_to_gpu()
+
+
+def _make_patterns(device: str) -> None:
+    """Inductor's attention patterns, made once a process; in the order and with the device of the first lowering."""
+    from torch._inductor.fx_passes.fuse_attention import _sfdp_init
+    from torch._inductor.fx_passes.pad_mm import _pad_mm_init
+    from torch._subclasses import FakeTensorMode
+
+    of = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with flags.without_device(), FakeTensorMode():
+        _pad_mm_init(of)
+        _sfdp_init(of)
 
 
 def _fork(device: str, sockets: list[int]) -> int:
     """One worker for each socket; ends when they have."""
-    _import_compiler()
+    _import_compiler(device)
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     for own in sockets:
         if os.fork():

@@ -29,7 +29,6 @@ PROPERTIES = types.SimpleNamespace(
     L2_cache_size=62914560,
     gcnArchName="",
 )
-_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION, which a real one would choose
 
 
 class NoSuchDevice(RuntimeError):
@@ -39,7 +38,6 @@ class NoSuchDevice(RuntimeError):
 def pretend(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone there is one GPU."""
     from torch._dynamo import device_interface
-    from torch._subclasses import fake_impls
     from triton.backends.nvidia.driver import CudaUtils
     from triton.runtime import driver
 
@@ -63,10 +61,10 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(interface, name.removeprefix("_"), staticmethod(_stay))
     patch.setattr(device_interface, "caching_worker_device_properties", {"cuda": [PROPERTIES]})
     torch._C._ensureCUDADeviceGuardSet()  # C++ code that would switch devices does not, where there is none
-    # C++ would ask the device which attention suits it
-    patch.setitem(
-        fake_impls.op_implementations_dict, torch.ops.aten._fused_sdp_choice.default, lambda *_, **__: _FLASH
-    )
+    # C++ would ask the device which attention suits it, and take the slowest without an answer
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    patch.setitem(attention.py_kernels, torch._C.DispatchKey.CompositeImplicitAutograd, _flash)
+    patch.setattr(attention, "_dispatch_cache", {})
     # Triton's driver is a library that is linked with CUDA's
     patch.setattr(CudaUtils, "__init__", _no_library)
     patch.setattr(driver, "_default", None)
@@ -81,6 +79,10 @@ class _Answer:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return self._answer
+
+
+def _flash(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
 def _stay(index: int) -> int:
