@@ -25,6 +25,20 @@ import torch
 from . import flags
 from .capture import Captured
 
+# imported by Inductor and Triton when they come to a first kernel
+_LATE = (
+    "sympy.physics.units",
+    "torch._inductor.bounds",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cuda.device_op_overrides",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch.fx.experimental.validator",
+    "triton.compiler.code_generator",
+    "triton.experimental.gluon",
+)
 FORK, LINE = "--fork", "--line"
 
 
@@ -87,32 +101,33 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
 
 def _import_compiler(device: str = "cpu") -> None:
     """What a first lowering would import and find out. No device is touched: what is forked must not hold one."""
-    from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime import triton_helpers  # noqa: F401  # all that the other thread needs is imported
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
     def find_out() -> None:
-        torch_key()  # hashes of what is installed: more than a second, most of it without Python's lock
-        if HAS_TRITON:
-            triton_key()
-            _load_driver(device)
+        triton_key()  # a hash of its library: more than a second, nearly all of it without Python's lock
+        _load_driver(device)
 
     beside = threading.Thread(target=find_out)
-    beside.start()
+    if HAS_TRITON:
+        beside.start()
     import torch._inductor.codegen.triton
     import torch._inductor.compile_fx
     import torch._inductor.runtime.caching
     import torch._inductor.runtime.triton_heuristics
     import torch._inductor.standalone_compile
     import torch.export._trace  # noqa: F401
+    from torch._inductor.codecache import torch_key
     from torch._inductor.codegen.common import init_backend_registration
 
+    torch_key()
     init_backend_registration()
     _make_patterns(device)
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # not every version has them
+            importlib.import_module(name)
     if HAS_TRITON:
-        for name in ("triton.compiler.code_generator", "triton.experimental.gluon"):
-            with contextlib.suppress(ImportError):  # not every Triton has them
-                importlib.import_module(name)
-    beside.join()  # what is forked has the threads that it needs: none
+        beside.join()  # a forked process has the thread that forks alone
 
 
 def _load_driver(device: str) -> None:
