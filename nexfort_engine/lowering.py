@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -192,7 +193,15 @@ def _submit(
         finally:
             job.finished.set()
 
-    helpers.submit(captured, staged, captured.modules, options(job.device), device, then)
+    def instead() -> str | None:
+        shutil.rmtree(staged / "payload", ignore_errors=True)
+        try:
+            lower.lower(captured, staged / "payload", options(job.device))
+        except Exception as error:
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
+
+    helpers.submit(captured, staged, captured.modules, options(job.device), device, then, instead)
 
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:

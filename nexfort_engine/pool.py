@@ -41,7 +41,7 @@ def count_for(jobs: int, device: str) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if jobs < 2 or cores < 4:
         return 0
-    workers = min(jobs, cores * 3 // 4, _MOST, max(0, _free_memory() // _MEMORY))
+    workers = min(jobs, cores - 2, _MOST, max(0, _free_memory() // _MEMORY))  # one core captures, one is the user's
     if device == "cuda":
         import torch
 
@@ -67,6 +67,10 @@ def portable(modules: list[str]) -> bool:
     return True
 
 
+class WorkerGone(Exception):
+    """A worker ended before it answered: it was killed, or could not start."""
+
+
 @dataclass
 class _Line:
     """The line to one worker: a job a line one way, an answer a line the other way."""
@@ -75,15 +79,15 @@ class _Line:
     jobs: IO[str]
 
     def ask(self, job: dict[str, Any]) -> str | None:
-        """Have one job done. The failure, or None."""
+        """Have one job done. The failure, or None. Raises WorkerGone."""
         try:
             self.jobs.write(json.dumps(job) + "\n")
             self.jobs.flush()
             line = self.answers.readline()
         except OSError as error:
-            return f"the lowering worker is gone: {error}"
+            raise WorkerGone(str(error)) from error
         if not line:
-            return "the lowering worker ended without an answer"
+            raise WorkerGone("it ended without an answer")
         answer = json.loads(line)
         return None if answer["ok"] else str(answer["error"])
 
@@ -126,8 +130,12 @@ class Pool:
         options: dict[str, object],
         device: str,
         then: Callable[[str | None], None],
+        instead: Callable[[], str | None],
     ) -> None:
-        """Lower a graph into `folder`/payload; `then` is called on another thread with the failure, or None."""
+        """Lower a graph into `folder`/payload; `then` is called on another thread with the failure, or None.
+
+        instead: does the job in this process where the worker is gone.
+        """
         file = folder / "graph.bin"
         file.write_bytes(pack(captured))
         job = {
@@ -138,13 +146,18 @@ class Pool:
             "device": device,
             "probes": str(self._probes or ""),
         }
-        self._queue.put((job, then))
+        self._queue.put((job, then, instead))
 
     def _serve(self, line: _Line) -> None:
         """Feed one worker until the pool closes; the last one ends what is left."""
         while (item := self._queue.get()) is not None:
-            job, then = item
-            then(line.ask(job))
+            job, then, instead = item
+            try:
+                problem = line.ask(job)
+            except WorkerGone as error:
+                log.warning("Nexfort: a lowering worker is gone (%s); lowering goes on in this process", error)
+                problem = instead()
+            then(problem)
         line.close()
         with self._lock:
             self._serving -= 1

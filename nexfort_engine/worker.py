@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,35 +99,37 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def _import_compiler(device: str = "cpu") -> None:
-    """What a first lowering would import and find out. No device is touched: what is forked must not hold one."""
-    from torch._inductor.runtime import triton_helpers  # noqa: F401  # all that the other thread needs is imported
-    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
-
-    def find_out() -> None:
-        triton_key()  # a hash of its library: more than a second, nearly all of it without Python's lock
-        _load_driver(device)
-
-    beside = threading.Thread(target=find_out)
-    if HAS_TRITON:
-        beside.start()
+def _import_compiler() -> None:
+    """What a first lowering would import."""
     import torch._inductor.codegen.triton
     import torch._inductor.compile_fx
     import torch._inductor.runtime.caching
     import torch._inductor.runtime.triton_heuristics
     import torch._inductor.standalone_compile
     import torch.export._trace  # noqa: F401
-    from torch._inductor.codecache import torch_key
-    from torch._inductor.codegen.common import init_backend_registration
 
-    torch_key()
-    init_backend_registration()
-    _make_patterns(device)
     for name in _LATE:
         with contextlib.suppress(ImportError):  # not every version has them
             importlib.import_module(name)
-    if HAS_TRITON:
-        beside.join()  # a forked process has the thread that forks alone
+
+
+def _warm_up(device: str) -> None:
+    """What a first lowering would import and find out. No device is touched: what is forked must not hold one."""
+    from torch._inductor.runtime import triton_helpers  # noqa: F401  # all that the other thread needs is imported
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    with ThreadPoolExecutor(1) as beside:  # it ends before the fork: a forked process has the thread that forks alone
+        # a hash of Triton's library takes more than a second, nearly all of it without Python's lock
+        found = [beside.submit(triton_key), beside.submit(_load_driver, device)] if HAS_TRITON else []
+        _import_compiler()
+        from torch._inductor.codecache import torch_key
+        from torch._inductor.codegen.common import init_backend_registration
+
+        torch_key()
+        init_backend_registration()
+        _make_patterns(device)
+        for one in found:
+            one.result()
 
 
 def _load_driver(device: str) -> None:
@@ -154,7 +156,12 @@ def _make_patterns(device: str) -> None:
 
 def _fork(device: str, sockets: list[int]) -> int:
     """One worker for each socket; ends when they have."""
-    _import_compiler(device)
+    try:
+        _warm_up(device)
+        warm = True
+    except Exception:
+        # it was to save time; workers that start anew find the problem again if it is one, and answer with it
+        warm = False
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     for own in sockets:
         if os.fork():
@@ -164,8 +171,8 @@ def _fork(device: str, sockets: list[int]) -> int:
             for other in sockets:
                 if other != own:
                     os.close(other)
-            if device == "cuda" and torch.cuda._is_in_bad_fork():
-                # some import asked the CUDA runtime for its devices, and a forked process could not use them
+            if not warm or (device == "cuda" and torch.cuda._is_in_bad_fork()):
+                # in the second case some import asked the CUDA runtime for its devices: no forked process can use them
                 os.execv(sys.executable, [sys.executable, "-m", __spec__.name, LINE, str(own)])
             _serve_socket(own)
             status = 0

@@ -77,6 +77,10 @@ class _Lifted(nn.Module):
         return [self.function(weights, *inputs)]
 
 
+def _never() -> str:
+    raise AssertionError("the worker did not do it")
+
+
 def captured(kind: str) -> Captured:
     """A block's graph as a process with a GPU captures it."""
     from torch._subclasses import FakeTensorMode
@@ -106,7 +110,9 @@ def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with pool.Pool(1, "cuda", None) as helpers:
             for kind in BLOCKS:
                 (folder / kind).mkdir()
-                helpers.submit(captured(kind), folder / kind, ["pretended_worker"], OPTIONS, "cuda:0", answers.put)
+                helpers.submit(
+                    captured(kind), folder / kind, ["pretended_worker"], OPTIONS, "cuda:0", answers.put, _never
+                )
             assert [answers.get(timeout=300) for _ in BLOCKS] == [None] * len(BLOCKS)
     return {kind: folder / kind / "payload" for kind in BLOCKS}
 
@@ -135,7 +141,7 @@ def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
 def test_what_is_done_before_a_fork_asks_no_device() -> None:
     """Without a GPU every question to CUDA's runtime raises; with one it would keep the forked workers from it."""
     code = (
-        "import os, torch; from nexfort_engine import worker; worker._import_compiler('cuda'); "
+        "import os, torch; from nexfort_engine import worker; worker._warm_up('cuda'); "
         "pid = os.fork(); pid or os._exit(torch.cuda._is_in_bad_fork() or torch.cuda.is_initialized()); "
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
