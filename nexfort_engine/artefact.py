@@ -25,8 +25,11 @@ from .modulestate import ModuleState
 from .signature import Flat, Leaves, unflatten
 
 
-def manifest_of(captured: Captured, region: str, kind: str) -> dict[str, Any]:
-    """What must be stored beside the payload. Raises Refused for what cannot be written down."""
+def manifest_of(captured: Captured, region: str, kind: str, model: str = "") -> dict[str, Any]:
+    """What must be stored beside the payload. Raises Refused for what cannot be written down.
+
+    model: a key of the backbone that it was first made for, for those who look through the store.
+    """
     return {
         "kind": kind,
         "weights": captured.weights,
@@ -41,7 +44,7 @@ def manifest_of(captured: Captured, region: str, kind: str) -> dict[str, Any]:
         "writes": captured.writes,
         "sources": captured.sources,
         "modules": captured.modules,
-        "info": {"region": region, "kind": kind},
+        "info": {"region": region, "kind": kind, "model": model},
     }
 
 

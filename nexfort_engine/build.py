@@ -309,8 +309,7 @@ class Builder:
         by_job = {}
         jobs = []
         for want in wanted:
-            weights = want.region.slots.read()
-            device = want.example.tensors[0][3] if want.example.tensors else weights[0].device
+            device = _device_of(want)
             size = sum(1 for _ in want.region.module.modules())
             capture_it = functools.partial(self._capture, want)
             job = Job(want.region.path, capture_it, self.engine.store, want.primary, device.type, size)
@@ -329,7 +328,7 @@ class Builder:
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
         captured = capture(region.module, wanted.example, dynamic=self.engine.config.dynamic)
-        return captured, manifest_of(captured, region.path, region.kind)
+        return captured, manifest_of(captured, region.path, region.kind, self.engine.model_key(_device_of(wanted)))
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:
         entry = job.entry
@@ -360,6 +359,11 @@ class Builder:
         check = readset.checker(guards or [])
         self.refusals.setdefault(wanted.primary, []).append((check, reason))
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+
+def _device_of(wanted: Wanted) -> torch.device:
+    tensors = wanted.example.tensors
+    return tensors[0][3] if tensors else wanted.region.slots.read()[0].device
 
 
 def _ghost(example: Example) -> Flat:

@@ -21,7 +21,6 @@ from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Engine
 from .flags import disabled
-from .lower import import_ahead
 from .report import Report
 
 _stores: dict[Path, Store] = {}
@@ -56,9 +55,11 @@ def compile(
     original = module.uncompiled() if isinstance(module, CompiledModule) else module
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    engine = Engine(original, config, store_at())
+    weight = next(original.parameters(), None)
     if not (config.disable or disabled()):
-        import_ahead()
-    return wrap_methods(original, Engine(original, config, store_at()), ("forward",))
+        engine.prepare(weight.device if weight is not None else torch.device("cpu"))
+    return wrap_methods(original, engine, ("forward",))
 
 
 class CompiledModule:

@@ -18,16 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import pool
 from .build import Builder
+from .cache.key import environment_parts, primary_key
 from .cache.store import Store
 from .config import CompileConfig
 from .cudagraph import StepGraphs
 from .dispatch import Region
 from .flags import backend_scope, disabled
+from .lower import import_ahead
+from .modulestate import structure
 from .regions import find_regions
 from .report import Report
 from .session import Session, current, entered
-from .support import unsupported
+from .support import OLDEST, torch_version, unsupported
 
 log = logging.getLogger("nexfort")
 
@@ -65,6 +69,7 @@ class Engine:
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
+        self._model_keys: dict[str, str] = {}
 
     @property
     def regions(self) -> list[Region]:
@@ -77,6 +82,29 @@ class Engine:
             if not self._table:
                 self.report.note("no region: the module holds no weights; it runs as it is")
         return self._table
+
+    def prepare(self, device: torch.device) -> None:
+        """Start what the first step will need while the host still loads the model; nothing is compiled yet.
+
+        device: where the model will run. Workers are started only where the store has nothing made for this model.
+        """
+        import_ahead()
+        if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
+            return
+        key = self.model_key(device)
+        if all(row["info"].get("model") != key for row in self.store.rows()):
+            pool.expect(device.type, self.store.root)
+
+    def model_key(self, device: torch.device) -> str:
+        """A key of this backbone's classes, shapes and config on one kind of device."""
+        if device.type not in self._model_keys:
+            parts = {
+                "environment": environment_parts(str(device)),
+                "config": self.config.lowering_key(),
+                "structure": structure(self.root),
+            }
+            self._model_keys[device.type] = primary_key(parts)
+        return self._model_keys[device.type]
 
     def is_block(self, region: Region) -> bool:
         """Whether a region is one of the blocks that make a step long: one of several alike, or all there is."""
@@ -149,6 +177,7 @@ class Engine:
                 _displace(module)
             if not recording:
                 self.report.call(time.perf_counter() - began)
+                pool.dismiss()
 
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""

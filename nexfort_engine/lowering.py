@@ -62,7 +62,7 @@ def lower_all(
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
-            with pool.Pool(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
+            with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
                 _run(group, options, cancel, done, tracker, helpers)
 
 

@@ -31,6 +31,7 @@ VARIABLE = "NEXFORT_WORKERS"
 _MOST = 16
 _MEMORY = 1 << 30  # bytes of main memory that one worker may need; forked ones share most of it
 _DEVICE_MEMORY = 1 << 30
+_PATIENCE = 600.0  # seconds after which workers that are not needed end
 
 
 def count_for(jobs: int, device: str) -> int:
@@ -98,12 +99,49 @@ class _Line:
                 stream.close()
 
 
+_expected: Pool | None = None
+_expecting = threading.Lock()
+
+
+def expect(device: str, probes: Path | None) -> None:
+    """Start workers before there is anything to lower: they take seconds to import the compiler. Once; see `taken`."""
+    global _expected
+    with _expecting:
+        workers = count_for(_MOST, device) if _expected is None else 0
+        if workers:
+            _expected = Pool(workers, device, probes)
+            timer = threading.Timer(_PATIENCE, dismiss)
+            timer.daemon = True
+            timer.start()
+
+
+def taken(workers: int, device: str, probes: Path | None) -> Pool:
+    """The workers that are expected if there are any for this device, or new ones."""
+    global _expected
+    with _expecting:
+        found, _expected = _expected, None
+    if found is not None and (found.device, found.probes) == (device, probes):
+        return found
+    if found is not None:
+        found.close()
+    return Pool(workers, device, probes)
+
+
+def dismiss() -> None:
+    """End workers that nobody took."""
+    global _expected
+    with _expecting:
+        found, _expected = _expected, None
+    if found is not None:
+        found.close()
+
+
 class Pool:
     """Workers for one batch. Use as a context manager; leaving it lets running jobs end in the background."""
 
     def __init__(self, workers: int, device: str, probes: Path | None) -> None:
         self._queue: queue.Queue[Any] = queue.Queue()
-        self._probes = probes
+        self.device, self.probes = device, probes
         # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
         lines, self._processes = _forked(workers, device) if sys.platform == "linux" else _spawned(workers)
         self._serving = len(lines)
@@ -116,6 +154,10 @@ class Pool:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no more jobs; the workers end when they have done what they are at."""
         with contextlib.suppress(queue.Empty):
             while True:  # what has not begun is dropped; what runs is finished and stored
                 self._queue.get_nowait()
@@ -144,7 +186,7 @@ class Pool:
             "modules": modules,
             "options": options,
             "device": device,
-            "probes": str(self._probes or ""),
+            "probes": str(self.probes or ""),
         }
         self._queue.put((job, then, instead))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
+from nexfort_engine import compile as nexfort_compile
 from nexfort_engine import lower, pool
 from nexfort_engine.flags import snapshot, without_device
 
@@ -85,6 +86,44 @@ def test_what_a_killed_worker_had_is_done_in_the_process(gone: list[Any], tmp_pa
         os.killpg(gone[0].pid, signal.SIGKILL)
         assert _lowered(helpers, tmp_path / "one", probe) == "done here"
         assert _lowered(helpers, tmp_path / "two", probe) == "done here"
+
+
+def test_workers_that_are_expected_are_taken_once(
+    gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(pool.VARIABLE, "1")
+    pool.expect("cpu", tmp_path)
+    pool.expect("cpu", tmp_path)
+    assert len(gone) == 1
+    with pool.taken(1, "cpu", tmp_path), pool.taken(1, "cpu", tmp_path):
+        assert len(gone) == 2
+    pool.expect("cpu", tmp_path)
+    with pool.taken(1, "cpu", tmp_path / "another"):
+        assert len(gone) == 4, "they were started for another store"
+    pool.expect("cpu", tmp_path)
+    pool.dismiss()
+    pool.dismiss()
+    assert len(gone) == 5
+
+
+def test_workers_are_expected_where_nothing_is_stored_for_the_model(
+    gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(pool.VARIABLE, "1")
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "store"))
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).eval().requires_grad_(False)
+    compiled = nexfort_compile(block)
+    assert len(gone) == 1
+    with torch.no_grad():
+        assert torch.allclose(compiled(torch.ones(2, 8)), block(torch.ones(2, 8)), atol=1e-6)
+    assert compiled.report.as_dict()["artefacts_compiled"] == 1 and len(gone) == 1, "its workers were not taken"
+    assert nexfort_compile(block) is not None and len(gone) == 1, "its artefacts are there"
+    wider = nexfort_compile(torch.nn.Linear(8, 9).eval().requires_grad_(False))
+    assert len(gone) == 2
+    monkeypatch.setenv(pool.VARIABLE, "0")
+    with torch.no_grad():
+        wider(torch.ones(2, 8))
+    assert pool._expected is None, "after a first step nobody waits any more"
 
 
 def test_without_device_is_undone() -> None:

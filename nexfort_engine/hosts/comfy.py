@@ -23,7 +23,6 @@ from .. import flags, progress
 from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
-from ..lower import import_ahead
 from ..report import Report
 
 log = logging.getLogger("nexfort")
@@ -79,7 +78,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         return patcher
     from comfy.patcher_extension import WrappersMP
 
-    import_ahead()
+    engine_for(network, config, type(patcher.model).__name__).prepare(patcher.load_device)
     clone = patcher.clone()
     if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
@@ -133,9 +132,9 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     config.refuse_freezing("a ComfyUI VAE")
     if config.disable or flags.disabled():
         return vae
-    import_ahead()
     original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]
     engine = engine_for(original, config, type(original).__name__, whole=False)  # it is called by decode and encode
+    engine.prepare(vae.device)
     copied = copy.copy(vae)
     copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
     return copied
