@@ -123,6 +123,9 @@ def without_device() -> Iterator[None]:
         (fake_tensor.FakeTensorMode, "avoid_device_init", always),  # literals stay on the CPU, as if there was no GPU
         # that mode then counts devices, after which a forked process could not ask about them
         (torch._C, "_ensureCUDADeviceGuardSet", nothing),
+        # AOTAutograd keeps the generators as they are; reading a device's asks its stream whether it is capturing
+        (torch.cuda, "get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", nothing),
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:

@@ -48,11 +48,11 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         "get_device_properties": PROPERTIES,
         "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
         "get_device_name": PROPERTIES.name,
-        "get_rng_state": torch.zeros(16, dtype=torch.uint8),  # lives in main memory on a real one as well
-        "set_rng_state": None,
     }
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, _Answer(answer))
+    for name in ("get_rng_state", "set_rng_state"):
+        patch.setattr(torch.cuda, name, _asked)
     interface = device_interface.CudaInterface
     for name in ("current_device", "device_count", "get_device_properties"):  # it holds the originals
         patch.setattr(interface, name, _Answer(answers[name]))
@@ -69,6 +69,10 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaUtils, "__init__", _no_library)
     patch.setattr(driver, "_default", None)
     patch.setattr(driver, "_active", None)
+
+
+def _asked(*_: object) -> None:
+    raise AssertionError("the generator of a device was asked for, which makes a context")
 
 
 class _Answer:
