@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's table, from results.csv: `python -m benchmarks.table` prints it, `--write` puts it into README.md.
 
-For each backbone the newest row of each way counts; nothing is averaged and nothing is left out by hand.
+For each backbone the newest figure of each way counts; nothing is averaged and nothing is left out by hand.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ HEAD = (
 
 
 def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Backbone -> way -> its newest row."""
+    """Backbone -> way -> the newest value of each column."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     with file.open(newline="") as stream:
         for row in csv.DictReader(stream):
-            found.setdefault(row["backbone"], {})[row["way"]] = row
+            figures = found.setdefault(row["backbone"], {}).setdefault(row["way"], {})
+            figures.update({name: value for name, value in row.items() if value})
     return found
 
 
