@@ -29,7 +29,7 @@ from . import modulestate, readset
 from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
 from .effects import mapping_writes, refuse_random
-from .flags import backends_kept
+from .flags import tracing_scope
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
@@ -180,7 +180,7 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
     for _ in range(_MAX_ADMISSIONS):
         args = (trace.weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
         try:
-            with _hooks_taken_out(), backends_kept(), noted() as trace.answers:
+            with _hooks_taken_out(), tracing_scope(), noted() as trace.answers:
                 return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
         except ValueUsed as used:
             value = readset.admit(example.mappings, used.path)

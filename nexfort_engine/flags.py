@@ -84,24 +84,26 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
 
 
 @contextmanager
-def backends_kept() -> Iterator[None]:
-    """Let torch.export run without switching oneDNN and NNPACK off for the process.
+def tracing_scope() -> Iterator[None]:
+    """Torch's settings while a block is exported.
 
-    It does so to keep decompositions of recurrent layers out of its graphs; a model that runs eagerly in another thread
-    meanwhile would round differently.
+    torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
+    graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
+    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture.
     """
+    import torch._dynamo.config
     import torch.export._trace
 
     trace: Any = torch.export._trace
     original = getattr(trace, "_ignore_backend_decomps", None)
-    if original is None:
-        yield
-        return
-    trace._ignore_backend_decomps = nullcontext
-    try:
-        yield
-    finally:
-        trace._ignore_backend_decomps = original
+    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}):
+        if original is not None:
+            trace._ignore_backend_decomps = nullcontext
+        try:
+            yield
+        finally:
+            if original is not None:
+                trace._ignore_backend_decomps = original
 
 
 @contextmanager
