@@ -40,9 +40,9 @@ def count_for(jobs: int, device: str) -> int:
     if asked.isdigit():
         return min(int(asked), jobs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    if jobs < 2 or cores < 4:
+    if jobs < 2 or cores < 2 or (cores < 4 and jobs < 4):
         return 0
-    workers = min(jobs, cores - 2, _MOST, max(0, _free_memory() // _MEMORY))  # one core captures, one is the user's
+    workers = min(jobs, max(2, cores - 2), _MOST, max(0, _free_memory() // _MEMORY))  # one core captures, one is the user's
     if device == "cuda":
         import torch
 
