@@ -42,7 +42,8 @@ def count_for(jobs: int, device: str) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if jobs < 2 or cores < 2 or (cores < 4 and jobs < 4):
         return 0
-    workers = min(jobs, max(2, cores - 2), _MOST, max(0, _free_memory() // _MEMORY))  # one core captures, one is the user's
+    spare = max(2, cores - 2)  # one core captures, one is the user's
+    workers = min(jobs, spare, _MOST, max(0, _free_memory() // _MEMORY))
     if device == "cuda":
         import torch
 
