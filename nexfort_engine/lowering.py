@@ -9,7 +9,9 @@ the background, and found there the next time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import shutil
 import threading
 import time
@@ -133,6 +135,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
+def _failed(what: str, problem: str) -> str:
+    if os.strerror(errno.ENOSPC) in problem:
+        problem += "; make room there, or name another folder in NEXFORT_CACHE_DIR"
+    return f"{what} it failed: {problem}"
+
+
 def _start(
     job: Job,
     captured: Captured,
@@ -148,7 +156,7 @@ def _start(
                 torch.cuda.set_device(current)
             _lower_and_store(job, captured, manifest, options(job.device))
         except Exception as error:
-            job.problem = f"lowering it failed: {type(error).__name__}: {first_line(error)}"
+            job.problem = _failed("lowering", f"{type(error).__name__}: {first_line(error)}")
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
         finally:
             job.finished.set()
@@ -187,9 +195,9 @@ def _submit(
                 if problem is None:
                     job.entry = job.store.commit(job.primary, staged, manifest)
                 else:
-                    job.problem = f"lowering it failed: {problem}"
+                    job.problem = _failed("lowering", problem)
         except Exception as error:
-            job.problem = f"storing it failed: {type(error).__name__}: {first_line(error)}"
+            job.problem = _failed("storing", f"{type(error).__name__}: {first_line(error)}")
         finally:
             job.finished.set()
 

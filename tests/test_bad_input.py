@@ -421,7 +421,7 @@ def test_a_disk_that_fills_up_while_lowering_leaves_the_eager_result(
     monkeypatch.setattr(lower, "lower", fill)
     compiled = nexfort_engine.compile(Small())
     for _ in range(2):
-        assert_runs_eager(compiled, "lowering it failed", os.strerror(errno.ENOSPC))
+        assert_runs_eager(compiled, "lowering it failed", os.strerror(errno.ENOSPC), "NEXFORT_CACHE_DIR")
     assert not list((cache / "staging").iterdir()) and not Store(cache).entries()
 
 
