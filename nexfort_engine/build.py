@@ -27,7 +27,7 @@ from .cache.key import environment_parts, primary_key
 from .cache.store import Entry
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
-from .dispatch import Ineligible, Region
+from .dispatch import Ineligible, Region, device_of
 from .lowering import Job, lower_all
 from .modulestate import matches_text
 from .signature import Flat, Unsupported, flatten_call, normalised
@@ -135,7 +135,7 @@ class Builder:
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             weights = region.slots.read()
-            device = str((weights or flat.tensors)[0].device)
+            device = str(device_of(flat.tensors, weights))
             parts = {
                 "environment": environment_parts(device),
                 "config": self.engine.config.lowering_key(),
@@ -274,7 +274,11 @@ class Builder:
         flat = Flat()
         try:
             spec = flatten_call(args, kwargs, flat)
-            region.weights()
+            loan = region.borrowed(flat.tensors)
+            if loan is not None:
+                loan.end()
+            else:
+                region.weights()
             if region.latched is None and region.carries() is None:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = _ghost(wanted.example)
@@ -327,7 +331,12 @@ class Builder:
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
-        captured = capture(region.module, wanted.example, dynamic=self.engine.config.dynamic)
+        weights, hidden, layers = None, None, region.layers
+        if layers is not None:
+            weights, hidden = layers.examples(region.slots.read(), _device_of(wanted)), layers.hidden()
+        captured = capture(
+            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
+        )
         return captured, manifest_of(captured, region.path, region.kind, self.engine.model_key(_device_of(wanted)))
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:
@@ -362,8 +371,9 @@ class Builder:
 
 
 def _device_of(wanted: Wanted) -> torch.device:
-    tensors = wanted.example.tensors
-    return tensors[0][3] if tensors else wanted.region.slots.read()[0].device
+    devices = [device for *_, device in wanted.example.tensors]
+    devices += [weight.device for weight in wanted.region.slots.read()]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def _ghost(example: Example) -> Flat:

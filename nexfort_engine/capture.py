@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from .sources import hashes, operator_modules, walked
 
 LOCK = threading.RLock()  # export, attribute recording and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
+Hidden = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass
@@ -82,9 +83,10 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, example: Example) -> None:
-        self.block, self.example = block, example
-        self.weights = [_plain(w) for w in modulestate.WeightSlots(block).read()]
+    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
+        self.block, self.example, self.hidden = block, example, hidden
+        given = weights if weights is not None else modulestate.WeightSlots(block).read()
+        self.weights = [_plain(w) for w in given]
         self.reads: Reads = {}
         self.log = ReadSet({})
         self.recordings: list[readset.Recording] = []
@@ -126,7 +128,7 @@ class _Lifted(nn.Module):
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         try:
-            shadow = Shadow(trace.block, weights)
+            shadow = Shadow(trace.block, weights, trace.hidden)
             trace.reads = shadow.reads
             with walked() as trace.files, SizesKeptFree():
                 result = shadow.module(*args, **kwargs)
@@ -148,23 +150,31 @@ class _Lifted(nn.Module):
         return flat.tensors
 
 
-def capture(module: nn.Module, example: Example, *, dynamic: bool = True) -> Captured:
+def capture(
+    module: nn.Module,
+    example: Example,
+    *,
+    dynamic: bool = True,
+    weights: list[torch.Tensor] | None = None,
+    hidden: Hidden | None = None,
+) -> Captured:
     """Capture one block at one example call.
 
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example)
+    trace = _Trace(module, example, weights, hidden or {})
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
             program = _export(trace, dynamic, dynamic)
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example)
+                other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
                 if _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other

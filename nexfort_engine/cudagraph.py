@@ -150,7 +150,7 @@ class StepGraphs:
         admitted: dict[Any, Any] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
-            session.used, session.ran_eager = [], False
+            session.used, session.ran_eager, session.borrowed = [], False, False
             try:
                 result = self._run(spec, flat.tensors, flat, reads, plain)
                 break
@@ -168,6 +168,9 @@ class StepGraphs:
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
+            return result
+        if session.borrowed:
+            self.engine.report.note("no CUDA graph: the host keeps weights elsewhere")
             return result
         try:
             rows = readset.to_json(reads)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
+from .loans import Layers, Loan
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -45,6 +46,8 @@ class Region:
         self._device: torch.device | None = None
         self._structure: list[Any] | None = None
         self._problem: str | None = None
+        self._layers: Layers | None = None
+        self._cast: torch.dtype | None = None
 
     # -- the call ----------------------------------------------------------------------------------------
 
@@ -53,22 +56,28 @@ class Region:
         if self.latched is not None:
             return self._eager(plain, args, kwargs, session, self.latched)
         flat = Flat()
+        loan: Loan | None = None
         try:
             spec = flatten_call(args, kwargs, flat)
-            weights = self.weights()
+            loan = self.borrowed(flat.tensors)
+            weights = loan.weights if loan is not None else self.weights()
             key = (spec, tuple([_size_key(t) for t in flat.tensors]), tuple(flat.ints))
             binding = self._find(key, flat)
             if binding is None:
                 self.renew()
                 binding = self.engine.builder.obtain(self, key, flat, session)
-                weights = self.weights()
+                weights = loan.weights if loan is not None else self.weights()
+            if binding is not None:
+                return self._run(binding, weights, flat, plain, args, kwargs, session)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
-        if binding is None:
-            return self._inside(plain, args, kwargs, session)
-        return self._run(binding, weights, flat, plain, args, kwargs, session)
+        finally:
+            if loan is not None:
+                session.borrowed = True
+                loan.end()
+        return self._inside(plain, args, kwargs, session)
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
@@ -108,6 +117,37 @@ class Region:
 
     # -- what the module is now --------------------------------------------------------------------------
 
+    @property
+    def layers(self) -> Layers | None:
+        """The layers whose weights the host may lend; None without such a host."""
+        if self._layers is None and self.engine.lender is not None:
+            self._layers = Layers(self.engine.lender, self.module, self.slots.names)
+        return self._layers
+
+    def borrowed(self, tensors: list[torch.Tensor]) -> Loan | None:
+        """The block's weights on loan for a call with these tensors, or None: they are its own.
+
+        Raises Ineligible where no artefact may see them.
+        """
+        layers = self.layers
+        due = layers.due() if layers is not None else []
+        cast = layers.lender.dtype() if layers is not None and due else None
+        if cast != self._cast:
+            self._cast, self._structure = cast, None
+            self.forget()
+        if not due or layers is None:
+            return None
+        raw = self.slots.read()
+        if list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes:
+            self._inspect(raw)
+            raw = self.slots.read()
+        loan = layers.borrow(due, raw, device_of(tensors, raw))
+        problem = _weight_problem(loan.weights)
+        if problem is not None:
+            loan.end()
+            raise Ineligible(problem)
+        return loan
+
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
         weights = self.slots.read()
@@ -124,12 +164,12 @@ class Region:
 
     def _inspect(self, weights: list[torch.Tensor]) -> None:
         if any(w is None for w in weights):  # the tree changed its weights: a slot went away
-            self.slots = WeightSlots(self.module)
+            self.slots, self._layers = WeightSlots(self.module), None
             weights = self.slots.read()
         self._problem = _weight_problem(weights)
         before = self._structure
         self._structure = None
-        if self._problem is None:
+        if self._problem is None or self.engine.lender is not None:
             self._ids, self._dtypes = list(map(id, weights)), [w.dtype for w in weights]
             self._device = weights[0].device if weights else None
             if before is not None and self.structure() != before:
@@ -139,7 +179,7 @@ class Region:
         """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
         slots = WeightSlots(self.module)
         if [(id(table), name) for table, name in slots.slots] != [(id(t), n) for t, n in self.slots.slots]:
-            self.slots = slots
+            self.slots, self._layers = slots, None
             self._inspect(slots.read())
 
     def forget(self) -> None:
@@ -151,6 +191,8 @@ class Region:
         if self._structure is None:
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in self.slots.read()]
             self._structure = [structure(self.module), strides]
+            if self._cast is not None:
+                self._structure.append(str(self._cast))
         return self._structure
 
     def remember(self, key: Any, binding: Binding) -> None:
@@ -168,6 +210,12 @@ class Region:
     def carries(self) -> str | None:
         """Hooks and the like that keep the block from being captured or replaced now."""
         return foreign(self.module)
+
+
+def device_of(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.device:
+    """Where a call runs: on the device of what it is given, or of its weights."""
+    devices = [t.device for t in (*tensors, *weights)]
+    return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 class Ineligible(Exception):

@@ -26,6 +26,7 @@ from .config import CompileConfig
 from .cudagraph import StepGraphs
 from .dispatch import Region
 from .flags import backend_scope, disabled
+from .loans import Lender
 from .lower import import_ahead
 from .modulestate import structure
 from .regions import find_regions
@@ -45,6 +46,7 @@ class Engine:
     cancel: called several times a second while artefacts are made; raises to stop (the host's interrupt).
     others_code: why the options it is called with bring code of others along, or None.
     whole: it is called through its forward alone, so it may be one region.
+    lender: where the host keeps weights elsewhere; they are borrowed for each call.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     """
 
@@ -58,9 +60,10 @@ class Engine:
         plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
         others_code: Callable[[dict[Any, Any]], str | None] | None = None,
         whole: bool = True,
+        lender: Lender | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
-        self.name, self.whole = type(root).__name__, whole
+        self.name, self.whole, self.lender = type(root).__name__, whole, lender
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in

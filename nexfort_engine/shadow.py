@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .modulestate import INTERNAL, WeightSlots
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
-_MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
+_MARK = "_nexfort_shadow"  # (reads, path, hidden) in the attribute table of a shadow
 Reads = dict[tuple[str, str], Any]
 
 
@@ -30,16 +31,26 @@ class Shadow:
     module: the copy of the root. reads: (path, attribute) -> value for every plain attribute that its code has read.
     """
 
-    def __init__(self, module: nn.Module, weights: list[torch.Tensor] | None = None) -> None:
-        """weights: the tensors to put in, in the order of WeightSlots; None: those of the module."""
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: list[torch.Tensor] | None = None,
+        hidden: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
+
+        hidden: id(submodule) -> attributes that it shows in the place of its own; reads of them are not recorded.
+        """
+        hidden = hidden or {}
         self.reads: Reads = {}
         copies: dict[int, nn.Module] = {}
         for path, sub in module.named_modules():
             kind = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
             copied = copies[id(sub)] = kind.__new__(kind)
-            copied.__dict__[_MARK] = (self.reads, path)
+            copied.__dict__[_MARK] = (self.reads, path, hidden.get(id(sub), {}))
         for sub in module.modules():
             _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
+            copies[id(sub)].__dict__.update(hidden.get(id(sub), {}))
         self.module = copies[id(module)]
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
@@ -83,7 +94,9 @@ def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):
             own = object.__getattribute__(self, "__dict__")
             if not isinstance(value, (torch.Tensor, nn.Module)) and _MARK in own:
-                reads, path = own[_MARK]
+                reads, path, hidden = own[_MARK]
+                if name in hidden:
+                    return value
                 if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
                     reads.setdefault((path, name), value)
         return value

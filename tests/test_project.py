@@ -20,7 +20,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": ("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "conditions"),
     "cache": ("cache",),
-    "block": ("modulestate", "shadow", "regions", "cpu_probe"),
+    "block": ("modulestate", "shadow", "loans", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources"),
     "lower": ("lower", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),

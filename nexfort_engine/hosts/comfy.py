@@ -24,6 +24,7 @@ from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
+from .comfy_weights import ComfyWeights
 
 log = logging.getLogger("nexfort")
 
@@ -78,7 +79,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         return patcher
     from comfy.patcher_extension import WrappersMP
 
-    engine_for(network, config, type(patcher.model).__name__).prepare(patcher.load_device)
+    engine_for(network, config, type(patcher.model).__name__, model=patcher.model).prepare(patcher.load_device)
     clone = patcher.clone()
     if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
@@ -94,7 +95,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
         network = getattr(executor.class_obj, "diffusion_model", None)
         if not isinstance(network, nn.Module):
             return executor(*args, **kwargs)
-        engine = engine_for(network, config, type(executor.class_obj).__name__)
+        engine = engine_for(network, config, type(executor.class_obj).__name__, model=executor.class_obj)
         reason = engine.passes()
         if reason is not None:
             if reason:
@@ -106,7 +107,9 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
     return run_compiled
 
 
-def engine_for(network: nn.Module, config: CompileConfig, name: str = "", *, whole: bool = True) -> Engine:
+def engine_for(
+    network: nn.Module, config: CompileConfig, name: str = "", *, whole: bool = True, model: Any = None
+) -> Engine:
     """The engine of a network and config; made on first use and kept as long as the network lives."""
     engines = network.__dict__.get(_ENGINES)
     if engines is None:
@@ -114,7 +117,8 @@ def engine_for(network: nn.Module, config: CompileConfig, name: str = "", *, who
     engine = engines.get(config)
     if engine is None:
         hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
-        engine = Engine(network, config, store_at(cache_root()), whole=whole, **hooks)
+        lender = ComfyWeights(model if model is not None else network)
+        engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=lender, **hooks)
         engine.name = name or type(network).__name__
         engines[config] = engine
         _live.add(engine)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that ComfyUI keeps elsewhere: offloaded, patched on the way in, or stored in another dtype than computed in.
+
+ComfyUI's own patcher puts the layers in these states; that it loads only a part is asked of it, as on a small card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from backbones import make
+from patchers import patcher_around, sample
+from subjects import graphs_as_they_are
+
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.hosts import comfy as host
+
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
+TOLERANCE = 1e-3  # of the latent after the sampler's steps
+MOVES = 100 * TOLERANCE
+CONFIG = CompileConfig.parse(None)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@contextlib.contextmanager
+def loaded_in_part(share: float) -> Iterator[None]:
+    """Patchers load this share of their weights and leave the rest to their layers."""
+    import comfy.model_patcher
+
+    kind = comfy.model_patcher.ModelPatcher
+    load = kind.load
+
+    def partly(self: Any, device_to: Any = None, *_: Any, **__: Any) -> None:
+        load(self, device_to, lowvram_model_memory=int(self.model_size() * share))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "load", partly)
+        yield
+
+
+def with_lora(patcher: Any, strength: float) -> Any:
+    """A clone with a change of every weight matrix of the blocks, as a LoRA node makes it."""
+    clone = patcher.clone()
+    generator = torch.Generator().manual_seed(3)
+    patches = {
+        name: (0.05 * torch.randn(weight.shape, generator=generator),)
+        for name, weight in patcher.model.state_dict().items()
+        if "blocks" in name and name.endswith("weight") and weight.ndim == 2
+    }
+    assert len(clone.add_patches(patches, strength)) == len(patches) > 4
+    return clone
+
+
+def due(patcher: Any) -> int:
+    """How many layers are left to cast or patch by themselves."""
+    layers = [m for m in patcher.model.diffusion_model.modules() if hasattr(m, "comfy_cast_weights")]
+    return sum(bool(m.comfy_cast_weights or m.weight_function) for m in layers)
+
+
+@pytest.fixture
+def compiled() -> Iterator[tuple[Any, Any]]:
+    """An eager patcher and its compiled clone after the first picture, all weights loaded."""
+    with graphs_as_they_are():
+        patcher = patcher_around(make("comfy_flux").module, flux=True)
+        clone = host.attach(patcher, CONFIG)
+        assert distance(sample(clone), sample(patcher)) < TOLERANCE
+        assert due(patcher) == 0 and not reported(clone)["eager"]
+        yield patcher, clone
+
+
+def reported(patcher: Any) -> dict[str, Any]:
+    report = host.report_of(patcher)
+    assert report is not None
+    return report.as_dict()
+
+
+def nothing_new(patcher: Any, mark: Any) -> None:
+    report = host.report_of(patcher)
+    assert report is not None
+    new = report.since(mark)
+    assert not new["artefacts"] and not new["variants"] and not new["eager"], new
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_that_is_loaded_in_part_runs_the_same_artefacts(compiled: tuple[Any, Any], share: float) -> None:
+    patcher, clone = compiled
+    wanted = sample(patcher)
+    mark = host.report_of(clone).mark()  # type: ignore[union-attr]
+    unload()
+    with loaded_in_part(share):
+        assert torch.equal(sample(patcher), wanted)
+        assert due(patcher) > 4
+        assert distance(sample(clone), wanted) < TOLERANCE
+        unload()
+    assert distance(sample(clone), wanted) < TOLERANCE
+    nothing_new(clone, mark)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_lora_is_honoured_however_much_is_loaded(compiled: tuple[Any, Any], share: float) -> None:
+    patcher, clone = compiled
+    plain, before = sample(patcher), sample(clone)
+    mark = host.report_of(clone).mark()  # type: ignore[union-attr]
+    unload()
+    with loaded_in_part(share) if share < 1.0 else contextlib.nullcontext():
+        for strength in (1.0, 0.5, -1.0):
+            wanted = sample(with_lora(patcher, strength))
+            assert distance(wanted, plain) > MOVES
+            assert distance(sample(with_lora(clone, strength)), wanted) < TOLERANCE, strength
+        unload()
+    assert torch.equal(sample(clone), before), "a LoRA is still felt after it was taken off"
+    nothing_new(clone, mark)
+
+
+def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
+    import comfy.ops
+    from comfy.ldm.flux.model import Flux
+
+    network = Flux(
+        **{"image_model": "flux", "in_channels": 4, "out_channels": 4, "vec_in_dim": 8, "context_in_dim": 16},
+        **{"hidden_size": 32, "mlp_ratio": 4.0, "num_heads": 2, "axes_dim": [4, 6, 6], "depth": 2, "theta": 10000},
+        **{"depth_single_blocks": 2, "patch_size": 2, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []},
+        **{"device": "cpu", "dtype": torch.bfloat16, "operations": comfy.ops.manual_cast},
+    )
+    network.load_state_dict(make("comfy_flux").module.state_dict())
+    with graphs_as_they_are():
+        patcher = patcher_around(network, flux=True)
+        patcher.model.manual_cast_dtype = torch.float32
+        wanted = sample(patcher)
+        assert next(network.parameters()).dtype == torch.bfloat16
+        clone = host.attach(patcher, CONFIG)
+        assert distance(sample(clone), wanted) < TOLERANCE
+        found = reported(clone)
+        assert not found["eager"] and found["artefacts_compiled"] > 0
+        assert distance(sample(with_lora(clone, 1.0)), sample(with_lora(patcher, 1.0))) < TOLERANCE
+
+
+def unload() -> None:
+    """Everything off the device, as `/free` does."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
