@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .loans import Layers, Loan
+from .loans import Layers, Loan, NotLent
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -141,7 +141,10 @@ class Region:
         if list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes:
             self._inspect(raw)
             raw = self.slots.read()
-        loan = layers.borrow(due, raw, device_of(tensors, raw))
+        try:
+            loan = layers.borrow(due, raw, device_of(tensors, raw))
+        except NotLent as reason:
+            raise Ineligible(str(reason)) from None
         problem = _weight_problem(loan.weights)
         if problem is not None:
             loan.end()

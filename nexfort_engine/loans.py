@@ -16,6 +16,10 @@ import torch
 from torch import nn
 
 
+class NotLent(Exception):
+    """The host does not give this layer's weights away now. The text is the reason."""
+
+
 class Lender(Protocol):
     """What a host gives an engine to borrow from."""
 
@@ -33,7 +37,10 @@ class Lender(Protocol):
         """What weights are cast to, None if they stay what they are."""
 
     def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> tuple[dict[str, Any], Any]:
-        """The layer's weights by name on a device, and a ticket to give them back with."""
+        """The layer's weights by name on a device, and a ticket to give them back with. Raises NotLent.
+
+        They stay what they are until the ticket is given back, also while other layers are lent.
+        """
 
     def take_back(self, layer: nn.Module, ticket: Any) -> None:
         """They are not used any more."""

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..loans import NotLent
+
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 
 
@@ -47,22 +49,29 @@ class ComfyWeights:
         return getattr(self._model(), "manual_cast_dtype", None)
 
     def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> tuple[dict[str, Any], Any]:
-        """Copy, cast and patch as ComfyUI does."""
+        """Copy, cast and patch as ComfyUI does. Raises NotLent under dynamic VRAM."""
         import comfy.ops
 
+        if "_v" in layer.__dict__:
+            raise NotLent(
+                "its weights are kept by ComfyUI's dynamic VRAM, from which nothing is borrowed yet; to compile, start "
+                "ComfyUI with --disable-dynamic-vram"
+            )
         weight: Any = layer.weight
         bias: Any = layer.bias if hasattr(layer, "bias") else None
-        found = comfy.ops.cast_bias_weight(
+        *found, ticket = comfy.ops.cast_bias_weight(
             layer,
             dtype=dtype or weight.dtype,
             device=device,
             bias_dtype=dtype or (bias.dtype if bias is not None else weight.dtype),
             offloadable=True,
         )
-        return {"weight": found[0], "bias": found[1]}, found
+        if ticket is None or ticket[0] is None:
+            return dict(zip(("weight", "bias"), found, strict=True)), None
+        # what went over a stream may lie in a buffer that the next layer overwrites
+        kept = [tensor.clone() if tensor is not None else None for tensor in found]
+        comfy.ops.uncast_bias_weight(layer, *found, ticket)
+        return dict(zip(("weight", "bias"), kept, strict=True)), None
 
     def take_back(self, layer: nn.Module, ticket: Any) -> None:
-        """Let ComfyUI's streams and buffers go on."""
-        import comfy.ops
-
-        comfy.ops.uncast_bias_weight(layer, *ticket)
+        """Nothing: what was lent is a copy, or ComfyUI's own and not in use by others."""

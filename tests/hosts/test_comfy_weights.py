@@ -18,6 +18,7 @@ from subjects import graphs_as_they_are
 
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 TOLERANCE = 1e-3  # of the latent after the sampler's steps
@@ -140,6 +141,38 @@ def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
         found = reported(clone)
         assert not found["eager"] and found["artefacts_compiled"] > 0
         assert distance(sample(with_lora(clone, 1.0)), sample(with_lora(patcher, 1.0))) < TOLERANCE
+
+
+def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.ops
+
+    patcher = patcher_around(make("comfy_flux").module, flux=True)
+    lender = ComfyWeights(patcher.model)
+    layers = [m for m in patcher.model.diffusion_model.modules() if lender.lends(m)][:2]
+    buffer, given_back = torch.zeros(1 << 16), []
+
+    def through_a_buffer(layer: Any, **_: Any) -> Any:
+        view = buffer[: layer.weight.numel()].view(layer.weight.shape)
+        return view.copy_(layer.weight), layer.bias, ("a stream", None, None)
+
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", through_a_buffer)
+    monkeypatch.setattr(comfy.ops, "uncast_bias_weight", lambda layer, *_: given_back.append(layer))
+    lent = [lender.lend(layer, torch.device("cpu"), None)[0] for layer in layers]
+    assert all(torch.equal(tensors["weight"], layer.weight) for tensors, layer in zip(lent, layers, strict=True))
+    assert given_back == layers
+
+
+def test_dynamic_vram_lends_nothing_and_says_so(compiled: tuple[Any, Any]) -> None:
+    patcher, clone = compiled
+    block = patcher.model.diffusion_model.double_blocks[0]
+    layer = next(m for m in block.modules() if isinstance(m, torch.nn.Linear))
+    layer._v = object()  # ComfyUI's handle on the memory of a layer; without a GPU its layers only look for it
+    try:
+        sample(clone)
+        reasons = {row["region"]: row["reason"] for row in reported(clone)["eager"]}
+    finally:
+        del layer._v
+    assert list(reasons) == ["double_blocks.0"] and "--disable-dynamic-vram" in reasons["double_blocks.0"]
 
 
 def unload() -> None:
