@@ -416,19 +416,20 @@ def test_cancelled_compile_is_taken_up_again(threads: int) -> None:
 
 
 @with_options
-def test_options_added_later_act_as_in_eager(tiny: Subject) -> None:
-    before = tiny.run()
-    wanted = tiny.eager()
-    for label, edit in tiny.tiny.kind.edits.items():
-        options: dict[str, Any] = {}
-        edit(options)
-        edited = tiny.eager(options=options)
-        assert distance(edited, wanted) > MOVES, f"{label} does not matter to the network"
-        for _ in range(2):
-            assert distance(tiny.run(options=options), edited) < TOLERANCE, label
-        mark = tiny.report.mark()
-        assert equal_bits(tiny.run(), before), f"{label} is still felt after it was removed"
-        assert not new_since(tiny, mark)
+def test_options_added_later_act_as_in_eager(host: str) -> None:
+    with graphs_as_they_are():
+        cold = cold_subject(make(host))
+        before, wanted = cold.run(), cold.eager()
+        for label, edit in cold.tiny.kind.edits.items():
+            options: dict[str, Any] = {}
+            edit(options)
+            edited = cold.eager(options=options)
+            assert distance(edited, wanted) > MOVES, f"{label} does not matter to the network"
+            for _ in range(2):
+                assert distance(cold.run(options=options), edited) < TOLERANCE, label
+            mark = cold.report.mark()
+            assert equal_bits(cold.run(), before), f"{label} is still felt after it was removed"
+            assert not new_since(cold, mark)
 
 
 @with_options
