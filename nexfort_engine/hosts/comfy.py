@@ -138,7 +138,8 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
         return vae
     original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]
     engine = engine_for(original, config, type(original).__name__, whole=False)  # it is called by decode and encode
-    engine.prepare(vae.device)
+    if hasattr(vae, "device"):  # where it will run; its weights may still lie elsewhere
+        engine.prepare(vae.device)
     copied = copy.copy(vae)
     copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
     return copied
@@ -153,7 +154,7 @@ def _with_progress(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report_of(value: Any) -> Report | None:
-    """The report of a patcher that `attach` returned or a VAE that `attach_vae` returned, once it has run."""
+    """The report of a patcher that `attach` returned or a VAE that `attach_vae` returned, empty before it has run."""
     model = getattr(value, "first_stage_model", None)
     if model is not None:
         return getattr(model, "report", None)
