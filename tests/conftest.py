@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 THREADS = 2
@@ -21,6 +22,10 @@ HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
     "with comfy-cli: pip install comfy-cli && comfy install"
 )
+
+# no test is judged by its time, and on a busy machine the first draw of a strategy is slow
+hypothesis.settings.register_profile("nexfort", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("nexfort")
 
 
 def pytest_configure() -> None:
