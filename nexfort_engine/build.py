@@ -106,7 +106,7 @@ class Builder:
             return False
         if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
             return True
-        return self.engine.is_block(wanted.region) and self.engine.report.as_dict()["calls"] == 0
+        return self.engine.is_block(wanted.region) and self.engine.report.calls == 0
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
@@ -135,7 +135,7 @@ class Builder:
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             weights = region.slots.read()
-            device = str(device_of(flat.tensors, weights))
+            device = str(device_of([t.device for t in (*flat.tensors, *weights)]))
             parts = {
                 "environment": environment_parts(device),
                 "config": self.engine.config.lowering_key(),
@@ -274,10 +274,7 @@ class Builder:
         flat = Flat()
         try:
             spec = flatten_call(args, kwargs, flat)
-            loan = region.borrowed(flat.tensors)
-            if loan is not None:
-                loan.end()
-            else:
+            if not region.due():
                 region.weights()
             if region.latched is None and region.carries() is None:
                 wanted = self._wanted(region, spec, flat)
@@ -371,9 +368,8 @@ class Builder:
 
 
 def _device_of(wanted: Wanted) -> torch.device:
-    devices = [device for *_, device in wanted.example.tensors]
-    devices += [weight.device for weight in wanted.region.slots.read()]
-    return next((device for device in devices if device.type != "cpu"), devices[0])
+    given = [device for *_, device in wanted.example.tensors]
+    return device_of(given + [weight.device for weight in wanted.region.slots.read()])
 
 
 def _ghost(example: Example) -> Flat:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -32,13 +32,12 @@ from .effects import mapping_writes, refuse_random
 from .flags import tracing_scope
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
-from .shadow import Reads, Shadow
+from .shadow import Hidden, Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 
-LOCK = threading.RLock()  # export, attribute recording and Inductor's settings are process-wide: one at a time
+LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
-Hidden = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass
@@ -223,7 +222,7 @@ def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
     try:
         return future.result()
     except BaseException:
-        wait([future])  # an interrupt of the caller: the block must not be put back while it is traced
+        wait([future])  # an interrupt of the caller: settings must not be put back while it traces
         raise
 
 

@@ -135,6 +135,8 @@ class StepGraphs:
             return False
         if self._pointers() != step.pointers:
             return False
+        if any(region.layers is not None and not region.layers.resident() for region in self.engine.regions):
+            return False  # functions may be attached to weights that stay where they are
         maps = flat.mappings[:1] * 4
         return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
 

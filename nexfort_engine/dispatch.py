@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .loans import Layers, Loan, NotLent
+from .loans import Layers, NotLent
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -56,28 +56,26 @@ class Region:
         if self.latched is not None:
             return self._eager(plain, args, kwargs, session, self.latched)
         flat = Flat()
-        loan: Loan | None = None
         try:
             spec = flatten_call(args, kwargs, flat)
-            loan = self.borrowed(flat.tensors)
-            weights = loan.weights if loan is not None else self.weights()
+            due = self.due()
+            weights = [] if due else self.weights()
             key = (spec, tuple([_size_key(t) for t in flat.tensors]), tuple(flat.ints))
             binding = self._find(key, flat)
             if binding is None:
                 self.renew()
                 binding = self.engine.builder.obtain(self, key, flat, session)
-                weights = loan.weights if loan is not None else self.weights()
-            if binding is not None:
-                return self._run(binding, weights, flat, plain, args, kwargs, session)
+                weights = [] if due else self.weights()
+            if due and binding is not None:
+                weights = self._borrowed(due, flat.tensors)
+                session.borrowed = True
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
-        finally:
-            if loan is not None:
-                session.borrowed = True
-                loan.end()
-        return self._inside(plain, args, kwargs, session)
+        if binding is None:
+            return self._inside(plain, args, kwargs, session)
+        return self._run(binding, weights, flat, plain, args, kwargs, session)
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
@@ -124,32 +122,32 @@ class Region:
             self._layers = Layers(self.engine.lender, self.module, self.slots.names)
         return self._layers
 
-    def borrowed(self, tensors: list[torch.Tensor]) -> Loan | None:
-        """The block's weights on loan for a call with these tensors, or None: they are its own.
-
-        Raises Ineligible where no artefact may see them.
-        """
+    def due(self) -> list[Any]:
+        """The layers whose weights have to be borrowed now. Raises Ineligible where no artefact may see them."""
         layers = self.layers
-        due = layers.due() if layers is not None else []
+        try:
+            due = layers.due() if layers is not None else []
+        except NotLent as reason:
+            raise Ineligible(str(reason)) from None
         cast = layers.lender.dtype() if layers is not None and due else None
         if cast != self._cast:
             self._cast, self._structure = cast, None
             self.forget()
-        if not due or layers is None:
-            return None
-        raw = self.slots.read()
-        if list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes:
-            self._inspect(raw)
+        if due:
             raw = self.slots.read()
-        try:
-            loan = layers.borrow(due, raw, device_of(tensors, raw))
-        except NotLent as reason:
-            raise Ineligible(str(reason)) from None
-        problem = _weight_problem(loan.weights)
+            if list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes:
+                self._inspect(raw)
+        return due
+
+    def _borrowed(self, due: list[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
+        raw = self.slots.read()
+        assert self.layers is not None, "layers are due"
+        weights = self.layers.borrow(due, raw, device_of([t.device for t in (*tensors, *raw)]))
+        problem = _weight_problem(weights)
         if problem is not None:
-            loan.end()
             raise Ineligible(problem)
-        return loan
+        return weights
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
@@ -215,9 +213,8 @@ class Region:
         return foreign(self.module)
 
 
-def device_of(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.device:
-    """Where a call runs: on the device of what it is given, or of its weights."""
-    devices = [t.device for t in (*tensors, *weights)]
+def device_of(devices: list[torch.device]) -> torch.device:
+    """Where a call runs, from the devices of what it is given and then of its weights."""
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

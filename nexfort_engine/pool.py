@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowering several graphs at once in worker processes, largest first, as many as the machine holds.
 
-Workers live as long as one batch of lowerings: an idle one would keep a device context and memory that the next picture
-wants. On a small machine, or for one graph, lowering stays in the process.
+Workers live as long as one batch of lowerings, and may be started a little before it: an idle one would keep memory
+that the next picture wants. On a small machine, or for one graph, lowering stays in the process.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def taken(workers: int, device: str, probes: Path | None) -> Pool:
 def dismiss() -> None:
     """End workers that nobody took."""
     global _expected
+    if _expected is None:  # asked after every step
+        return
     with _expecting:
         found, _expected = _expected, None
     if found is not None:

@@ -89,6 +89,11 @@ class Report:
         with self._lock:
             self._append_once("notes", (text,), text)
 
+    @property
+    def calls(self) -> int:
+        """How many calls of the backbone have ended."""
+        return self._calls
+
     def mark(self) -> Mark:
         """This moment, for `since`."""
         with self._lock:

@@ -23,6 +23,7 @@ from .modulestate import INTERNAL, WeightSlots
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
 _MARK = "_nexfort_shadow"  # (reads, path, hidden) in the attribute table of a shadow
 Reads = dict[tuple[str, str], Any]
+Hidden = Mapping[int, Mapping[str, Any]]
 
 
 class Shadow:
@@ -35,7 +36,7 @@ class Shadow:
         self,
         module: nn.Module,
         weights: list[torch.Tensor] | None = None,
-        hidden: Mapping[int, Mapping[str, Any]] | None = None,
+        hidden: Hidden | None = None,
     ) -> None:
         """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
 

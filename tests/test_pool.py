@@ -79,7 +79,7 @@ def test_a_failure_is_an_answer_and_the_worker_goes_on(gone: list[Any], tmp_path
     _payload_agrees(tmp_path / "sound", probe)
 
 
-@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="workers are killed by their process group here")
 def test_what_a_killed_worker_had_is_done_in_the_process(gone: list[Any], tmp_path: Path) -> None:
     probe = Probe(block_of(lambda b, h: b.linear(h)), x())
     with pool.Pool(2, "cpu", None) as helpers:

@@ -79,7 +79,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         return patcher
     from comfy.patcher_extension import WrappersMP
 
-    engine_for(network, config, type(patcher.model).__name__, model=patcher.model).prepare(patcher.load_device)
+    engine_for(network, config, patcher.model).prepare(patcher.load_device)
     clone = patcher.clone()
     if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
@@ -95,7 +95,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
         network = getattr(executor.class_obj, "diffusion_model", None)
         if not isinstance(network, nn.Module):
             return executor(*args, **kwargs)
-        engine = engine_for(network, config, type(executor.class_obj).__name__, model=executor.class_obj)
+        engine = engine_for(network, config, executor.class_obj)
         reason = engine.passes()
         if reason is not None:
             if reason:
@@ -107,19 +107,19 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
     return run_compiled
 
 
-def engine_for(
-    network: nn.Module, config: CompileConfig, name: str = "", *, whole: bool = True, model: Any = None
-) -> Engine:
-    """The engine of a network and config; made on first use and kept as long as the network lives."""
+def engine_for(network: nn.Module, config: CompileConfig, model: Any, *, whole: bool = True) -> Engine:
+    """The engine of a network and config; made on first use and kept as long as the network lives.
+
+    model: what the host holds the network in, or the network itself.
+    """
     engines = network.__dict__.get(_ENGINES)
     if engines is None:
         engines = network.__dict__[_ENGINES] = _Engines()
     engine = engines.get(config)
     if engine is None:
         hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
-        lender = ComfyWeights(model if model is not None else network)
-        engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=lender, **hooks)
-        engine.name = name or type(network).__name__
+        engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=ComfyWeights(model), **hooks)
+        engine.name = type(model).__name__
         engines[config] = engine
         _live.add(engine)
     return engine
@@ -137,7 +137,7 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     if config.disable or flags.disabled():
         return vae
     original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]
-    engine = engine_for(original, config, type(original).__name__, whole=False)  # it is called by decode and encode
+    engine = engine_for(original, config, original, whole=False)  # it is called by decode and encode
     if hasattr(vae, "device"):  # where it will run; its weights may still lie elsewhere
         engine.prepare(vae.device)
     copied = copy.copy(vae)

@@ -24,6 +24,7 @@ class ComfyWeights:
     """The lender of one BaseModel."""
 
     hidden: ClassVar[Mapping[str, Any]] = {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
+    signs = (*hidden, "_v")  # the last is dynamic VRAM's
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
@@ -38,9 +39,14 @@ class ComfyWeights:
         return False
 
     def due(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks, or its weights are elsewhere altogether (dynamic VRAM)."""
+        """As the layer's own forward asks. Raises NotLent under dynamic VRAM."""
         own = layer.__dict__
-        if own.get("weight_function") or own.get("bias_function") or "_v" in own:
+        if "_v" in own:
+            raise NotLent(
+                "its weights are kept by ComfyUI's dynamic VRAM, from which nothing is borrowed yet; to compile, start "
+                "ComfyUI with --disable-dynamic-vram"
+            )
+        if own.get("weight_function") or own.get("bias_function"):
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
 
@@ -48,15 +54,10 @@ class ComfyWeights:
         """The dtype that ComfyUI computes in where it is not that of the weights."""
         return getattr(self._model(), "manual_cast_dtype", None)
 
-    def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> tuple[dict[str, Any], Any]:
-        """Copy, cast and patch as ComfyUI does. Raises NotLent under dynamic VRAM."""
+    def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Copy, cast and patch as ComfyUI does."""
         import comfy.ops
 
-        if "_v" in layer.__dict__:
-            raise NotLent(
-                "its weights are kept by ComfyUI's dynamic VRAM, from which nothing is borrowed yet; to compile, start "
-                "ComfyUI with --disable-dynamic-vram"
-            )
         weight: Any = layer.weight
         bias: Any = layer.bias if hasattr(layer, "bias") else None
         *found, ticket = comfy.ops.cast_bias_weight(
@@ -66,12 +67,9 @@ class ComfyWeights:
             bias_dtype=dtype or (bias.dtype if bias is not None else weight.dtype),
             offloadable=True,
         )
-        if ticket is None or ticket[0] is None:
-            return dict(zip(("weight", "bias"), found, strict=True)), None
-        # what went over a stream may lie in a buffer that the next layer overwrites
-        kept = [tensor.clone() if tensor is not None else None for tensor in found]
-        comfy.ops.uncast_bias_weight(layer, *found, ticket)
-        return dict(zip(("weight", "bias"), kept, strict=True)), None
-
-    def take_back(self, layer: nn.Module, ticket: Any) -> None:
-        """Nothing: what was lent is a copy, or ComfyUI's own and not in use by others."""
+        kept = found
+        if ticket is not None and ticket[0] is not None:
+            # what went over a stream may lie in a buffer that the next layer overwrites
+            kept = [tensor.clone() if tensor is not None else None for tensor in found]
+            comfy.ops.uncast_bias_weight(layer, *found, ticket)
+        return dict(zip(("weight", "bias"), kept, strict=True))

@@ -157,7 +157,7 @@ def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", through_a_buffer)
     monkeypatch.setattr(comfy.ops, "uncast_bias_weight", lambda layer, *_: given_back.append(layer))
-    lent = [lender.lend(layer, torch.device("cpu"), None)[0] for layer in layers]
+    lent = [lender.lend(layer, torch.device("cpu"), None) for layer in layers]
     assert all(torch.equal(tensors["weight"], layer.weight) for tensors, layer in zip(lent, layers, strict=True))
     assert given_back == layers
 
