@@ -120,6 +120,27 @@ def test_a_lora_is_honoured_however_much_is_loaded(compiled: tuple[Any, Any], sh
     nothing_new(clone, mark)
 
 
+def test_a_function_attached_to_a_resident_weight_is_honoured(compiled: tuple[Any, Any]) -> None:
+    patcher, clone = compiled
+    plain, before = sample(patcher), sample(clone)
+    mark = host.report_of(clone).mark()  # type: ignore[union-attr]
+    region = next(
+        r for e in host._live for r in e.regions if r.module is patcher.model.diffusion_model.double_blocks[0]
+    )
+    assert region.layers is not None and region.layers.resident()
+    layer = patcher.model.diffusion_model.double_blocks[0].img_mlp[0]
+    layer.weight_function.append(lambda weight: weight * 3.0)
+    try:
+        assert not region.layers.resident()
+        wanted = sample(patcher)
+        assert distance(wanted, plain) > MOVES
+        assert distance(sample(clone), wanted) < TOLERANCE
+    finally:
+        layer.weight_function.clear()
+    assert torch.equal(sample(clone), before)
+    nothing_new(clone, mark)
+
+
 def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
     import comfy.ops
     from comfy.ldm.flux.model import Flux
