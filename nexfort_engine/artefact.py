@@ -21,7 +21,7 @@ from .cache.entry import Entry
 from .capture import Captured
 from .conditions import Conditions
 from .lower import Loaded
-from .modulestate import ModuleState
+from .modulestate import Hidden, ModuleState
 from .signature import Flat, Leaves, unflatten
 
 
@@ -119,10 +119,10 @@ class Binding:
 
     __slots__ = ("artefact", "code", "plain", "state")
 
-    def __init__(self, artefact: Artefact, module: nn.Module, state: ModuleState | None = None) -> None:
+    def __init__(self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None) -> None:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
-        self.state = state or ModuleState(module, artefact.reads)
+        self.state = ModuleState(module, artefact.reads, hidden)
         # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
         self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
 

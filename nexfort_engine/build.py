@@ -155,14 +155,15 @@ class Builder:
             if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
                 return binding, None
         nearest: Misfit | None = None
+        hidden = region.layers.hidden() if region.layers is not None else None
         for artefact in self._candidates(wanted):
             misfit = artefact.misfit(wanted.flat)
-            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads):
+            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):
                 misfit = Misfit("an attribute of the block differs from the captured one")
             if misfit is not None:
                 nearest = misfit if nearest is None or misfit.sizes else nearest
             elif self._has_code(artefact, wanted):
-                binding = Binding(artefact, region.module)
+                binding = Binding(artefact, region.module, hidden)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
                 self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
                 return binding, None

@@ -30,9 +30,10 @@ from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
 from .effects import mapping_writes, refuse_random
 from .flags import tracing_scope
+from .modulestate import Hidden
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
-from .shadow import Hidden, Reads, Shadow
+from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 

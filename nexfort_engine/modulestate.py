@@ -26,6 +26,7 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MISSING = object()
 Slot = tuple[dict[str, Any], str]
+Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
 
 
 class WeightSlots:
@@ -132,13 +133,22 @@ def _describe_function(value: Any, depth: int) -> Any:
 class ModuleState:
     """The attributes that one capture read on one module tree, as slots that are compared before every call."""
 
-    def __init__(self, module: nn.Module, rows: list[list[Any]]) -> None:
+    def __init__(self, module: nn.Module, rows: list[list[Any]], hidden: Hidden | None = None) -> None:
         """rows: [path, attribute, described value] as `rows_of` gave them; `matches_text` must have held."""
-        self._slots: list[Slot] = []
+        hidden = hidden or {}
+        self._slots: list[tuple[Mapping[str, Any], str]] = []
         self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
         by_path = dict(module.named_modules())
+        on_classes: dict[tuple[type, str], None] = {}
         for path, name, _ in rows:
-            self._slots.append((by_path[path].__dict__, name))
+            if name not in hidden.get(id(by_path[path]), ()):
+                own = by_path[path].__dict__
+                self._slots.append((own, name))
+                if name not in own:
+                    on_classes.update(
+                        {(kind, name): None for kind in type(by_path[path]).__mro__ if name in vars(kind)}
+                    )
+        self._slots += [(vars(kind), name) for kind, name in on_classes]
         self._values = [_frozen(table.get(name, _MISSING)) for table, name in self._slots]
         for table, name in self._slots:
             self._objects.extend((fields, _frozen(fields)) for fields in _objects_in(table.get(name)))
@@ -197,12 +207,14 @@ def rows_of(reads: Mapping[tuple[str, str], Any]) -> list[list[Any]]:
     return rows
 
 
-def matches_text(module: nn.Module, rows: list[list[Any]]) -> bool:
-    """Whether another module of the same structure answers every recorded read the same."""
+def matches_text(module: nn.Module, rows: list[list[Any]], hidden: Hidden | None = None) -> bool:
+    """Whether another module of the same structure answers every recorded read the same; `hidden` answers first."""
+    hidden = hidden or {}
     by_path = dict(module.named_modules())
     for path, name, expected in rows:
         sub = by_path.get(path)
-        value = getattr(sub, name, _MISSING) if sub is not None else _MISSING
+        shown = hidden.get(id(sub), {})
+        value = shown[name] if name in shown else getattr(sub, name, _MISSING)
         try:
             if value is _MISSING or describe(value) != expected:
                 return False

@@ -11,19 +11,17 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .modulestate import INTERNAL, WeightSlots
+from .modulestate import INTERNAL, Hidden, WeightSlots
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
-_MARK = "_nexfort_shadow"  # (reads, path, hidden) in the attribute table of a shadow
+_MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
 Reads = dict[tuple[str, str], Any]
-Hidden = Mapping[int, Mapping[str, Any]]
 
 
 class Shadow:
@@ -40,7 +38,7 @@ class Shadow:
     ) -> None:
         """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
 
-        hidden: id(submodule) -> attributes that it shows in the place of its own; reads of them are not recorded.
+        hidden: id(submodule) -> attributes that it shows in the place of its own.
         """
         hidden = hidden or {}
         self.reads: Reads = {}
@@ -48,7 +46,7 @@ class Shadow:
         for path, sub in module.named_modules():
             kind = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
             copied = copies[id(sub)] = kind.__new__(kind)
-            copied.__dict__[_MARK] = (self.reads, path, hidden.get(id(sub), {}))
+            copied.__dict__[_MARK] = (self.reads, path)
         for sub in module.modules():
             _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
             copies[id(sub)].__dict__.update(hidden.get(id(sub), {}))
@@ -95,9 +93,7 @@ def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):
             own = object.__getattribute__(self, "__dict__")
             if not isinstance(value, (torch.Tensor, nn.Module)) and _MARK in own:
-                reads, path, hidden = own[_MARK]
-                if name in hidden:
-                    return value
+                reads, path = own[_MARK]
                 if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
                     reads.setdefault((path, name), value)
         return value

@@ -198,7 +198,7 @@ def test_second_process_compiles_nothing_and_gives_the_same_bits(
     assert min(answer["control"]["exports"], answer["control"]["lowerings"]) > 0, "the hooks see nothing"
     for name, found in answer["backbones"].items():
         assert found["artefacts_compiled"] == 0 and found["artefacts_loaded"] > 0, name
-        assert not found["eager"], name
+        assert {row["region"] for row in found["eager"]} <= {BACKBONES[name].bound_to_sizes}, name
         assert found["digests"] == wanted[name], name
 
 

@@ -224,6 +224,39 @@ def test_another_process_would_notice_it_too(change: Callable[[Any], Any]) -> No
     assert not matches_text(other, rows)
 
 
+def test_a_change_of_a_class_is_noticed() -> None:
+    class Kind(nn.Module):
+        scale, functions = 2.0, []  # type: ignore[var-annotated]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + len(self.functions)
+
+    def state() -> ModuleState:
+        shadow = Shadow(Kind())
+        shadow.module(torch.ones(1))
+        return ModuleState(Kind(), rows_of(shadow.reads))
+
+    before = state()
+    assert before.unchanged()
+    Kind.functions.append(1)
+    assert not before.unchanged() and (before := state()).unchanged()
+    Kind.scale = 3.0
+    assert not before.unchanged()
+
+
+def test_what_is_hidden_answers_in_the_place_of_the_block_s_own() -> None:
+    block = Block()
+    hidden = {id(block.inner): {"layer": 8}}
+    shadow = Shadow(block, hidden=hidden)
+    assert shadow.module.inner.layer == 8 and block.inner.layer != 8
+    rows = rows_of(shadow.reads)
+    assert ["inner", "layer", 8] in rows
+    assert matches_text(block, rows, hidden) and not matches_text(block, rows)
+    state = ModuleState(block, rows, hidden)
+    block.inner.layer = 9
+    assert state.unchanged() and matches_text(block, rows, hidden)
+
+
 # ---- values as text ---------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from backbones import make
 from patchers import patcher_around, sample
-from subjects import graphs_as_they_are
+from subjects import Subject, graphs_as_they_are
+from subjects import distance as moved
 
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
@@ -162,6 +163,21 @@ def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
         found = reported(clone)
         assert not found["eager"] and found["artefacts_compiled"] > 0
         assert distance(sample(with_lora(clone, 1.0)), sample(with_lora(patcher, 1.0))) < TOLERANCE
+
+
+def test_an_artefact_without_a_lender_is_the_one_with_a_lender_and_is_not_used_where_a_layer_would_patch() -> None:
+    """One store serves `nexfort_engine.compile` and the node; the former runs the layers' own code and must see it."""
+    with graphs_as_they_are():
+        lent = host.attach(patcher_around(make("comfy_flux").module, flux=True), CONFIG)
+        sample(lent)
+        made = {row["key"] for row in reported(lent)["artefacts"]}
+        alone = Subject(make("comfy_flux"))
+        alone.run()
+        assert made & {row["key"] for row in alone.report.as_dict()["artefacts"]}, "nothing was shared"
+        mlp = alone.module.double_blocks[0].img_mlp[0]
+        mlp.weight_function = [lambda weight: weight * 3.0]
+        assert moved(alone.eager(), alone.eager_before) > MOVES
+        assert alone.same() < TOLERANCE
 
 
 def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
