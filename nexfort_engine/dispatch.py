@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .loans import Layers, NotLent
+from .loans import Layers, Loan, NotLent
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -47,7 +47,8 @@ class Region:
         self._structure: list[Any] | None = None
         self._problem: str | None = None
         self._layers: Layers | None = None
-        self._cast: torch.dtype | None = None
+        self._due: list[Any] = []
+        self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
 
     # -- the call ----------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class Region:
         """Run the block for one call. `plain` is the block's own forward."""
         if self.latched is not None:
             return self._eager(plain, args, kwargs, session, self.latched)
-        flat = Flat()
+        flat, loan = Flat(), None
         try:
             spec = flatten_call(args, kwargs, flat)
             due = self.due()
@@ -67,15 +68,20 @@ class Region:
                 binding = self.engine.builder.obtain(self, key, flat, session)
                 weights = [] if due else self.weights()
             if due and binding is not None:
-                weights = self._borrowed(due, flat.tensors)
-                session.borrowed = True
+                weights, loan = self._borrow(due, flat.tensors)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
         if binding is None:
             return self._inside(plain, args, kwargs, session)
-        return self._run(binding, weights, flat, plain, args, kwargs, session)
+        if loan is None:
+            return self._run(binding, weights, flat, plain, args, kwargs, session)
+        session.borrowed = True
+        try:
+            return self._run(binding, weights, flat, plain, args, kwargs, session)
+        finally:
+            loan.give_back()
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
@@ -129,25 +135,33 @@ class Region:
             due = layers.due() if layers is not None else []
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
-        cast = layers.lender.dtype() if layers is not None and due else None
-        if cast != self._cast:
-            self._cast, self._structure = cast, None
-            self.forget()
-        if due:
-            raw = self.slots.read()
-            if list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes:
-                self._inspect(raw)
+        if not due and not self._lent:
+            return due
+        raw = self.slots.read()
+        changed = list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes
+        if changed or due is not self._due:
+            lent = layers.dtypes(due, raw) if layers is not None else {}
+            self._due = due
+            if lent != self._lent:
+                self._lent, self._structure = lent, None
+                self.forget()
+        if changed and due:
+            self._inspect(raw)
         return due
 
-    def _borrowed(self, due: list[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _borrow(self, due: list[Any], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Loan]:
         """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
         raw = self.slots.read()
         assert self.layers is not None, "layers are due"
-        weights = self.layers.borrow(due, raw, device_of([t.device for t in (*tensors, *raw)]))
+        try:
+            weights, loan = self.layers.borrow(due, raw, device_of([t.device for t in (*tensors, *raw)]))
+        except NotLent as reason:
+            raise Ineligible(str(reason)) from None
         problem = _weight_problem(weights)
         if problem is not None:
+            loan.give_back()
             raise Ineligible(problem)
-        return weights
+        return weights, loan
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
@@ -191,9 +205,7 @@ class Region:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
         if self._structure is None:
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in self.slots.read()]
-            self._structure = [structure(self.module), strides]
-            if self._cast is not None:
-                self._structure.append(str(self._cast))
+            self._structure = [structure(self.module, self._lent), strides]
         return self._structure
 
     def remember(self, key: Any, binding: Binding) -> None:

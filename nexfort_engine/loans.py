@@ -2,9 +2,9 @@
 """Loans: weights that a host keeps elsewhere, as tensors for the length of one call.
 
 A host may leave weights in main memory, keep them in another dtype, or patch them on the way in. It does so with code
-of its own in each layer. A region whose layers need that borrows the finished tensors just before its code runs, so
-that one artefact serves the resident block and the offloaded one. What the layers' code looks at to decide is hidden
-from the capture (shadow.py): it always sees a resident layer.
+of its own in each layer. A region whose layers need that borrows the finished tensors just before its code runs and
+gives them back after it, so that one artefact serves the resident block and the offloaded one. What the layers' code
+looks at to decide is hidden from the capture (shadow.py): it always sees a resident layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,24 @@ from torch import nn
 
 class NotLent(Exception):
     """The host does not give this layer's weights away now. The text is the reason."""
+
+
+class Loan(Protocol):
+    """Weights of some layers, taken out."""
+
+    @property
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """A dictionary by name for each layer."""
+
+    def give_back(self) -> None:
+        """The call was issued; the host may move the memory when the device has come this far."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the host keeps the tensors where they are, so that they may be had again for asking."""
+
+    def again(self) -> bool:
+        """Take the same tensors out once more, if each is still where it was. False: nothing was taken."""
 
 
 class Lender(Protocol):
@@ -37,11 +55,11 @@ class Lender(Protocol):
     def due(self, layer: nn.Module) -> bool:
         """Whether the layer's own code would now do more than use its weights. Raises NotLent."""
 
-    def dtype(self) -> torch.dtype | None:
-        """What weights are cast to, None if they stay what they are."""
+    def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
+        """The dtype that a weight has when it is lent."""
 
-    def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-        """The layer's weights by name on a device. They stay what they are while other layers are lent."""
+    def lend(self, layers: list[nn.Module], device: torch.device) -> Loan:
+        """The layers' weights on a device. Raises NotLent."""
 
 
 class Layers:
@@ -57,6 +75,9 @@ class Layers:
                 self._all.append((sub, own))
         self._signs = [(layer.__dict__, name) for layer, _ in self._all for name in lender.signs]
         self._by_class = any(getattr(type(layer), name, None) for layer, _ in self._all for name in lender.signs)
+        self._seen: list[Any] = []
+        self._due: list[tuple[nn.Module, dict[str, int]]] = []
+        self._last: tuple[Loan, list[tuple[int, torch.Tensor]]] | None = None
 
     def hidden(self) -> dict[int, Mapping[str, Any]]:
         """id(layer) -> the attributes that a capture is shown in the place of its own."""
@@ -67,28 +88,55 @@ class Layers:
         return not self._by_class and not any([own.get(name) for own, name in self._signs])
 
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
-        """The layers that have to be borrowed now. Raises NotLent."""
-        if self.resident():
+        """The layers that have to be borrowed now; the same list as long as nothing changed. Raises NotLent."""
+        signs = [own.get(name) for own, name in self._signs]
+        if not self._by_class and not any(signs):
             return []
-        due = self.lender.due
-        return [row for row in self._all if due(row[0])]
+        if not self._seen or signs != self._seen:
+            self._last = None
+            self._due = [row for row in self._all if self.lender.due(row[0])]
+            self._seen = [list(sign) if type(sign) is list else sign for sign in signs]  # lists change in place
+        return self._due
 
-    def borrow(self, due: list[Any], weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The block's weights with those of the layers `due` on a device."""
-        found, dtype = list(weights), self.lender.dtype()
-        for layer, places in due:
-            tensors = self.lender.lend(layer, device, dtype)
-            for name, i in places.items():
-                found[i] = tensors[name]
-        return found
+    def dtypes(self, due: list[Any], weights: list[torch.Tensor]) -> dict[int, torch.dtype]:
+        """Place in the block's list -> dtype, for those weights of the layers `due` that are cast on their way."""
+        lent = {i: self.lender.dtype(layer, name) for layer, places in due for name, i in places.items()}
+        return {i: dtype for i, dtype in lent.items() if weights[i] is not None and dtype != weights[i].dtype}
+
+    def borrow(
+        self, due: list[Any], weights: list[torch.Tensor], device: torch.device
+    ) -> tuple[list[torch.Tensor], Loan]:
+        """The block's weights with those of the layers `due` on a device, until the loan ends. Raises NotLent."""
+        if self._last is not None and due is self._due and self._last[0].again():
+            loan, lent = self._last
+        else:
+            loan = self.lender.lend([layer for layer, _ in due], device)
+            rows = zip(due, loan.tensors, strict=True)
+            lent = [(i, tensors[name]) for (_, places), tensors in rows for name, i in places.items()]
+            lent = [(i, tensor) for i, tensor in lent if tensor is not weights[i]]
+            turned = [(i, _laid_out(tensor, weights[i])) for i, tensor in lent]
+            # nothing but what the host keeps anyway is held on to between calls
+            keep = loan.kept and all(now is then for (_, now), (_, then) in zip(turned, lent, strict=True))
+            self._last, lent = (loan, lent) if keep and due is self._due else None, turned
+        weights = list(weights)
+        for i, tensor in lent:
+            weights[i] = tensor
+        return weights, loan
 
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """The block's weights as they would be borrowed, without their data."""
-        found, dtype = list(weights), self.lender.dtype()
-        for _, places in self.due():
-            for i in places.values():
-                found[i] = torch.empty_like(weights[i], dtype=dtype or weights[i].dtype, device=device)
+        found, due = list(weights), self.due()
+        dtypes = self.dtypes(due, weights)
+        for i in (i for _, places in due for i in places.values()):
+            found[i] = torch.empty_like(weights[i], dtype=dtypes.get(i, weights[i].dtype), device=device)
         return found
+
+
+def _laid_out(lent: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A lent weight with the strides of the layer's own, for which code was made; a host may lose them on the way."""
+    if lent.stride() == own.stride() or lent.shape != own.shape:
+        return lent
+    return torch.empty_strided(own.shape, own.stride(), dtype=lent.dtype, device=lent.device).copy_(lent)
 
 
 def _weights_of(layer: nn.Module) -> list[str]:

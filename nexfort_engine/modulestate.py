@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,12 +51,16 @@ class WeightSlots:
         return [table.get(name) for table, name in self.slots]  # type: ignore[misc]
 
 
-def structure(module: nn.Module) -> list[list[Any]]:
-    """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able."""
+def structure(module: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None) -> list[list[Any]]:
+    """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able.
+
+    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one.
+    """
     rows: list[list[Any]] = []
+    dtypes, place = dtypes or {}, itertools.count()
     for path, sub in module.named_modules():
         weights = [
-            [name, list(value.shape), str(value.dtype)]
+            [name, list(value.shape), str(dtypes.get(next(place), value.dtype))]
             for table in (sub._parameters, sub._buffers, sub.__dict__)
             for name, value in table.items()
             if isinstance(value, torch.Tensor) and name not in INTERNAL

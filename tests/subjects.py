@@ -119,9 +119,15 @@ def subject(name: str) -> Subject:
 _graphs: dict[str, tuple[torch.fx.GraphModule, list[torch.Tensor]]] = {}
 
 
+@functools.cache
+def _graph_cache() -> str:
+    """The graphs last as long as this process, and so does what is stored about them."""
+    return tempfile.mkdtemp(prefix="nexfort-graphs-")
+
+
 @contextmanager
 def graphs_as_they_are() -> Iterator[None]:
-    """Inside the block a captured graph is not lowered: its artefact is the graph, in a cache of its own."""
+    """Inside the block a captured graph is not lowered: its artefact is the graph. They share a cache."""
 
     def keep(captured: Captured, payload: Path, _options: Any) -> None:
         payload.mkdir(parents=True, exist_ok=True)
@@ -134,7 +140,7 @@ def graphs_as_they_are() -> Iterator[None]:
         return lambda inputs: graph(*inputs[:weights], *constants, *inputs[weights:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NEXFORT_CACHE_DIR", tempfile.mkdtemp(prefix="nexfort-graphs-"))
+        patch.setenv("NEXFORT_CACHE_DIR", _graph_cache())
         patch.setenv("NEXFORT_WORKERS", "0")  # a worker process would lower for real
         patch.setattr(lower, "lower", keep)
         patch.setattr(lower, "load", load)

@@ -4,12 +4,16 @@
 ComfyUI's layers (comfy.ops) decide on every call: where `comfy_cast_weights` is set or functions are attached, they
 copy their weights to the device of their input, cast them, and run LoRA patches over them (`cast_bias_weight`). That
 very function is called here, so that the result is ComfyUI's for whatever state its patcher left the layer in.
+
+Under dynamic VRAM a layer has a place in memory of which ComfyUI may take the pages away (`_v`). Those of a region are
+fetched in one go (`cast_modules_with_vbar`), as ComfyUI does it ahead of a block; where all of them stay, the next call
+only asks whether the pages are the same.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +22,7 @@ from torch import nn
 from ..loans import NotLent
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
+_NAMES = ("weight", "bias")
 
 
 class ComfyWeights:
@@ -39,37 +44,159 @@ class ComfyWeights:
         return False
 
     def due(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks. Raises NotLent under dynamic VRAM."""
+        """As the layer's own forward asks."""
         own = layer.__dict__
-        if "_v" in own:
-            raise NotLent(
-                "its weights are kept by ComfyUI's dynamic VRAM, from which nothing is borrowed yet; to compile, start "
-                "ComfyUI with --disable-dynamic-vram"
-            )
         if own.get("weight_function") or own.get("bias_function"):
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
 
-    def dtype(self) -> torch.dtype | None:
-        """The dtype that ComfyUI computes in where it is not that of the weights."""
-        return getattr(self._model(), "manual_cast_dtype", None)
+    def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
+        """The dtype that ComfyUI computes in where it is not that of the weights.
 
-    def lend(self, layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-        """Copy, cast and patch as ComfyUI does."""
+        A weight that dynamic VRAM left in the file may have another dtype there than in the model.
+        """
+        computing = getattr(self._model(), "manual_cast_dtype", None)
+        own = getattr(layer, f"{name}_comfy_model_dtype", None) if "_v" in layer.__dict__ else None
+        return computing or own or getattr(layer, name).dtype
+
+    def lend(self, layers: list[nn.Module], device: torch.device) -> _Loan:
+        """Copy, cast and patch as ComfyUI does. Raises NotLent."""
+        loan = _Loan()
+        paged = [layer for layer in layers if _is_paged(layer, device)]
+        try:
+            fetched = dict(zip(map(id, paged), self._fetched(paged, device, loan), strict=True))
+            for layer in layers:
+                loan.tensors.append(fetched.get(id(layer)) or self._cast(layer, device, loan))
+        except BaseException:
+            loan.give_back()
+            raise
+        return loan
+
+    def _cast(self, layer: Any, device: torch.device, loan: _Loan) -> dict[str, torch.Tensor]:
+        """One layer by the function that it calls itself."""
         import comfy.ops
 
-        weight: Any = layer.weight
-        bias: Any = layer.bias if hasattr(layer, "bias") else None
-        *found, ticket = comfy.ops.cast_bias_weight(
+        own = {name: value for name in _NAMES if (value := getattr(layer, name, None)) is not None}
+        functions = layer.weight_function or layer.bias_function
+        if not functions and all(t.device == device and t.dtype == self.dtype(layer, n) for n, t in own.items()):
+            return own
+        loan.kept = False
+        dtypes = {name: self.dtype(layer, name) for name in own}
+        weight, bias, ticket = comfy.ops.cast_bias_weight(
             layer,
-            dtype=dtype or weight.dtype,
+            dtype=dtypes["weight"],
             device=device,
-            bias_dtype=dtype or (bias.dtype if bias is not None else weight.dtype),
+            bias_dtype=dtypes.get("bias", dtypes["weight"]),
             offloadable=True,
         )
-        kept = found
+        found = {name: value for name, value in zip(_NAMES, (weight, bias), strict=True) if value is not None}
         if ticket is not None and ticket[0] is not None:
             # what went over a stream may lie in a buffer that the next layer overwrites
-            kept = [tensor.clone() if tensor is not None else None for tensor in found]
-            comfy.ops.uncast_bias_weight(layer, *found, ticket)
-        return dict(zip(("weight", "bias"), kept, strict=True))
+            found = {name: value.clone() for name, value in found.items()}
+            comfy.ops.uncast_bias_weight(layer, weight, bias, ticket)
+        return found
+
+    def _fetched(self, layers: list[Any], device: torch.device, loan: _Loan) -> list[dict[str, torch.Tensor]]:
+        """Layers under dynamic VRAM, all at once."""
+        if not layers:
+            return []
+        import comfy.model_management as management
+        import comfy.ops
+
+        cast = getattr(comfy.ops, "cast_modules_with_vbar", None)
+        resolve = getattr(comfy.ops, "resolve_cast_module_with_vbar", None)
+        if cast is None or resolve is None:
+            raise NotLent(
+                "its weights are kept by a dynamic VRAM that this version of Nexfort does not know; to compile, start "
+                "ComfyUI with --disable-dynamic-vram"
+            )
+        # what ComfyUI fetched ahead is there already, and is ComfyUI's to give back
+        loan.pages = [layer for layer in layers if not hasattr(layer, "_prefetch")]
+        if loan.pages:
+            loan.device = device
+            loan.stream = cast(loan.pages, None, device, None, management.device_supports_non_blocking(device))
+            management.sync_stream(device, loan.stream)
+        found = []
+        for layer in layers:
+            dtypes = [self.dtype(layer, name) if getattr(layer, name, None) is not None else None for name in _NAMES]
+            weight, bias = resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], None, False)
+            found.append({n: value for n, value in zip(_NAMES, (weight, bias), strict=True) if value is not None})
+            # a copy was cast or patched for this call, and what has no place of its own goes with the call
+            loan.kept &= weight is getattr(layer, "_v_weight", None) and bias is getattr(layer, "_v_bias", None)
+            loan.kept &= layer._prefetch["signature"] is not None
+        loan.kept &= len(loan.pages) == len(layers)
+        return found
+
+
+def _is_paged(layer: nn.Module, device: torch.device) -> bool:
+    return "_v" in layer.__dict__ and device.type != "cpu" and layer.weight.device != device
+
+
+class _Loan:
+    """Weights of some layers, taken out.
+
+    kept: every tensor lies where the next call would find it. pages: the layers whose pages this loan holds.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.kept = True
+        self.pages: list[Any] = []
+        self.device: torch.device | None = None
+        self.stream: Any = None
+        self._claims: list[tuple[dict[str, Any], Any, Any]] = []  # (attributes of a layer, place, its pages)
+        self._held: list[Any] = []
+        self._finish: Callable[[], None] = self._give_back_fetched
+
+    def give_back(self) -> None:
+        """Let go of the pages; ComfyUI waits for the device before it uses them for something else."""
+        self._finish()
+
+    def again(self) -> bool:
+        """Hold the same pages once more, if ComfyUI moved none and changed no weight since."""
+        if not self.kept:
+            return False
+        from comfy_aimdo import model_vbar
+
+        for own, place, pages in self._claims:
+            # another signature object: the layer was filled anew; none: what it holds is out of date
+            found = (
+                model_vbar.vbar_fault(place) if own.get("_v_signature") is pages and "_prefetch" not in own else None
+            )
+            if found is not None:
+                self._held.append(place)
+            if found is None or not model_vbar.vbar_signature_compare(found, pages):
+                self._let_go()
+                return False
+        return True
+
+    def _give_back_fetched(self) -> None:
+        self._finish = self._let_go
+        if not self.pages:
+            return
+        import comfy.model_management as management
+
+        for layer in self.pages:
+            prefetch = layer.__dict__.get("_prefetch")
+            if prefetch is None:  # it failed before this one
+                continue
+            for name in _NAMES:
+                patch = getattr(layer, f"{name}_lowvram_function", None)
+                if patch is not None:
+                    patch.clear_prepared()
+            if prefetch["signature"] is not None:
+                self._held.append(layer._v)
+                self._claims.append((layer.__dict__, layer._v, layer.__dict__.get("_v_signature")))
+            del layer._prefetch
+        self._let_go()
+        if self.stream is not None:
+            self.stream.wait_stream(management.current_stream(self.device))
+
+    def _let_go(self) -> None:
+        if not self._held:
+            return
+        from comfy_aimdo import model_vbar
+
+        for place in self._held:
+            model_vbar.vbar_unpin(place)
+        self._held.clear()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
+from paged_memory import PAGE, PagedMemory, page
 from patchers import patcher_around, sample
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
@@ -194,22 +195,126 @@ def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", through_a_buffer)
     monkeypatch.setattr(comfy.ops, "uncast_bias_weight", lambda layer, *_: given_back.append(layer))
-    lent = [lender.lend(layer, torch.device("cpu"), None) for layer in layers]
+    for layer in layers:
+        layer.comfy_cast_weights = True
+    monkeypatch.setattr(lender, "dtype", lambda layer, name: torch.bfloat16)  # so that they have to be cast
+    lent = lender.lend(layers, torch.device("cpu")).tensors
     assert all(torch.equal(tensors["weight"], layer.weight) for tensors, layer in zip(lent, layers, strict=True))
     assert given_back == layers
 
 
-def test_dynamic_vram_lends_nothing_and_says_so(compiled: tuple[Any, Any]) -> None:
+# ---- dynamic VRAM --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paged(compiled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, PagedMemory, list[Any]]:
+    """The same under dynamic VRAM: eager, compiled, the memory, the layers; everything fits."""
     patcher, clone = compiled
-    block = patcher.model.diffusion_model.double_blocks[0]
-    layer = next(m for m in block.modules() if isinstance(m, torch.nn.Linear))
-    layer._v = object()  # ComfyUI's handle on the memory of a layer; without a GPU its layers only look for it
-    try:
+    memory = PagedMemory(1 << 20)
+    return patcher, clone, memory, page(patcher, memory, monkeypatch)
+
+
+def settled(memory: PagedMemory, layers: list[Any]) -> bool:
+    """Whether everything that was taken out was given back."""
+    return not +memory.pins and not any("_prefetch" in vars(layer) for layer in layers)
+
+
+def test_pages_that_stay_are_filled_once(
+    paged: tuple[Any, Any, PagedMemory, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.ops
+
+    patcher, clone, memory, layers = paged
+    mark, wanted = host.report_of(clone).mark(), sample(patcher)  # type: ignore[union-attr]
+    assert memory.faults == 0, "without a GPU eager takes a copy"
+    assert distance(sample(clone), wanted) < TOLERANCE
+    assert memory.faults >= len(layers) > 10 and settled(memory, layers)
+    monkeypatch.setattr(comfy.ops, "cast_modules_with_vbar", None)  # nothing is fetched any more
+    again = sample(clone)
+    assert distance(again, wanted) < TOLERANCE and settled(memory, layers)
+    nothing_new(clone, mark)
+
+
+def test_pages_that_went_away_are_filled_anew(paged: tuple[Any, Any, PagedMemory, list[Any]]) -> None:
+    _, clone, memory, layers = paged
+    mark, before = host.report_of(clone).mark(), sample(clone)  # type: ignore[union-attr]
+    for _ in range(2):
+        memory.take_away()
+        assert torch.equal(sample(clone), before) and settled(memory, layers)
+    nothing_new(clone, mark)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_has_no_room_goes_through_a_buffer(paged: tuple[Any, Any, PagedMemory, list[Any]], share: float) -> None:
+    _, clone, memory, layers = paged
+    mark, before = host.report_of(clone).mark(), sample(clone)  # type: ignore[union-attr]
+    memory.take_away()
+    memory.fits = int(share * PAGE * -(-sum(layer._v[2] for layer in layers) // PAGE))
+    assert torch.equal(sample(clone), before) and settled(memory, layers)
+    assert torch.equal(sample(clone), before) and settled(memory, layers)
+    nothing_new(clone, mark)
+
+
+def test_a_lora_is_honoured_under_dynamic_vram(paged: tuple[Any, Any, PagedMemory, list[Any]]) -> None:
+    from comfy.model_patcher import LowVramPatch
+
+    patcher, clone, memory, layers = paged
+    mark, before = host.report_of(clone).mark(), sample(clone)  # type: ignore[union-attr]
+    plain = {id(layer): layer.weight.clone() for layer in layers}
+    patched = [layer for layer in layers if f"{layer.seed_key}.weight" in with_lora(patcher, 1.0).patches]
+    for strength in (1.0, -0.5):
+        patches = with_lora(patcher, strength).patches
+        for layer in patched:
+            key = f"{layer.seed_key}.weight"
+            layer.weight_lowvram_function = LowVramPatch(key, patches)
+            layer._v_signature = None  # as a patcher's load leaves it when its patches changed
+        first = sample(clone)
+        assert settled(memory, layers) and torch.equal(sample(clone), first)
+        for layer in patched:
+            layer.weight.copy_(LowVramPatch(f"{layer.seed_key}.weight", patches)(layer.weight.clone()))
+        wanted = sample(patcher)
+        for layer in patched:
+            layer.weight.copy_(plain[id(layer)])
+        assert distance(wanted, before) > MOVES and distance(first, wanted) < TOLERANCE, strength
+    for layer in patched:
+        layer.weight_lowvram_function = layer._v_signature = None
+    assert torch.equal(sample(clone), before)
+    nothing_new(clone, mark)
+
+
+def test_what_comfyui_fetched_ahead_is_used_and_left_to_it(paged: tuple[Any, Any, PagedMemory, list[Any]]) -> None:
+    import comfy.ops
+
+    _, clone, memory, layers = paged
+    before = sample(clone)
+    memory.take_away()
+    ahead = [layer for layer in layers if "double_blocks.0." in layer.seed_key]
+    comfy.ops.cast_modules_with_vbar(ahead, None, torch.device("cpu"), None, False)
+    assert torch.equal(sample(clone), before)
+    assert len(+memory.pins) == len(ahead) == sum("_prefetch" in vars(layer) for layer in layers)
+
+
+def test_a_step_that_fails_gives_its_pages_back(
+    paged: tuple[Any, Any, PagedMemory, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.ops
+
+    _, clone, memory, layers = paged
+    before = sample(clone)
+    memory.take_away()
+    resolve, seen = comfy.ops.resolve_cast_module_with_vbar, []
+
+    def fails(layer: Any, *args: Any, **words: Any) -> Any:
+        seen.append(layer)
+        if len(seen) == 5:
+            raise torch.OutOfMemoryError("no memory for a buffer")
+        return resolve(layer, *args, **words)
+
+    monkeypatch.setattr(comfy.ops, "resolve_cast_module_with_vbar", fails)
+    with pytest.raises(torch.OutOfMemoryError):
         sample(clone)
-        reasons = {row["region"]: row["reason"] for row in reported(clone)["eager"]}
-    finally:
-        del layer._v
-    assert list(reasons) == ["double_blocks.0"] and "--disable-dynamic-vram" in reasons["double_blocks.0"]
+    assert settled(memory, layers)
+    assert torch.equal(sample(clone), before)
 
 
 def unload() -> None:

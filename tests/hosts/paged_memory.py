@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The card's memory as dynamic VRAM sees it, pretended on a CPU: pages that go away. No test lives here.
+
+ComfyUI's own code (comfy.ops) runs on it; only what aimdo's driver does is pretended: places, faults, pins, and pages
+that are taken away and lose what they held. ComfyUI must be imported first (the fixture `comfyui` does it).
+"""
+
+from __future__ import annotations
+
+import array
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+PAGE = 4096
+ALIGNED = 512
+
+
+class PagedMemory:
+    """A stretch of memory. fits: how many of its bytes may be resident at once.
+
+    faults, pins: what was asked for, and the pins that were not given back, by place.
+    """
+
+    def __init__(self, size: int, fits: int | None = None) -> None:
+        self.bytes = torch.zeros(size, dtype=torch.uint8)
+        self.fits = size if fits is None else fits
+        self.faults = 0
+        self.pins: Counter[tuple[int, int]] = Counter()
+        self._next = 0
+        self._filled: dict[int, int] = {}  # page -> how often it was made resident
+        self._resident: set[int] = set()
+
+    def place(self, size: int) -> tuple[PagedMemory, int, int]:
+        """A place for `size` bytes, as `ModelVBAR.alloc` gives it."""
+        offset = self._next
+        self._next = -(-(offset + size) // ALIGNED) * ALIGNED
+        assert self._next <= self.bytes.numel(), "the pretended memory is too small"
+        return self, offset, size
+
+    def fault(self, place: tuple[Any, int, int]) -> array.array[int] | None:
+        """Make the pages of a place resident and pin them; None if they do not fit."""
+        self.faults += 1
+        _, offset, size = place
+        pages = range(offset // PAGE, (offset + size - 1) // PAGE + 1)
+        new = [page for page in pages if page not in self._resident]
+        if (len(self._resident) + len(new)) * PAGE > self.fits:
+            return None
+        for page in new:
+            self._resident.add(page)
+            self._filled[page] = self._filled.get(page, 0) + 1
+        self.pins[offset, size] += 1
+        return array.array("I", [self._filled[page] for page in pages])
+
+    def unpin(self, place: tuple[Any, int, int]) -> None:
+        """Give a pin back."""
+        self.pins[place[1], place[2]] -= 1
+        assert self.pins[place[1], place[2]] >= 0, "a place was given back twice"
+
+    def take_away(self) -> None:
+        """Somebody else needs the memory: every page goes, and with it what lay there."""
+        assert not +self.pins, "pages are taken away while they are in use"
+        self._resident.clear()
+        self.bytes.fill_(0x7F)  # as floats: large numbers, which no picture survives
+
+
+def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[Any]:
+    """Put the layers of a patcher's network under dynamic VRAM, as its patcher's `load` does, and give them.
+
+    With no device but the CPU, layers look for the device of their weights: a layer on loan counts as paged anyway.
+    """
+    import comfy.memory_management
+    import comfy.pinned_memory
+    import comfy_aimdo.model_vbar
+    import comfy_aimdo.torch
+
+    from nexfort_engine.hosts import comfy_weights
+
+    patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", memory.fault)
+    patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", memory.unpin)
+    patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda at, _device: at[0].bytes[at[1] : at[1] + at[2]])
+    patch.setattr(comfy.pinned_memory, "get_pin", lambda *_, **__: None)
+    patch.setattr(comfy.pinned_memory, "pin_memory", lambda *_, **__: False)
+    patch.setattr(comfy_weights, "_is_paged", lambda layer, _device: "_v" in layer.__dict__)
+    layers = []
+    for name, layer in patcher.model.named_modules():
+        if hasattr(layer, "comfy_cast_weights") and layer.weight is not None:
+            layer.comfy_cast_weights, layer.seed_key, layer._v_signature = True, name, None
+            layer.weight_lowvram_function = layer.bias_lowvram_function = None
+            layer._v = memory.place(comfy.memory_management.vram_aligned_size([layer.weight, layer.bias]))
+            layers.append(layer)
+    return layers
