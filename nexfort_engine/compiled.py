@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cache.place import base_root
 from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Engine
@@ -27,10 +28,10 @@ _stores: dict[Path, Store] = {}
 
 
 def store_at(root: Path | None = None) -> Store:
-    """The store in a directory (default: the user's), one object a process."""
+    """The store in a directory (default: the user's) over the base cache, if there is one; one object a process."""
     root = root or default_root()
     if root not in _stores:
-        _stores[root] = Store(root)
+        _stores[root] = Store(root, base_root())
     return _stores[root]
 
 
