@@ -107,7 +107,8 @@ class StepGraphs:
                 return self._observe(key, spec, flat, plain, session)
             self._steps.move_to_end(key)
             if step.graph is None:
-                return self._capture(key, step, spec, flat, plain, session)
+                with self.engine.apart():
+                    return self._capture(key, step, spec, flat, plain, session)
             return self._replay(step, flat)
         finally:
             self._busy = False

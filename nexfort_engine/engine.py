@@ -47,6 +47,7 @@ class Engine:
     others_code: why the options it is called with bring code of others along, or None.
     whole: it is called through its forward alone, so it may be one region.
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
+    apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     """
 
@@ -61,9 +62,11 @@ class Engine:
         others_code: Callable[[dict[Any, Any]], str | None] | None = None,
         whole: bool = True,
         lender: Lender | None = None,
+        apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
+        self.apart = apart
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
