@@ -7,7 +7,7 @@ No test lives here. ComfyUI must be imported first (the fixture `comfyui` in con
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -123,26 +123,32 @@ class Pair:
     def __init__(self, name: str) -> None:
         self.patcher = patcher_around(make(name).module, family=FAMILIES[name])
         self.clone = host.attach(self.patcher, CONFIG)
-        assert distance(sample(self.clone), sample(self.patcher)) < TOLERANCE
+        self._eager: list[tuple[str, str]] = []
+        report: Any = host.report_of(self.clone)
+        report.eager = functools.partial(self._ran_eager, report.eager)
+        self.report = report
         self.blank = self.mark()
-        assert not self.reported()["eager"]
+        assert distance(sample(self.clone), sample(self.patcher)) < TOLERANCE
+        assert not self.since(self.blank)["eager"]
+        self.blank = self.mark()
+
+    def _ran_eager(self, tell: Callable[[str, str], None], region: str, reason: str) -> None:
+        self._eager.append((region, reason))
+        tell(region, reason)
 
     @property
     def network(self) -> Any:
         """The plain network that both run."""
         return self.patcher.model.diffusion_model
 
-    def mark(self) -> Any:
-        """This moment of the report."""
-        report = host.report_of(self.clone)
-        assert report is not None
-        return report.mark()
+    def mark(self) -> tuple[Any, int]:
+        """This moment, for `since`."""
+        return self.report.mark(), len(self._eager)
 
-    def reported(self, mark: Any = None) -> dict[str, Any]:
-        """The report, or what is new in it."""
-        report = host.report_of(self.clone)
-        assert report is not None
-        return report.as_dict() if mark is None else report.since(mark)
+    def since(self, mark: tuple[Any, int]) -> dict[str, Any]:
+        """What the report gained; "eager" has also what it knew before, if that happened again."""
+        again = sorted(set(self._eager[mark[1] :]))
+        return {**self.report.since(mark[0]), "eager": [{"region": r, "reason": why} for r, why in again]}
 
     def honours(self, change: Change, *, first: Change | None = None, **call: Any) -> dict[str, Any]:
         """Assert the contract of a change, which is: it moves eager; compiled follows; it leaves nothing behind.
@@ -153,8 +159,8 @@ class Pair:
         plain, before, mark = sample(self.patcher, **call), sample(self.clone, **call), self.mark()
         wanted = sample(change(self.patcher), **call)
         assert distance(wanted, plain) > MOVES, "the change does nothing, so that the contract says nothing"
-        assert distance(sample(change(self.clone), **call), wanted) < TOLERANCE, self.reported(mark)
-        new = self.reported(mark)
+        assert distance(sample(change(self.clone), **call), wanted) < TOLERANCE, self.since(mark)
+        new = self.since(mark)
         in_front = host.attach((first or change)(self.patcher), CONFIG)
         assert distance(sample(in_front, **call), wanted) < TOLERANCE, "as a node in front of the compiling one"
         self.is_left_by(plain, before, **call)
@@ -165,7 +171,12 @@ class Pair:
         mark = self.mark()
         assert torch.equal(sample(self.clone, **call), before), "the change is felt after it was taken off"
         assert torch.equal(sample(self.patcher, **call), plain), "bypassing the node gives another picture"
-        nothing_new(self.reported(mark))
+        nothing_new(self.since(mark))
+
+
+def regions_of(pair: Pair) -> set[str]:
+    """The names of all regions of a pair's network."""
+    return {row["name"] for row in pair.report.as_dict()["regions"]}
 
 
 def nothing_new(new: dict[str, Any]) -> None:
@@ -193,14 +204,15 @@ def pairs() -> Iterator[Callable[[str], Pair]]:
 
         def pair(name: str) -> Pair:
             if name not in _stores:
+                first = Path(tempfile.mkdtemp(prefix="nexfort-first-"))
+                patch.setenv("NEXFORT_CACHE_DIR", str(first))
                 Pair(name)
-                _stores[name] = Path(tempfile.mkdtemp(prefix="nexfort-first-")) / "store"
-                shutil.copytree(os.environ["NEXFORT_CACHE_DIR"], _stores[name])
+                _stores[name] = first
             mine = Path(tempfile.mkdtemp(prefix="nexfort-pair-")) / "store"
             shutil.copytree(_stores[name], mine)
             patch.setenv("NEXFORT_CACHE_DIR", str(mine))
             made = Pair(name)
-            assert not made.reported()["artefacts_compiled"]
+            assert not made.report.as_dict()["artefacts_compiled"]
             return made
 
         yield pair

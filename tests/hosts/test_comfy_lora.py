@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Pair, distance, nothing_new, pairs, sample
-
-from nexfort_engine.hosts import comfy as host
+from patchers import FAMILIES, MOVES, TOLERANCE, Pair, distance, eager_only, nothing_new, pairs, regions_of, sample
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 RANK = 4
@@ -78,7 +76,12 @@ def difference(x: str, weight: torch.Tensor, d: Draw) -> File:
     return {f"{x}.diff": d(*weight.shape) / math.sqrt(weight[0].numel())}
 
 
-FORMATS = {f.__name__: f for f in (lora, peft, dora, loha, lokr, oft, difference)}
+def whole(x: str, weight: torch.Tensor, d: Draw) -> File:
+    """Another weight in the place of the old one."""
+    return {f"{x}.set_weight": d(*weight.shape) / math.sqrt(weight[0].numel())}
+
+
+FORMATS = {f.__name__: f for f in (lora, peft, dora, loha, lokr, oft, difference, whole)}
 
 
 def file_for(
@@ -150,7 +153,7 @@ def test_on_stronger_stacked_and_off(pair: Callable[[str], Pair], name: str) -> 
         last = wanted
     assert torch.equal(sample(loaded(one, 0.0)(at.clone)), before)
     at.is_left_by(plain, before)
-    nothing_new(at.reported(at.blank))
+    nothing_new(at.since(at.blank))
 
 
 def test_convolutions_norms_and_what_stands_between_the_blocks(pair: Callable[[str], Pair]) -> None:
@@ -207,7 +210,7 @@ def test_hooks_act_on_one_condition_alone(pair: Callable[[str], Pair], name: str
     assert distance(wanted, sample(at.patcher, edit=hooked(file), **frames)) > MOVES
     assert distance(sample(at.clone, edit=stepwise, **frames), wanted) < TOLERANCE
     at.is_left_by(plain, before)
-    nothing_new(at.reported(at.blank))
+    nothing_new(at.since(at.blank))
 
 
 # ---- bypass: the layers' own forward is replaced ---------------------------------------------------------------------
@@ -227,13 +230,93 @@ def bypassed(file: File, strength: float = 1.0) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_bypass_lora_runs_its_blocks_eager_while_it_is_on(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
+    file = file_for(at.patcher)
+    touched = {r for r in regions_of(at) if any(f"diffusion_model.{r}." in key for key in file)}
+    assert touched and touched != regions_of(at)
+    beside, merged = sample(bypassed(file)(at.patcher)), sample(loaded(file)(at.patcher))
+    assert distance(beside, merged) < TOLERANCE
+    eager_only(at.honours(bypassed(file)), touched, "a replaced forward")
+    nothing_new(at.honours(loaded(file)))  # and ComfyUI leaves the layers' own forwards on them
+
+
+def test_a_bypass_lora_on_a_layer_that_is_a_region_itself(pair: Callable[[str], Pair]) -> None:
+    at = pair("comfy_flux")
+    file = {}
+    for name in ("diffusion_model.img_in", "diffusion_model.double_blocks.1.img_mlp.0"):
+        weight = at.patcher.model.state_dict()[f"{name}.weight"]
+        file |= lora(name, weight, functools.partial(torch.randn, generator=torch.Generator().manual_seed(7)))
+    new = at.honours(bypassed(file))
+    eager_only(new, {"img_in", "double_blocks.1"}, "a replaced forward")
+    nothing_new(at.honours(loaded(file)))
+
+
+# ---- layers of another shape -----------------------------------------------------------------------------------------
+
+
+def reshaping() -> File:
+    """What Flux's depth and canny LoRA do: `img_in` takes an image beside the latent."""
+    x, draw = "diffusion_model.img_in", functools.partial(torch.randn, generator=torch.Generator().manual_seed(9))
+    return {**peft(x, torch.empty(32, 2 * 16), draw), f"{x}.reshape_weight": torch.tensor([32, 32])}
+
+
+def beside_an_image(positive: Any, negative: Any) -> Any:
+    """What the node for inpainting and control models adds to the prompts."""
+    import node_helpers
+
+    image = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(11))
+    return tuple(
+        node_helpers.conditioning_set_values(cond, {"concat_latent_image": image}) for cond in (positive, negative)
+    )
+
+
+def test_a_lora_that_reshapes_a_layer_compiles_that_layer_alone_again(pair: Callable[[str], Pair]) -> None:
+    at = pair("comfy_flux")
+    change = loaded(reshaping())
+    new = at.honours(change, edit=beside_an_image)
+    assert {row["region"] for row in new["artefacts"]} == {"img_in"} and not new["eager"], new
+    nothing_new(at.honours(change, edit=beside_an_image))  # the second time it is known
+
+
+# ---- what does not belong there --------------------------------------------------------------------------------------
+
+
+def test_a_lora_for_another_architecture_does_nothing_and_is_told_as_in_eager(
+    pair: Callable[[str], Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = pair("comfy_flux")
     plain, before = sample(at.patcher), sample(at.clone)
-    wanted = sample(bypassed(file_for(at.patcher))(at.patcher))
-    assert distance(wanted, sample(loaded(file_for(at.patcher))(at.patcher))) < TOLERANCE
-    assert distance(wanted, plain) > MOVES
-    print(at.reported(at.blank))
-    assert distance(sample(bypassed(file_for(at.patcher))(at.clone)), wanted) < TOLERANCE
-    print(at.reported(at.blank))
-    mark = at.mark()
+    told = []
+    strange = file_for(pair("comfy_sd3").patcher)
+    for base, wanted in ((at.patcher, plain), (at.clone, before)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(sample(loaded(strange)(base)), wanted)
+        told.append([record.getMessage() for record in caplog.records])
+    assert told[0] == told[1] and sum("lora key not loaded" in text for text in told[0]) == len(strange)
     at.is_left_by(plain, before)
-    print(at.reported(mark))
+
+
+def test_a_lora_of_wrong_shapes_does_nothing_and_is_told_as_in_eager(
+    pair: Callable[[str], Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = pair("comfy_flux")
+    plain, before = sample(at.patcher), sample(at.clone)
+    file = {key: torch.cat([v, v]) if key.endswith("up.weight") else v for key, v in file_for(at.patcher).items()}
+    told = []
+    for base, wanted in ((at.patcher, plain), (at.clone, before)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(sample(loaded(file)(base)), wanted)
+        told.append([record.getMessage() for record in caplog.records])
+    assert told[0] == told[1] and sum(text.startswith("ERROR lora") for text in told[0]) == len(file) // 3
+    at.is_left_by(plain, before)
+
+
+def test_weights_that_turn_nan_give_nan_as_in_eager_and_leave_nothing(pair: Callable[[str], Pair]) -> None:
+    at = pair("comfy_flux")
+    plain, before = sample(at.patcher), sample(at.clone)
+    file = {key: v * float("nan") if key.endswith("up.weight") else v for key, v in file_for(at.patcher).items()}
+    for base in (at.patcher, at.clone):
+        assert sample(loaded(file)(base)).isnan().all()
+    at.is_left_by(plain, before)
+    nothing_new(at.since(at.blank))
