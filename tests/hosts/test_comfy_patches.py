@@ -27,6 +27,8 @@ from patchers import (
     pairs,
     regions_of,
     sample,
+    with_method,
+    with_option,
 )
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
@@ -37,28 +39,6 @@ MakePair = Callable[[str], Pair]
 def pair() -> Iterator[MakePair]:
     with pairs() as make_pair:
         yield make_pair
-
-
-def with_method(name: str, *args: Any) -> Change:
-    """A clone on which a method of the patcher was called, as patch nodes do it."""
-
-    def change(patcher: Any) -> Any:
-        clone = patcher.clone()
-        getattr(clone, name)(*args)
-        return clone
-
-    return change
-
-
-def with_option(name: str, value: Any) -> Change:
-    """A clone with one more of the options that blocks are called with."""
-
-    def change(patcher: Any) -> Any:
-        clone = patcher.clone()
-        clone.model_options["transformer_options"][name] = value
-        return clone
-
-    return change
 
 
 def attentions(pair: Pair) -> set[str]:
@@ -385,7 +365,7 @@ def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: s
 def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
     at = pair("comfy_flux")
     draw = torch.Generator().manual_seed(8)
-    pictures = [9 * torch.randn(1, 4, *size, generator=draw) for size in ((16, 16), (8, 24))]
+    pictures = [9 * torch.randn(1, 4, *size, generator=draw) for size in ((24, 24), (8, 24))]
     for count in (1, 2):
         edit = with_values(reference_latents=pictures[:count], reference_latents_method=method)
         new = follows(at, edit)
@@ -395,18 +375,18 @@ def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
 # ---- core's own compiling in the same graph --------------------------------------------------------------------------
 
 
-def test_core_s_compile_node_behind_ours(pair: MakePair) -> None:
+def test_core_s_compile_node_behind_ours_is_left_alone_and_said(pair: MakePair) -> None:
     at = pair("comfy_flux")
 
     def core(patcher: Any) -> Any:
         from comfy_api.torch_helpers import set_torch_compile_wrapper
 
         clone = patcher.clone(disable_dynamic=True)
-        set_torch_compile_wrapper(model=clone, backend="eager")  # what its node does; Inductor has no part in this
+        set_torch_compile_wrapper(model=clone, backend="eager")
         return clone
 
     plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
-    assert distance(sample(core(at.clone)), plain) < TOLERANCE
-    print(at.since(mark))
+    with torch._dynamo.config.patch(disable=True):  # what core would make of it is not the question
+        assert torch.equal(sample(core(at.clone)), plain)
+    eager_only(at.since(mark), {"(whole module)"}, "core's TorchCompileModel")
     at.is_left_by(plain, before)
-    print(at.since(mark))
