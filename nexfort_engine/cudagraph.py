@@ -175,6 +175,8 @@ class StepGraphs:
                     what = f"the backbone uses the tensor {readset.where(used.path)}"
                     return self._refuse(key, what, spec, flat, plain)
                 admitted[used.path] = value
+            except Refused as refusal:
+                return self._refuse(key, f"the backbone: {refusal}", spec, flat, plain)
         else:
             return self._refuse(key, "the backbone uses too many options", spec, flat, plain)
         if session.ran_eager:

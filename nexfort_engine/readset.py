@@ -84,22 +84,24 @@ for _name in (
 class Place(Sentinel):
     """Stands for a bookkeeping value that says where in the network a block sits (`block`, `block_index`).
 
-    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use: with no patch there is
-    nothing to find, and where there is something, Recording asks. Comparing and all else is a use like any other.
+    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use, and neither is looking
+    for a key where there is none: then the guard is that there is none for the block at hand either, so that one
+    artefact serves all blocks that others left alone. Comparing and all else is a use like any other.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_steps", "_value")
 
-    def __init__(self, path: Path, value: Any) -> None:
+    def __init__(self, path: Path, value: Any, steps: tuple[int, ...] = ()) -> None:
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_steps", steps)
 
     def __getitem__(self, number: Any) -> Any:
         value = object.__getattribute__(self, "_value")
         path = object.__getattribute__(self, "_path")
         if type(value) is not tuple or type(number) is not int:
             raise ValueUsed(path)
-        return Place(path, value[number])
+        return Place(path, value[number], (*object.__getattribute__(self, "_steps"), number))
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_value"))
@@ -113,6 +115,49 @@ def _place_in(key: Any) -> Path | None:
     return None
 
 
+def _template(key: Any) -> list[Any] | None:
+    """How a key is made of places and plain values, JSON-able; None where it holds something else."""
+    if type(key) is Place:
+        return ["place", [*object.__getattribute__(key, "_path")], [*object.__getattribute__(key, "_steps")]]
+    if type(key) is tuple:
+        parts = [_template(k) for k in key]
+        return None if None in parts else ["tuple", *parts]
+    return ["plain", key] if type(key) in PLAIN else None
+
+
+def _resolved(key: Any) -> Any:
+    """A key made of places as the caller's mapping has it."""
+    if type(key) is Place:
+        return object.__getattribute__(key, "_value")
+    return tuple(map(_resolved, key)) if type(key) is tuple else key
+
+
+def _key_now(template: list[Any], maps: Any) -> Any:
+    """The key that code would make of a call's mappings. Raises TypeError, IndexError where it would make none."""
+    kind, *parts = template
+    if kind == "plain":
+        return parts[0]
+    if kind == "tuple":
+        return tuple([_key_now(part, maps) for part in parts])
+    value = look(maps, tuple(parts[0]))
+    for number in parts[1]:
+        if type(value) is not tuple:
+            raise TypeError(f"expected a tuple, got a {type(value).__qualname__}")
+        value = value[number]
+    if type(value) not in (tuple, int, str):
+        raise TypeError(f"expected what says where a block sits, got a {type(value).__qualname__}")
+    return value
+
+
+def _patched(maps: Any, path: Path, template: list[Any], found: bool) -> bool:
+    """Whether a mapping answers as captured to the key that code makes of where the block sits."""
+    mapping = look(maps, path)
+    try:
+        return isinstance(mapping, dict) and (_key_now(template, maps) in mapping) is found
+    except (TypeError, IndexError):
+        return False
+
+
 class ReadSet:
     """What one capture read. `admitted` maps the paths whose values were used to the value the block may see."""
 
@@ -123,6 +168,7 @@ class ReadSet:
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.lengths: dict[Path, int] = {}
         self.nested: list[Recording] = []  # the mappings inside mappings, which copies share with the caller
+        self.patched: list[tuple[Path, list[Any], bool]] = []  # keys made of places, and whether they were there
         self.flags: dict[Path, bool] = {}
         self.mappings: dict[Path, bool] = {}
 
@@ -172,13 +218,30 @@ class Recording(dict):
         return Sentinel(path)
 
     def _place(self, key: Any) -> bool:
-        """Whether a key is made of a Place and this mapping is empty, so that its value does not matter."""
+        """Whether a key is made of a Place and is not in this mapping, so that its value does not matter.
+
+        Raises Refused where others put code under it.
+        """
         path = _place_in(key)
-        if path is not None and (self._source or self.written):
-            raise ValueUsed(path)
-        if path is not None:
+        if path is None:
+            return False
+        if not self._source and not self.written:
             self._log.lengths[self._path] = 0
-        return path is not None
+            return True
+        template = _template(key)
+        if template is None or self.written or self.removed:
+            raise ValueUsed(path)
+        value = self._source.get(_resolved(key), _MISSING)
+        row = (self._path, template, value is not _MISSING)
+        if row not in self._log.patched:
+            self._log.patched.append(row)
+        if value is _MISSING:
+            return True
+        if isinstance(value, torch.Tensor) or is_plain(value):
+            raise ValueUsed(path)
+        # refused here, without a word on which block it is: the same refusal serves all that are replaced
+        what = f"{where(self._path)} at the key of its own place ({describe_foreign(value)})"
+        raise Refused(f"it uses {what}, which an artefact cannot hold")
 
     def _read(self, key: Any, *, fetched: bool = False) -> Any:
         """Log the look-up of one key and give what the block may see, or _MISSING. `fetched`: as `mapping[key]`."""
@@ -365,6 +428,8 @@ def to_json(log: ReadSet) -> list[list[Any]]:
         rows.append(["mapping", _json_path(path), True])
     for path, keys in log.keys.items():
         rows.append(["keys", _json_path(path), list(keys)])
+    for path, template, found in log.patched:
+        rows.append(["patch" if found else "no patch", _json_path(path), template])
     for path, count in log.lengths.items():
         rows.append(["length", _json_path(path), count])
     for path, value in {**log.flags, **log.admitted}.items():
@@ -429,6 +494,8 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "keys":
         wanted = frozenset(expected)
         return lambda maps: _keys(look(maps, path)) == wanted
+    if kind in ("patch", "no patch"):
+        return lambda maps: _patched(maps, path, expected, kind == "patch")
     if kind == "length":
         if expected == -1:
             return lambda maps: isinstance(m := look(maps, path), dict) and len(m) > 0
@@ -436,7 +503,8 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "value":
         value = _from_json_value(expected)
         return lambda maps: _same(look(maps, path), value)
-    raise ValueError(f"a guard of kind {kind!r} was found, expected present, none, mapping, keys, length or value")
+    known = "present, none, mapping, keys, patch, no patch, length or value"
+    raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
 
 
 def _keys(mapping: Any) -> frozenset[str] | None:
