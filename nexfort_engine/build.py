@@ -21,13 +21,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower, readset
+from . import lower
 from .artefact import Artefact, Binding, Misfit, manifest_of
 from .cache.key import driver_problem, environment_parts, primary_key
 from .cache.store import Entry
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
+from .guards import checker
 from .lowering import Job, lower_all
 from .modulestate import matches_text
 from .signature import Flat, Unsupported, flatten_call, normalised
@@ -377,7 +378,7 @@ class Builder:
         return None
 
     def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
-        check = readset.checker(guards or [])
+        check = checker(guards or [])
         self.refusals.setdefault(wanted.primary, []).append((check, reason))
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
 

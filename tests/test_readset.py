@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from nexfort_engine.guards import checker, to_json  # noqa: E402
 from nexfort_engine.readset import (  # noqa: E402
     BOOKKEEPING,
     Path,
@@ -25,9 +26,7 @@ from nexfort_engine.readset import (  # noqa: E402
     Refused,
     ValueUsed,
     admit,
-    checker,
     look,
-    to_json,
     where,
 )
 
