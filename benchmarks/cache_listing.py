@@ -88,7 +88,6 @@ def warm_start(root: Path, primaries: list[str]) -> dict[str, float]:
     found = [store.candidates(primary)[0] for primary in primaries]
     moments.append(time.perf_counter())
     for entry in found:
-        assert entry.verify(quick=True) is None
         store.ready(entry)
     moments.append(time.perf_counter())
     for entry in found:

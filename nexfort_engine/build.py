@@ -211,10 +211,9 @@ class Builder:
         entry = artefact.entry
         assert entry is not None, "an artefact comes from this process or from the store"
         began = time.perf_counter()
+        problem = None
         try:
-            problem = entry.verify(quick=True)
-            if problem is None:
-                self._load_code(artefact, entry)
+            self._load_code(artefact, entry)
         except StoreError as error:
             problem = str(error)
         except Exception as error:
