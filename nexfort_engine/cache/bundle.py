@@ -177,6 +177,7 @@ def _take(store: Store, stream: BinaryIO, manifest: Mapping[str, Any]) -> Entry:
         raise OSError(errno.EIO, str(error)) from error
     if not entry.persistent:
         raise OSError(errno.EIO, store.problem or f"{entry.id} could not be written to {store.root}")
+    store.touch(entry)  # it may be months old: without this it would be the first to go where the cache is full
     return entry
 
 
@@ -252,7 +253,7 @@ def _check_room(store: Store, found: Bundle) -> None:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
     """The bundle for reading. It may be reached through a link, but must be a file: a pipe could wait for ever."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(file, flags)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

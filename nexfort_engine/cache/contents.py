@@ -186,9 +186,9 @@ def unclear(value: Any) -> str | None:
     pending = [value]
     while pending:
         one = pending.pop()
-        if isinstance(one, Mapping):
+        if isinstance(one, dict):
             pending += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple)):
+        elif isinstance(one, list):
             pending += one
         elif isinstance(one, str):
             for sign in "" if one.isascii() and one.isprintable() else one:

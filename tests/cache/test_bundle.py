@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from bundle_parts import FILES, HERE, KEY, MACHINE, dumped, payloads, put, resealed, snapshot, split
+from bundle_parts import FILES, HERE, KEY, MACHINE, dumped, join, member, payloads, put, resealed, snapshot, split
 
 from nexfort_engine.cache import bundle, contents, ustar
 from nexfort_engine.cache.bundle import Exported, Imported, export, inspect, load
@@ -56,6 +56,7 @@ def test_entries_arrive_as_they_left(store: Store, target: Store, file: Path) ->
     for entry in (one, two):
         found = target.find(entry.id)
         assert found.verify() is None and found.manifest == entry.manifest and found.primary == entry.primary
+        assert found.last_used > entry.created, "an import counts as a use"
         assert found.created == entry.created and found.manifest["made_by"] == entry.manifest["made_by"]
     assert payloads(target) == payloads(store) and len(payloads(target)[two.id][long]) == 5_999_994
     assert [entry.id for entry in Store(target.root).candidates(KEY)] == [one.id]
@@ -352,6 +353,8 @@ def test_an_entry_that_lives_only_in_this_process_is_no_import(store: Store, fil
         (b"hello", "the end of the file"),
         (bytes(10240), "the end of the archive"),
         (b"x" * 10240, "no tar header"),
+        (join([member(b"readme", b"text")]), "found a file 'readme' of 4 bytes.*this is no bundle"),
+        (join([member(b"bundle.json", b"", b"5")]), "found a directory .*this is no bundle"),
         (gzip.compress(b"x" * 5000), "compressed"),
         (b"BZh9" + b"x" * 5000, "compressed"),
         (b"\xfd7zXZ\0" + b"x" * 5000, "compressed"),
@@ -366,6 +369,20 @@ def test_other_files_are_no_bundles(target: Store, file: Path, content: bytes, r
     with pytest.raises(ValueError, match=reason):
         take(target, file)
     assert not target.root.exists()
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(store: Store, file: Path, monkeypatch: Any) -> None:
+    put(store)
+    export(store, file)
+    data = file.read_bytes()
+    monkeypatch.setattr(bundle, "_check_length", lambda *_: None)
+    for number, cut in enumerate(range(0, len(data), 300)):
+        file.write_bytes(data[:cut])
+        target = Store(file.parent / f"target{number}")
+        with pytest.raises(ValueError, match="found"):
+            take(target, file)
+        assert payloads(target) in ({}, payloads(store))
+        assert not (target.root / "staging").exists() or list((target.root / "staging").iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and links")

@@ -298,6 +298,18 @@ def dropped(one: int) -> Callable[[list[Member]], None]:
     return change
 
 
+def balanced(*changes: tuple[int, int]) -> Callable[[list[Member]], None]:
+    """Bytes of the header raised by these amounts, which add up to nothing: the old checksum stays right."""
+
+    def change(members: list[Member]) -> None:
+        header = bytearray(members[2][0])
+        for offset, amount in changes:
+            header[offset] += amount
+        members[2][0] = bytes(header)
+
+    return change
+
+
 def spelled(make: Callable[[bytes], bytes]) -> Callable[[list[Member]], None]:
     def change(members: list[Member]) -> None:
         header = members[2][0]
@@ -399,6 +411,9 @@ TRICKS: dict[str, Callable[[list[Member]], None]] = {
     "fewer bytes than its block": lambda members: members[1].__setitem__(1, members[1][1][:-100]),
     "an end marker in between": inserted(2, [bytes(512), b""], [bytes(512), b""]),
     "one zero block in between": inserted(2, [bytes(512), b""]),
+    "symlink with the old checksum": balanced((156, 2), (329, -2)),
+    "another owner with the old checksum": balanced((113, 1), (114, -1)),
+    "something after the header and a wrong checksum": balanced((500, 65), (511, 66)),
     "a wrong checksum": spelled(lambda checksum: b"000000\0 "),
     "a checksum in other words": spelled(lambda checksum: checksum[:6].replace(b"0", b" ", 1) + b" \0"),
     "a header of noise": lambda members: members[2].__setitem__(0, bytes(range(256)) * 2),
@@ -502,7 +517,7 @@ def forge(data: bytearray, chance: random.Random) -> None:
     data[at : at + 512] = edited(bytes(data[at : at + 512]), offset, text, chance.choice((None, width)))
 
 
-@pytest.mark.parametrize("attempts, measured", [(20_000, True), (4_000, False)], ids=["", "whatever-its-length"])
+@pytest.mark.parametrize("attempts, measured", [(20_000, True), (3_000, False)], ids=["", "whatever-its-length"])
 def test_no_damage_is_ever_believed(quick: Range, monkeypatch: Any, attempts: int, measured: bool) -> None:
     """Each mutation is refused with a sentence and leaves no trace, but for what came before damage at the very end."""
     if not measured:
@@ -568,10 +583,10 @@ def matching(content: Any) -> list[Member]:
 
 
 def test_no_lie_gets_other_bytes_in_or_anything_out(quick: Range) -> None:
-    """4,000 lists that were changed and sealed again: what is adopted is sound and lies where it belongs."""
+    """2,000 lists that were changed and sealed again: what is adopted is sound and lies where it belongs."""
     chance = random.Random(20261122)
     taken = 0
-    for _ in range(4_000):
+    for _ in range(2_000):
         held: list[Any] = []
         data = resealed(quick.sound, lambda content, held=held: held.append(lied(content, chance)))  # type: ignore[misc]
         try:
@@ -586,4 +601,4 @@ def test_no_lie_gets_other_bytes_in_or_anything_out(quick: Range) -> None:
             quick.forget()
         assert os.listdir(quick.store.root / "entries") == []
     assert quick.around() == quick.outside
-    assert 20 < taken < 2_000, "some lists differ only in what their maker says of himself; they are no damage"
+    assert 20 < taken < 1_000, "some lists differ only in what their maker says of himself; they are no damage"
