@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 from . import contents, ustar
 from .contents import Bundle
-from .disk import sync_directory
-from .entry import PAYLOAD, Entry, TornError, made_by, now_text, open_plain
+from .disk import NotPlainError, open_plain, sync_directory
+from .entry import PAYLOAD, Entry, made_by, now_text
 from .place import default_limit, size_text
 from .store import Store, StoreError
 
@@ -92,9 +92,9 @@ def _write_payload(stream: BinaryIO, entry: Entry) -> None:
     for name, (size, digest) in contents.files_of(entry.manifest):
         stream.write(ustar.header(f"{entry.id}/{name}", size))
         try:
-            with open_plain(entry.payload.joinpath(*name.split("/"))) as source:
+            with os.fdopen(open_plain(entry.payload.joinpath(*name.split("/"))), "rb") as source:
                 found = _copy(source, stream, size)
-        except TornError as error:
+        except (FileNotFoundError, NotPlainError) as error:
             raise ValueError(f"the entry {entry.id} changed while it was exported: {error}") from None
         if found != digest:
             raise ValueError(f"the entry {entry.id} changed while it was exported: {ustar.quoted(name)} differs")
@@ -177,7 +177,6 @@ def _take(store: Store, stream: BinaryIO, manifest: Mapping[str, Any]) -> Entry:
         raise OSError(errno.EIO, str(error)) from error
     if not entry.persistent:
         raise OSError(errno.EIO, store.problem or f"{entry.id} could not be written to {store.root}")
-    store.touch(entry)  # it may be months old: without this it would be the first to go where the cache is full
     return entry
 
 

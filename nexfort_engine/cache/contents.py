@@ -14,11 +14,10 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .entry import MANIFEST_LIMIT, OtherSchemaError, TornError, is_key, parse_time
-from .entry import _check_manifest as check_manifest
+from .entry import MANIFEST_LIMIT, OtherSchemaError, check_manifest, is_key, manifest_text, parse_time
+from .payload import TornError
 from .ustar import SIZE_LIMIT, quoted
 
 NAME = "bundle.json"
@@ -96,7 +95,7 @@ def parse(text: bytes) -> Bundle:
 def _checked(content: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         parse_time(content["created"])
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, OSError):
         raise ValueError(f"found {_short(content['created'])} as its date, expected UTC text") from None
     if not _is_texts(content["made_by"]) or unclear([content["made_by"], content["created"]]):
         raise ValueError("it does not say readably who made it")
@@ -122,10 +121,10 @@ def problem(manifest: Any) -> str | None:
     if not all(isinstance(key, str) and is_key(key) for key in (primary, name)):
         return f"found {_short(name)} and {_short(primary)} as id and primary key, expected hex digits"
     try:
-        check_manifest(manifest, Path(str(primary), str(name)))
+        check_manifest(manifest, str(primary), str(name))
     except (TornError, OtherSchemaError) as error:
         return str(error)
-    if len(json.dumps(manifest)) > MANIFEST_LIMIT:
+    if len(json.dumps(manifest)) > MANIFEST_LIMIT // 8 and len(manifest_text(manifest)) > MANIFEST_LIMIT:
         return f"its manifest is larger than {MANIFEST_LIMIT} bytes"
     info, made_by = manifest.get("info"), manifest["made_by"]
     if not isinstance(info, dict) or not isinstance(info.get("machine", {}), dict):

@@ -56,7 +56,7 @@ def test_entries_arrive_as_they_left(store: Store, target: Store, file: Path) ->
     for entry in (one, two):
         found = target.find(entry.id)
         assert found.verify() is None and found.manifest == entry.manifest and found.primary == entry.primary
-        assert found.last_used > entry.created, "an import counts as a use"
+        assert found.last_used > entry.created, "it is not the first to go where the cache is full"
         assert found.created == entry.created and found.manifest["made_by"] == entry.manifest["made_by"]
     assert payloads(target) == payloads(store) and len(payloads(target)[two.id][long]) == 5_999_994
     assert [entry.id for entry in Store(target.root).candidates(KEY)] == [one.id]
@@ -123,6 +123,17 @@ def test_an_import_replaces_what_was_damaged(store: Store, target: Store, file: 
     damaged.write_bytes(b"evil")
     assert take(target, file) == Imported(1, entry.size, 0)
     assert target.find(entry.id).verify() is None and payloads(target) == payloads(store)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+def test_an_import_replaces_what_others_could_have_written(store: Store, target: Store, file: Path) -> None:
+    entry = put(store)
+    export(store, file)
+    take(target, file)
+    (target.find(entry.id).payload / "artefact.bin").chmod(0o666)
+    fresh = Store(target.root)
+    assert take(fresh, file) == Imported(1, entry.size, 0)
+    assert fresh.find(entry.id).verify() is None and payloads(fresh) == payloads(store)
 
 
 def test_an_entry_of_the_base_cache_is_kept_and_never_touched(store: Store, tmp_path: Path, file: Path) -> None:
@@ -464,6 +475,6 @@ def test_the_store_looks_at_the_files_once_more(store: Store, target: Store, fil
         (payload / "artefact.bin").write_bytes(b"evil")
 
     monkeypatch.setattr(bundle, "_read_payload", altered)
-    with pytest.raises(ValueError, match="not those that the manifest lists"):
+    with pytest.raises(ValueError, match="staged files are not those"):
         take(target, file)
     assert payloads(target) == {} and list((target.root / "staging").iterdir()) == []
