@@ -435,6 +435,20 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
         inspect(file)
 
 
+def test_a_list_that_was_cut_off_says_so(store: Store, file: Path) -> None:
+    put(store)
+    export(store, file)
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(ValueError, match=r"found 188 bytes of bundle\.json, expected \d+: the bundle was cut off"):
+        inspect(file)
+
+
+@pytest.mark.parametrize("size", [-1, 8 << 30])
+def test_no_header_is_written_for_a_size_that_it_cannot_say(size: int) -> None:
+    with pytest.raises(ValueError, match=f"found a file of {size} bytes"):
+        ustar.header("name", size)
+
+
 def test_too_many_manifests_are_exported_in_several_bundles(store: Store, file: Path, monkeypatch: Any) -> None:
     entry = put(store)
     monkeypatch.setattr(contents, "LIMIT", 500)

@@ -436,6 +436,16 @@ def test_a_member_is_what_the_list_says_or_nothing(place: Range, monkeypatch: An
     assert payloads(place.store) in ({}, place.originals) and place.around() == place.outside
 
 
+@pytest.mark.parametrize(
+    "offset, content", [(100, b"0004755"), (156, b"\0"), (257, bytes(8)), (345, b".."), (500, b"x")]
+)
+def test_the_list_has_the_one_header_too(place: Range, offset: int, content: bytes) -> None:
+    members = split(place.sound)
+    members[0][0] = edited(members[0][0], offset, content)
+    assert place.refusal(join(members)) is not None
+    place.nothing_happened()
+
+
 @pytest.mark.parametrize("measured", [True, False], ids=["", "whatever-its-length"])
 @pytest.mark.parametrize("more", [b"\0", b"x", bytes(512), bytes(8192), b"evil" * 128, "a member"])
 def test_nothing_comes_after_the_end(place: Range, monkeypatch: Any, more: bytes | str, measured: bool) -> None:
