@@ -435,6 +435,15 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
         inspect(file)
 
 
+def test_a_manifest_that_the_store_would_not_read_does_not_travel(store: Store, file: Path, monkeypatch: Any) -> None:
+    put(store)
+    export(store, file)
+    monkeypatch.setattr(contents, "MANIFEST_LIMIT", 700)
+    for refused in (lambda: inspect(file), lambda: export(store, file)):
+        with pytest.raises(ValueError, match="manifest is larger than 700 bytes"):
+            refused()
+
+
 def test_a_list_that_was_cut_off_says_so(store: Store, file: Path) -> None:
     put(store)
     export(store, file)
