@@ -1,54 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store against faults: whatever lies on the disk, it gives whole entries or none and loses nothing."""
+"""The store as it should be: what is put there is found, listed, pinned, bounded and removed."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from stores import KEY, OTHER, SIZE, put, snapshot, use_at
 
 from nexfort_engine.cache import index, place
-from nexfort_engine.cache import store as store_module
-from nexfort_engine.cache.key import primary_key
 from nexfort_engine.cache.store import Entry, Store, StoreError
-
-KEY = primary_key({"test": 1})
-OTHER = primary_key({"test": 2})
-ROOT = Path(store_module.__file__).parents[2]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache")
-
-
-def put(store: Store, primary: str = KEY, content: bytes = b"code", **manifest: Any) -> Entry:
-    with store.stage() as staged:
-        (staged / "payload" / "ab").mkdir()
-        (staged / "payload" / "ab" / "kernel.py").write_bytes(content)
-        (staged / "payload" / "artefact.bin").write_bytes(content * 2)
-        return store.commit(primary, staged, manifest)
-
-
-def use_at(store: Store, entry: Entry, seconds: float) -> None:
-    store.touch(entry)
-    os.utime(entry.path / "last_used", (seconds, seconds))
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # -- the good way --------------------------------------------------------------------------------------------
@@ -126,277 +98,6 @@ def test_misuse_is_refused_before_anything_is_written(store: Store) -> None:
         with pytest.raises(StoreError, match="symbolic link"):
             store.commit(KEY, staged, {})
     assert store.entries() == [] and store.candidates("../../outside") == []
-
-
-# -- damaged and foreign entries -----------------------------------------------------------------------------
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-3])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
-def replace_by_link(path: Path) -> None:
-    outside = path.parents[4] / "outside"
-    shutil.copy(path, outside)
-    path.unlink()
-    path.symlink_to(outside)
-
-
-@pytest.mark.parametrize("fault", [truncate, flip, Path.unlink, replace_by_link])
-@pytest.mark.parametrize("name", ["ab/kernel.py", "artefact.bin"])
-def test_an_altered_payload_is_never_sound(store: Store, fault: Callable[[Path], None], name: str) -> None:
-    entry = put(store)
-    fault(entry.payload / name)
-    (found,) = store.candidates(KEY)
-    assert name in str(found.verify()) or "symbolic link" in str(found.verify())
-    store.set_aside(found, str(found.verify()))
-    assert store.candidates(KEY) == [] and len(list((store.root / "broken").glob("entry-*[0-9a-f]"))) == 1
-    assert put(store).verify() is None, "the entry can be built again"
-
-
-def test_an_altered_file_of_equal_size_passes_only_the_quick_check(store: Store) -> None:
-    entry = put(store)
-    flip(entry.payload / "artefact.bin")
-    assert entry.verify(quick=True) is None and "SHA-256" in str(entry.verify())
-
-
-@pytest.mark.parametrize("name", ["../../secret", "/etc/hosts", "ab/../../../x", "", "a\\b", "c:\\x", "a\0b", "."])
-def test_a_manifest_cannot_name_files_outside(store: Store, name: str) -> None:
-    entry = put(store)
-    manifest = {**entry.manifest, "files": {name: [1, "0" * 64]}}
-    (entry.path / "manifest.json").write_text(json.dumps(manifest))
-    (found,) = store.candidates(KEY)
-    assert "not a path inside" in str(found.verify())
-
-
-@pytest.mark.parametrize("length", [0, 1, 40, 200, -1])
-def test_a_truncated_manifest_is_set_aside_and_rebuilt(store: Store, length: int) -> None:
-    entry, other = put(store), put(store, variant=2)
-    manifest = entry.path / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:length])
-    assert [found.id for found in store.candidates(KEY)] == [other.id]
-    assert list((store.root / "broken").glob("*.reason.txt"))
-    assert put(store).id == entry.id and len(store.candidates(KEY)) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"guards": 2},
-        {"id": "0" * 24},
-        {"primary": OTHER},
-        {"created": "yesterday"},
-        {"created": None},
-        {"files": {"a": [1]}},
-        {"files": {"a": [-1, "0" * 64]}},
-        {"files": {"a": [True, "0" * 64]}},
-        {"files": {"a": [1, "short"]}},
-        {"files": None},
-        {"made_by": None},
-        {"schema": None},
-        {"schema": "1"},
-    ],
-)
-def test_an_altered_manifest_is_set_aside(store: Store, change: dict[str, object]) -> None:
-    entry = put(store, guards=1)
-    (entry.path / "manifest.json").write_text(json.dumps({**entry.manifest, **change}))
-    assert store.candidates(KEY) == [] and not entry.path.exists()
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "1" * 5000, "[" * 100_000, '"\\ud800"', "{}", "NaN", "\0\xff"])
-def test_a_manifest_of_anything_else_is_set_aside(store: Store, text: str) -> None:
-    entry = put(store)
-    (entry.path / "manifest.json").write_bytes(text.encode("latin-1"))
-    assert store.candidates(KEY) == [] and not entry.path.exists()
-
-
-def test_foreign_things_are_set_aside_and_never_deleted(store: Store, tmp_path: Path) -> None:
-    entry = put(store)
-    folder = entry.path.parent
-    outside = tmp_path / "precious"
-    outside.mkdir()
-    (outside / "file").write_text("mine")
-    (folder / "holiday.txt").write_text("mine")
-    (folder / "notes").mkdir()
-    (folder / "notes" / "note").write_text("mine")
-    (folder / ("0" * 24)).symlink_to(outside)
-    (folder / ".DS_Store").write_text("system")
-    (store.root / "README").write_text("mine")
-    (store.root / "entries" / "thing").write_text("mine")
-    assert [found.id for found in store.candidates(KEY)] == [entry.id]
-    assert {path.name for path in folder.iterdir()} == {entry.id, ".DS_Store"}
-    kept = [path.read_text() for path in (store.root / "broken").rglob("*") if path.is_file()]
-    assert kept.count("mine") == 2
-    store.prune(0)
-    store.clear()
-    assert (outside / "file").read_text() == "mine"
-    assert (store.root / "README").exists() and (store.root / "entries" / "thing").exists()
-    assert len(list((store.root / "broken").glob("foreign-*[!t]"))) == 3
-
-
-def test_an_entry_of_a_later_version_is_left_alone(store: Store) -> None:
-    entry = put(store)
-    (entry.path / "manifest.json").write_text(json.dumps({"schema": 99, "whatever": 1}))
-    assert store.candidates(KEY) == [] and entry.path.exists()
-
-
-@pytest.mark.parametrize("where", ["entries", "staging", "broken", "primary"])
-def test_a_directory_that_is_a_link_is_not_followed(store: Store, tmp_path: Path, where: str) -> None:
-    entry = put(store)
-    place = entry.path.parent if where == "primary" else store.root / where
-    outside = tmp_path / "outside"
-    shutil.move(place, outside)
-    place.symlink_to(outside)
-    before = snapshot(outside)
-    fresh = Store(store.root)
-    assert fresh.candidates(KEY) == []
-    made = put(fresh, variant=2)
-    assert made.verify() is None and outside not in made.path.parents
-    assert snapshot(outside) == before
-    assert fresh.writable is (where == "primary")
-
-
-def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "cache").symlink_to(tmp_path / "disk")
-    store = Store(tmp_path / "cache")
-    assert put(store).persistent and len(store.candidates(KEY)) == 1
-
-
-def test_set_aside_spares_what_another_process_put_there_meanwhile(store: Store) -> None:
-    stale = put(store)
-    elsewhere = Store(store.root)
-    elsewhere.set_aside(stale, "broken")
-    good = put(elsewhere)
-    store.set_aside(stale, "broken")
-    assert good.path == stale.path and store.candidates(KEY) == [good]
-
-
-def test_only_some_broken_entries_are_kept(store: Store) -> None:
-    for number in range(20):
-        store.set_aside(put(store, variant=number), "test")
-    entries = [path for path in (store.root / "broken").iterdir() if path.is_dir()]
-    assert len(entries) == 16 and len(list((store.root / "broken").iterdir())) == 32
-
-
-# -- disks that do not take it -------------------------------------------------------------------------------
-
-
-def works_in_memory(store: Store) -> Entry:
-    entry = put(store)
-    assert not entry.persistent and entry.verify() is None and (entry.payload / "ab" / "kernel.py").exists()
-    assert not store.writable and store.problem is not None and "NEXFORT_CACHE_DIR" in store.problem
-    store.touch(entry)
-    store.set_aside(entry, "only a test")
-    return entry
-
-
-def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("mine")
-    store = Store(tmp_path / "cache")
-    works_in_memory(store)
-    assert store.candidates(KEY) == [] and store.rows() == [] and store.clear().entries == 0
-    assert (tmp_path / "cache").read_text() == "mine"
-
-
-def test_a_read_only_directory_serves_what_it_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = put(store)
-    before = snapshot(store.root)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    for name in ("mkdir", "rename", "replace", "unlink", "utime"):
-        monkeypatch.setattr(os, name, refuse)
-    real_open = os.open
-
-    def open_for_reading(path: object, flags: int, *rest: object, **named: object) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and str(path).startswith(str(store.root)):
-            refuse()
-        return real_open(path, flags, *rest, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", open_for_reading)
-    reader = Store(store.root)
-    (found,) = reader.candidates(KEY)
-    assert found == entry and found.verify() is None
-    reader.touch(found)
-    assert len(reader.rows()) == 1 and not reader.writable and "Read-only" in str(reader.problem)
-    for change in (reader.clear, reader.prune):
-        with pytest.raises(OSError, match="cannot be written"):
-            change()
-    reader.set_aside(found, "it cannot be moved")
-    assert reader.candidates(KEY) == [], "what cannot be moved is skipped from then on"
-    monkeypatch.undo()
-    assert snapshot(store.root) == before
-
-
-@pytest.mark.parametrize("full_after", range(1, 5))
-def test_a_disk_that_becomes_full(store: Store, monkeypatch: pytest.MonkeyPatch, full_after: int) -> None:
-    first = put(store, variant=0)
-    before = snapshot(first.path)
-    calls = 0
-    real_fsync = os.fsync
-
-    def fsync(handle: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls >= full_after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real_fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    late = Store(store.root)
-    entries = [put(late, variant=number) for number in (1, 2)]
-    assert all(entry.verify() is None for entry in entries)
-    assert not late.writable and "No space left" in str(late.problem)
-    monkeypatch.undo()
-    assert snapshot(first.path) == before and first.verify() is None
-    assert all(entry.verify() is None for entry in Store(store.root).entries())
-    late._probed = time.monotonic() - store_module.RETRY_AFTER - 1
-    assert late.writable and late.problem is None and put(late, variant=3).persistent, "it is tried again later"
-
-
-def test_no_place_at_all_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").write_text("")
-
-    def full(**_: object) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store_module.tempfile, "mkdtemp", full)
-    with pytest.raises(StoreError, match="no place for compiled code"), Store(tmp_path / "cache").stage():
-        pytest.fail("there is no stage")
-
-
-def test_entries_kept_in_memory_go_with_their_process(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    (tmp_path / "tmp").mkdir()
-    code = (
-        "import sys, tempfile; from nexfort_engine.cache.store import Store\n"
-        "store = Store(sys.argv[1])\n"
-        "with store.stage() as staged:\n"
-        "    (staged / 'payload' / 'a').write_text('1'); entry = store.commit('0' * 32, staged, {})\n"
-        "assert entry.payload.joinpath('a').exists() and not entry.persistent\n"
-    )
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
-    subprocess.run(command, check=True, env=environment, cwd=ROOT)
-    assert not list((tmp_path / "tmp").iterdir())
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="owners are checked on POSIX only")
-def test_another_users_cache_is_not_touched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(store)
-    os.chown(store.root, 12345, -1) if os.geteuid() == 0 else pytest.skip("needs root to give a directory away")
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    reader = Store(store.root)
-    assert reader.candidates(KEY) == [] and reader.rows() == [] and reader.entries() == []
-    assert not reader.writable and "belongs to user 12345" in str(reader.problem)
 
 
 # -- index ---------------------------------------------------------------------------------------------------
@@ -518,141 +219,156 @@ def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert place.default_root() == Path.home() / ".cache" / "nexfort"
 
 
-# -- several processes ---------------------------------------------------------------------------------------
-
-WORKER = """
-import random, sys
-from nexfort_engine.cache.store import Store
-store, seed = Store(sys.argv[1]), int(sys.argv[2])
-dice = random.Random(seed)
-for turn in range(60):
-    primary = f"{dice.randrange(6):032x}"
-    found = [entry for entry in store.candidates(primary) if entry.verify() is None]
-    for entry in found:
-        store.touch(entry)
-        assert (entry.payload / "code").read_text() in ("0", "1")
-    if not found or dice.random() < 0.3:
-        with store.stage() as staged:
-            (staged / "payload" / "code").write_text(str(seed))
-            store.commit(primary, staged, {"variant": dice.randrange(3)})
-    if found and dice.random() < 0.1:
-        store.set_aside(found[0], "test")
-    if dice.random() < 0.05:
-        Store(store.root).prune(5)
-    store.rows()
-"""
+# -- finding, pinning, removing ------------------------------------------------------------------------------
 
 
-def test_two_processes_with_one_cache(store: Store) -> None:
-    command = [sys.executable, "-c", WORKER, str(store.root)]
-    workers = [subprocess.Popen([*command, seed], stderr=subprocess.PIPE, text=True, cwd=ROOT) for seed in ("0", "1")]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=120)
-        assert worker.returncode == 0, errors
-    entries = store.entries()
-    assert entries and all(entry.verify() is None for entry in entries)
-    assert {row["id"] for row in store.rows()} == {entry.id for entry in entries}
-    assert not list((store.root / "staging").iterdir())
+def test_an_entry_is_found_by_the_beginning_of_its_id(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(40)]
+    assert store.find(entries[3].id) == entries[3] and store.find(entries[3].id[:8]) == entries[3]
+    for text, said in (("", "at least"), (entries[3].id[:3], "at least"), ("zzzz", "no entry"), ("../..", "no entry")):
+        with pytest.raises(LookupError, match=said):
+            store.find(text)
+    twin = entries[3].path.with_name(entries[3].id[:5] + "0" * 19)
+    shutil.copytree(entries[3].path, twin)
+    with pytest.raises(LookupError, match=f"several ids: .*{entries[3].id}"):
+        store.find(entries[3].id[:4])
+    assert store.find(entries[3].id) == entries[3]
+    with pytest.raises(LookupError, match="no entry"):
+        Store(store.root / "nowhere").find("0" * 24)
 
 
-def test_a_process_that_dies_while_staging_leaves_a_sound_store(store: Store) -> None:
+def test_pinned_entries_stay(store: Store) -> None:
+    kept, other = put(store, variant=1), put(store, variant=2)
+    assert store.pin(kept.id[:6]).pinned and store.pin(kept.id).pinned
+    assert {row["id"]: row["pinned"] for row in store.rows()} == {kept.id: True, other.id: False}
+    assert Store(store.root).prune(0).entries == 1 and Store(store.root).clear().entries == 0
+    assert Store(store.root).entries() == [kept]
+    assert not store.pin(kept.id, pinned=False).pinned and not store.pin(kept.id, pinned=False).pinned
+    assert store.pin(kept.id).pinned and Store(store.root).clear(pinned=True).entries == 1
+    for pinned in (True, False):
+        with pytest.raises(LookupError):
+            store.pin(kept.id, pinned)
+
+
+def test_pinned_entries_stay_when_a_commit_goes_over_the_limit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = store.pin(put(store, variant=0).id)
+    monkeypatch.setenv("NEXFORT_CACHE_LIMIT", str(2 * SIZE))
+    last = [put(Store(store.root), variant=number) for number in (1, 2, 3)][-1]
+    assert {entry.id for entry in store.entries()} == {kept.id, last.id}
+
+
+def test_removing_takes_exactly_what_was_named_or_nothing(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(4)]
+    store.pin(entries[0].id)
+    with pytest.raises(LookupError, match="no entry"):
+        store.remove([entries[0].id, "0" * 24])
+    assert len(store.entries()) == 4 and store.remove([]).entries == 0
+    gone = store.remove([entries[0].id, entries[1].id[:10], entries[0].id])
+    assert (gone.entries, gone.bytes) == (2, 2 * SIZE)
+    assert {row["id"] for row in store.rows()} == {entries[2].id, entries[3].id}
+
+
+def test_removing_takes_what_cannot_be_loaded(store: Store) -> None:
     entry = put(store)
-    code = (
-        "import os, sys; from nexfort_engine.cache import store as s\n"
-        "store = s.Store(sys.argv[1])\n"
-        "s.move_directory = lambda *_: os._exit(9)\n"
-        "with store.stage() as staged:\n"
-        "    (staged / 'payload' / 'a').write_text('1'); store.commit('0' * 32, staged, {})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(store.root)], check=False, cwd=ROOT)
-    assert done.returncode == 9
-    assert store.entries() == [entry] and store.candidates("0" * 32) == []
-    assert put(store, "0" * 32).verify() is None
+    entry.path.chmod(0o755)
+    assert store.find(entry.id).id == entry.id and store.remove([entry.id]).entries == 1
+    assert not entry.path.exists() and not list((store.root / "broken").iterdir())
 
 
-# -- against a model -----------------------------------------------------------------------------------------
+def test_clearing_spares_what_a_later_version_made(store: Store) -> None:
+    entry = put(store)
+    (entry.path / "manifest.json").write_text(json.dumps({"schema": 99}))
+    assert store.clear().entries == 0 and store.prune(0).entries == 0 and entry.path.exists()
+    assert "schema 99" in str(store.verify_all()[0][1])
 
 
-class StoreMachine(RuleBasedStateMachine):
-    """Any order of operations against a dictionary: the store lists what was put there and not removed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = Path(store_module.tempfile.mkdtemp(prefix="nexfort-test-"))
-        self.model: dict[tuple[str, int], str] = {}
-
-    def teardown(self) -> None:
-        shutil.rmtree(self.root)
-
-    @rule(primary=st.sampled_from([KEY, OTHER]), variant=st.integers(0, 2))
-    def commit(self, primary: str, variant: int) -> None:
-        entry = put(Store(self.root), primary, variant=variant)
-        assert self.model.setdefault((primary, variant), entry.id) == entry.id
-
-    @rule(primary=st.sampled_from([KEY, OTHER]), fault=st.sampled_from(["manifest.json", "payload"]))
-    def damage(self, primary: str, fault: str) -> None:
-        for entry in Store(self.root).candidates(primary)[:1]:
-            path = entry.path / fault
-            path.unlink() if path.is_file() else shutil.rmtree(path)
-            del self.model[primary, entry.manifest["variant"]]
-
-    @rule(primary=st.sampled_from([KEY, OTHER]))
-    def set_aside(self, primary: str) -> None:
-        store = Store(self.root)
-        for entry in store.candidates(primary)[-1:]:
-            store.set_aside(entry, "test")
-            del self.model[primary, entry.manifest["variant"]]
-
-    @rule(keep=st.integers(0, 4))
-    def prune(self, keep: int) -> None:
-        store = Store(self.root)
-        store.prune(keep * 12)
-        left = {(entry.primary, entry.manifest["variant"]) for entry in store.entries()}
-        assert left <= self.model.keys() and len(left) == min(keep, len(self.model))
-        self.model = {name: self.model[name] for name in left}
-
-    @rule()
-    def clear(self) -> None:
-        Store(self.root).clear()
-        self.model = {}
-
-    @rule(content=st.binary(max_size=50))
-    def scribble_on_the_index(self, content: bytes) -> None:
-        if self.root.exists():
-            (self.root / index.NAME).write_bytes(content)
-
-    @invariant()
-    def the_store_holds_what_the_model_holds(self) -> None:
-        store = Store(self.root)
-        entries = store.entries()
-        assert {(one.primary, one.manifest["variant"]): one.id for one in entries} == self.model
-        assert all(entry.verify() is None for entry in entries)
-        assert {row["id"] for row in store.rows()} == set(self.model.values())
+def test_verifying_everything_changes_nothing(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(5)]
+    (entries[0].payload / "artefact.bin").write_bytes(b"evilevil")
+    (entries[1].path / "manifest.json").write_bytes(b"{")
+    shutil.rmtree(entries[2].payload)
+    (entries[3].payload / "artefact.bin").unlink()
+    before = snapshot(store.root)
+    found = {entry.id: problem for entry, problem in store.verify_all()}
+    said = ["SHA-256", "not JSON", "no payload", "missing"]
+    assert all(part in str(found[entry.id]) for part, entry in zip(said, entries, strict=False))
+    assert found[entries[4].id] is None and snapshot(store.root) == before
+    assert [store.find(entry.id).size for entry in entries] == [SIZE, 0, 0, SIZE, SIZE]
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+# -- what is noted about entries -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_entry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Entry, bytes]]:
-    store = Store(tmp_path_factory.mktemp("store") / "cache")
-    entry = put(store, guards={"dims": [1, 2]})
-    yield store, entry, (entry.path / "manifest.json").read_bytes()
+def test_shapes_are_remembered_newest_last(store: Store) -> None:
+    entry = put(store)
+    assert entry.shapes == [] and store.rows()[0]["shapes"] == [] and store.rows()[0]["last_used"] is None
+    for number in [*range(20), 5, 5]:
+        store.note_shape(entry, f"{number}x4x64x64")
+    expected = [*(f"{number}x4x64x64" for number in (*range(4, 5), *range(6, 20))), "5x4x64x64"]
+    assert entry.shapes == store.rows()[0]["shapes"] == expected and len(expected) == 16
+    assert abs(store.rows()[0]["last_used"] - time.time()) < 60
+    for number in range(1000):
+        store.note_shape(entry, f"{number % 17}x{'9' * 100}")
+    assert (entry.path / "last_used").stat().st_size < 16_000 and len(entry.shapes) == 16
+    store.touch(entry)
+    assert len(entry.shapes) == 16, "the time of use is another thing"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_mutation_of_a_manifest_raises_or_loads_altered_bytes(
-    data: st.DataObject, one_entry: tuple[Store, Entry, bytes]
-) -> None:
-    store, entry, text = one_entry
-    at = data.draw(st.integers(0, len(text)))
-    mutated = text[:at] + data.draw(st.binary(max_size=4)) + text[at + data.draw(st.integers(0, 4)) :]
-    if not entry.path.exists():
-        put(store, guards={"dims": [1, 2]})
-    (entry.path / "manifest.json").write_bytes(mutated)
-    for found in store.candidates(KEY):
-        if found.verify() is None:
-            assert found.manifest["files"] == entry.manifest["files"]
-            assert found.manifest["guards"] == entry.manifest["guards"]
+def test_noting_never_raises(store: Store) -> None:
+    entry = put(store)
+    for text in ("", "two\nlines", "x" * 1000, "\0", "\ud800"):
+        store.note_shape(entry, text)
+    assert entry.shapes == []
+    shutil.rmtree(entry.path)
+    store.note_shape(entry, "1x4x64x64")
+    store.touch(entry)
+    assert not entry.path.exists()
+
+
+def test_what_the_engine_tells_can_be_asked(store: Store) -> None:
+    entry = put(store, info={"machine": {"gpu": "X"}, "fingerprint": "ab", "region": "blocks.0"})
+    assert (entry.machine, entry.fingerprint, entry.info["region"]) == ({"gpu": "X"}, "ab", "blocks.0")
+    odd = put(store, variant=1, info={"machine": 1, "fingerprint": None})
+    assert (odd.machine, odd.fingerprint) == ({}, "") and put(store, variant=2, info=3).info == {}
+
+
+# -- taking in what was made elsewhere -----------------------------------------------------------------------
+
+
+def adopted(store: Store, entry: Entry, manifest: dict[str, Any], **more: bytes) -> Entry:
+    with store.stage() as staged:
+        shutil.rmtree(staged / "payload")
+        shutil.copytree(entry.payload, staged / "payload")
+        for name, content in more.items():
+            (staged / "payload" / name).write_bytes(content)
+        return store.adopt(manifest, staged)
+
+
+def test_an_adopted_entry_is_the_one_that_was_made(store: Store, tmp_path: Path) -> None:
+    made = put(Store(tmp_path / "elsewhere"), info={"region": "blocks.0"})
+    taken = adopted(store, made, made.manifest)
+    assert taken.persistent and taken.manifest == made.manifest and store.candidates(KEY) == [taken]
+    assert taken.verify() is None and taken.digest == made.digest and len(store.rows()) == 1
+    assert adopted(Store(store.root), made, made.manifest) == taken
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"id": "0" * 24}, {"id": "../x"}, {"primary": OTHER}, {"primary": ".."}, {"schema": 2}, {"schema": None}),
+        *({"files": {}}, {"files": {"../a": [1, "0" * 64]}}, {"guards": 1}, {"created": 1}, {"made_by": 1}),
+    ],
+)
+def test_an_unsound_manifest_is_not_adopted(store: Store, tmp_path: Path, change: dict[str, Any]) -> None:
+    made = put(Store(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match=r"."):
+        adopted(store, made, {**made.manifest, **change})
+    assert store.rows() == [] and not list((store.root / "staging").iterdir())
+
+
+@pytest.mark.parametrize("more", [{"artefact.bin": b"evilevil"}, {"more": b"1"}, {"artefact.bin": b""}])
+def test_other_files_than_listed_are_not_adopted(store: Store, tmp_path: Path, more: dict[str, bytes]) -> None:
+    made = put(Store(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match="differ"):
+        adopted(store, made, made.manifest, **more)
+    assert store.rows() == []
