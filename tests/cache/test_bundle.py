@@ -451,7 +451,7 @@ def test_a_wrong_length_is_seen_when_a_bundle_is_shown(store: Store, file: Path,
     put(store)
     export(store, file)
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(ValueError, match="bytes after bundle.json, expected"):
+    with pytest.raises(ValueError, match=r"bytes after bundle\.json, expected"):
         inspect(file)
 
 
