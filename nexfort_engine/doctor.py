@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cache.key import cpu_facts, package_version
-from .cache.place import default_limit, default_root, size_text
+from .cache.place import chosen_root, default_limit, default_root, size_text
 from .cache.store import Store
 from .locate import comfyui_around, comfyui_cache, comfyui_version, find_comfyui, plugin_root
 
@@ -126,7 +126,7 @@ def _comfyui() -> dict[str, Any] | None:
 
 
 def _cache() -> dict[str, Any]:
-    around = None if os.environ.get("NEXFORT_CACHE_DIR") else comfyui_around()
+    around = None if chosen_root() else comfyui_around()
     store = Store(default_root() if around is None else comfyui_cache(around))
     rows = store.rows()
     return {
