@@ -25,13 +25,15 @@ from .modulestate import Hidden, ModuleState
 from .signature import Flat, Leaves, unflatten
 
 
-def manifest_of(captured: Captured, region: str, kind: str, model: str = "") -> dict[str, Any]:
+def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
     """What must be stored beside the payload. Raises Refused for what cannot be written down.
 
-    model: a key of the backbone that it was first made for, for those who look through the store.
+    driver: the oldest one that runs it (key.driver_needed). info: whatever those want to see who look through the
+    store; it does not tell artefacts apart.
     """
     return {
         "kind": kind,
+        "driver": driver,
         "weights": captured.weights,
         "tensors": captured.tensors,
         "options": [list(path) for path in captured.options],
@@ -44,7 +46,7 @@ def manifest_of(captured: Captured, region: str, kind: str, model: str = "") -> 
         "writes": captured.writes,
         "sources": captured.sources,
         "modules": captured.modules,
-        "info": {"region": region, "kind": kind, "model": model},
+        "info": {"kind": kind, **info},
     }
 
 

@@ -23,7 +23,7 @@ import torch
 
 from . import lower, readset
 from .artefact import Artefact, Binding, Misfit, manifest_of
-from .cache.key import environment_parts, primary_key
+from .cache.key import driver_problem, environment_parts, primary_key
 from .cache.store import Entry
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nexfort")
 
 MOST_VARIANTS = 8  # artefacts of one structure and call; past that something changes on every run
+_SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
@@ -80,6 +81,9 @@ class Builder:
             binding, refusal = self._find_or_make(wanted, session)
         if binding is not None:
             region.remember(key, binding)
+            if binding.artefact.entry is not None:
+                sizes = ["x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN]]
+                self.engine.store.note_shape(binding.artefact.entry, ", ".join(sizes))
             return binding
         region.declined.setdefault(key, []).append(refusal)
         self.engine.report.eager(region.path, refusal[1])
@@ -181,6 +185,10 @@ class Builder:
             if changed:
                 path = wanted.region.path
                 self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
+                continue
+            problem = driver_problem(entry.manifest.get("driver"))
+            if problem:
+                self.engine.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
                 continue
             artefact = self._described(entry)
             if artefact is not None:
@@ -335,7 +343,7 @@ class Builder:
         captured = capture(
             region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
         )
-        return captured, manifest_of(captured, region.path, region.kind, self.engine.model_key(_device_of(wanted)))
+        return captured, manifest_of(captured, region.kind, *self.engine.made_for(region, _device_of(wanted)))
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:
         entry = job.entry
@@ -343,6 +351,7 @@ class Builder:
         region = wanted.region
         try:
             artefact = Artefact(entry.id, entry.primary, entry.manifest)
+            artefact.entry = entry
             self._load_code(artefact, entry)
         except Exception as error:
             self._refuse(wanted, None, f"its artefact does not load: {type(error).__name__}: {error}")

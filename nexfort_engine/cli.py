@@ -12,7 +12,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except (OSError, ValueError, RuntimeError) as error:
-        sys.stderr.write(f"nexfort: {error}\n")
+        plain = isinstance(error, OSError) and error.strerror and error.filename is None
+        sys.stderr.write(f"nexfort: {error.strerror if plain else error}\n")  # type: ignore[union-attr]
         return 1
 
 
@@ -190,7 +191,7 @@ def _comfyui(options: argparse.Namespace) -> tuple[Path, str]:
 
 @contextmanager
 def _ends_on_sigterm() -> Iterator[None]:
-    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, _terminate)
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:

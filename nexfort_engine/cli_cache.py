@@ -137,8 +137,9 @@ def _list(options: argparse.Namespace) -> int:
     lines = [f"{len(rows)} artefacts, {size_text(total)}, in {store.root}"]
     facts: dict[str, Any] = {"path": str(store.root), "bytes": total, "entries": rows}
     if store.base is not None:
-        facts |= {"base": str(store.base), "base_problem": store.base_problem}
-        lines.append(f"base cache: {store.base}" + (f", not read: {store.base_problem}" if store.base_problem else ""))
+        base = str(store.base.root)
+        facts |= {"base": base, "base_problem": store.base_problem}
+        lines.append(f"base cache: {base}" + (f", not read: {store.base_problem}" if store.base_problem else ""))
     if rows:
         short = view.short_ids(row["id"] for row in rows)
         lines = [*view.aligned([HEADINGS, *(_cells(row, short[row["id"]]) for row in rows)]), *lines]

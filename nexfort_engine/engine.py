@@ -20,7 +20,7 @@ from torch import nn
 
 from . import pool
 from .build import Builder
-from .cache.key import environment_parts, primary_key
+from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
 from .config import CompileConfig
 from .cudagraph import StepGraphs
@@ -108,6 +108,12 @@ class Engine:
             }
             self._model_keys[device.type] = primary_key(parts)
         return self._model_keys[device.type]
+
+    def made_for(self, region: Region, device: torch.device) -> tuple[int | None, dict[str, Any]]:
+        """For an artefact's manifest: the oldest driver that runs it, and what people want to know of its origin."""
+        where = str(device)
+        info = {"region": region.path, "family": self.name, "model": self.model_key(device)}
+        return driver_needed(where), {**info, "machine": machine(where), "fingerprint": fingerprint(where)}
 
     def is_block(self, region: Region) -> bool:
         """Whether a region is one of the blocks that make a step long: one of several alike, or all there is."""

@@ -114,7 +114,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Each backbone's contracts first, as they take longest; then those over all backbones, which use what those made."""
+    """Each backbone's contracts first, as they take longest; then those over all, which use what those made."""
     if item.path.name != "contracts.py":
         return 2
     return 0 if _group(item) != "tests/contracts.py" else 1

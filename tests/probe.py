@@ -50,7 +50,7 @@ class Probe:
         self.block, flat = block, Flat()
         self.spec = flatten_call(args, kwargs, flat)
         self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic)
-        manifest = artefacts.manifest_of(self.captured, "block", "Block")
+        manifest = artefacts.manifest_of(self.captured, "Block", None, {"region": "block"})
         self.artefact = artefacts.Artefact("id", "primary", manifest)
         graph, weights, constants = self.captured.graph, self.artefact.weights, self.captured.constants
         self.artefact.code = lambda inputs: graph(*inputs[: len(weights)], *constants, *inputs[len(weights) :])

@@ -185,7 +185,7 @@ def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
 
     block = block_of(lambda b, h, size, options: (h * options["scale"], [None, (h, "x")]))
     probe = Probe(block, x(), (3, 4), {"scale": 2.0})
-    manifest = artefacts.manifest_of(probe.captured, "block", "Block")
+    manifest = artefacts.manifest_of(probe.captured, "Block", None, {})
     again = artefacts.Artefact("id", "primary", json.loads(json.dumps(manifest)))
     assert again.output == probe.artefact.output and again.guards == probe.artefact.guards
     flat = Flat()

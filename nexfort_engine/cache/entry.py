@@ -32,6 +32,8 @@ ID_LENGTH = 24
 MANIFEST = "manifest.json"
 PAYLOAD = "payload"
 LAST_USED = "last_used"
+PINNED = "pinned"
+MOST_SHAPES = 16
 MANIFEST_LIMIT = 16 << 20
 # What the store adds, and what a caller may tell about an artefact without making it another one ("info").
 NOT_IDENTITY = frozenset({"schema", "id", "primary", "created", "made_by", "files", "info"})
@@ -70,6 +72,8 @@ class Entry:
     path: Path
     manifest: dict[str, Any] = field(compare=False, repr=False)
     persistent: bool = True
+    # Whether it lies in the read-only base cache, where nothing is ever changed.
+    base: bool = False
     # Which directory was read (device, inode): another process may have put a good entry in its place since.
     seen: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
@@ -95,6 +99,38 @@ class Entry:
             return (self.path / LAST_USED).stat().st_mtime
         except OSError:  # never used, or evicted in the meantime
             return self.created
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine said about the artefact: region, kind, model, family, machine, fingerprint."""
+        found = self.manifest.get("info")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The machine it was made for, in readable form; empty if nobody said."""
+        found = self.info.get("machine")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of all that a machine must have in common with the one it was made on; "" if nobody said."""
+        found = self.info.get("fingerprint")
+        return found if isinstance(found, str) else ""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it stays when the cache is pruned."""
+        return os.path.lexists(self.path / PINNED)
+
+    @property
+    def shapes(self) -> list[str]:
+        """The sizes of calls that it was seen to serve, newest last."""
+        try:
+            text = (self.path / LAST_USED).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # never used
+            return []
+        return list(dict.fromkeys(reversed(text.split("\n"))))[::-1][-MOST_SHAPES:] if text.strip() else []
 
     def verify(self, quick: bool = False) -> str | None:
         """Why the payload must not be loaded, or None. `quick` compares sizes only and reads no file."""

@@ -28,8 +28,8 @@ TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-ro
 # artefact.
 NOT_SHAPING = frozenset(
     (
-        *("__init__", "__main__", "cache", "cli", "doctor", "headless", "headless_run", "hosts", "locate"),
-        *("progress", "report", "selfcheck"),
+        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "doctor", "headless", "headless_run"),
+        *("hosts", "locate", "progress", "report", "selfcheck", "terminal", "warm", "warm_workflow"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")
@@ -100,6 +100,67 @@ def _environment_parts(device: str) -> Mapping[str, object]:
         "platform": [platform.system(), platform.machine()],
         "device": device_facts(device),
     }
+
+
+def fingerprint(device_type: str) -> str:
+    """A short text that two machines share exactly if one may use the artefacts of the other on such a device."""
+    return primary_key(environment_parts(device_type))
+
+
+def fingerprints() -> dict[str, str]:
+    """Fingerprint -> readable device, for every device that torch sees on this machine."""
+    import torch
+
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        devices += [f"xpu:{i}" for i in range(torch.xpu.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return {fingerprint(device): str(machine(device)["device"]) for device in devices}
+
+
+def machine(device_type: str) -> dict[str, str]:
+    """What `fingerprint` hashes, for people: engine, torch, triton, python, platform and device."""
+    parts: Any = environment_parts(device_type)
+    facts = parts["device"]
+    readable = {
+        "cuda": lambda: f"{facts[1]} ({'.'.join(map(str, facts[2]))})",
+        "cpu": lambda: f"{facts[1]} (features {facts[2]})",
+    }.get(facts[0], lambda: " ".join(map(str, facts)))
+    implementation, *version = parts["python"]
+    return {
+        "engine": parts["engine"][:16],
+        "torch": parts["torch"][0],
+        "triton": ", ".join(f"{name} {version}" for name, version in parts["triton"].items()) or "none",
+        "python": f"{implementation} {'.'.join(map(str, version))}",
+        "platform": " ".join(parts["platform"]),
+        "device": readable(),
+    }
+
+
+def driver_needed(device_type: str) -> int | None:
+    """The oldest driver, as CUDA writes versions (13000 is 13.0), that runs code compiled here; None without CUDA.
+
+    Code for one card runs on every driver from the first of the same major version of CUDA on ("minor version
+    compatibility", CUDA Compatibility guide).
+    """
+    import torch
+
+    if device_type.partition(":")[0] != "cuda" or torch.version.cuda is None:
+        return None
+    return int(torch.version.cuda.partition(".")[0]) * 1000
+
+
+def driver_problem(needed: int | None) -> str | None:
+    """Why this machine's driver does not run code that needs such a driver, or None."""
+    import torch
+
+    if needed is None:
+        return None
+    found = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0  # type: ignore[attr-defined]
+    if found >= needed:
+        return None
+    return f"it needs a driver for CUDA {needed // 1000}.{needed % 1000 // 10}, found one for {found // 1000}"
 
 
 def _with_index(device_type: str) -> str:

@@ -49,6 +49,12 @@ def default_root() -> Path:
         return Path(tempfile.gettempdir()) / f"nexfort-{user}"
 
 
+def base_root() -> Path | None:
+    """`NEXFORT_CACHE_BASE`: a read-only cache under the user's own, such as one in a container's image; or None."""
+    chosen = os.environ.get("NEXFORT_CACHE_BASE", "").strip()
+    return Path(chosen).expanduser().absolute() if chosen else None
+
+
 def default_limit() -> int:
     """`NEXFORT_CACHE_LIMIT` in bytes ("6000000000", "6GiB", "500M"), or 8 GiB."""
     text = os.environ.get("NEXFORT_CACHE_LIMIT", "").strip()

@@ -22,8 +22,8 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from .entry import LAST_USED as LAST_USED_FILE
 from .entry import (
     MANIFEST,
     PAYLOAD,
+    PINNED,
     SCHEMA,
     Entry,
     OtherSchemaError,
@@ -82,9 +83,11 @@ class Store:
     Constructing one touches nothing on disk. `problem` says why the last attempt to write failed.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, base: Path | str | None = None) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         self.problem: str | None = None
+        self.base = None if base is None else Store(base)
+        self.base_problem: str | None = None
         self._probed: float | None = None
         self._used: set[str] = set()
         self._skip: set[tuple[str, tuple[int, int] | None]] = set()
@@ -101,7 +104,37 @@ class Store:
             return []
         read = map(self._read, listing(self._entries / primary))
         found = [entry for entry in read if entry is not None]
-        return sorted(found, key=lambda entry: (entry.created, entry.id), reverse=True)
+        own = sorted(found, key=lambda entry: (entry.created, entry.id), reverse=True)
+        return own + self._below(own, primary)
+
+    def find(self, text: str) -> Entry:
+        """The entry with this id, or the only one whose id begins so (4 characters at least); LookupError."""
+        own = self.entries()
+        found = [one for one in own + self._below(own) if one.id.startswith(text)]
+        exact = [one for one in found if one.id == text]
+        if exact:
+            return exact[0]
+        if len(text) < 4:
+            raise LookupError(f"found {text!r}, expected an id or at least its first 4 characters; `list` shows them")
+        if not found:
+            raise LookupError(f"no entry's id begins with {text!r}; `list` shows those that are there")
+        if len(found) > 1:
+            names = ", ".join(sorted(one.id for one in found))
+            raise LookupError(f"{text!r} is the beginning of several ids: {names}; give more of the one you mean")
+        return found[0]
+
+    def verify_all(self) -> list[tuple[Entry, str | None]]:
+        """Every entry with the reason why it must not be loaded, or None; reads everything, changes nothing."""
+        own = self.entries()
+        return [(one, one.verify()) for one in own + self._below(own)]
+
+    def _below(self, own: list[Entry], primary: str | None = None) -> list[Entry]:
+        """Entries of the base cache that are not among `own`."""
+        if self.base is None:
+            return []
+        found = self.base.entries() if primary is None else self.base.candidates(primary)
+        ids = {one.id for one in own}
+        return [replace(one, base=True) for one in found if one.id not in ids]
 
     def entries(self) -> list[Entry]:
         """Every sound entry, newest first; broken ones are set aside."""
@@ -118,18 +151,37 @@ class Store:
         rows = index.read(self.root)
         if rows is None or not index.agrees(rows, self._on_disk()):
             rows = self._rebuild_index()
-        return [{**row, "last_used": self._last_used(row)} for row in rows]
+        found = [self._row(row) for row in rows]
+        if self.base is not None:
+            ids = {row["id"] for row in found}
+            found += [{**row, "base": True} for row in self.base.rows() if row["id"] not in ids]
+        return found
+
+    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+        entry = Entry(row["id"], row["primary"], self._entries / row["primary"] / row["id"], {})
+        more = {"pinned": entry.pinned, "shapes": entry.shapes, "base": False, "problem": None}
+        return {**row, "last_used": self._last_used(row), **more}
 
     def touch(self, entry: Entry) -> None:
         """Records that an artefact was loaded from `entry` now. Never raises: only eviction depends on it."""
         self._used.add(entry.id)
-        if not entry.persistent:
+        if not entry.persistent or entry.base:
             return
         file = entry.path / LAST_USED_FILE
         try:
             file.touch(mode=0o600)
         except OSError as error:
             log.debug("the time of last use of %s is not recorded: %s", entry.id, error)
+
+    def note_shape(self, entry: Entry, text: str) -> None:
+        """Remembers the sizes of a call that `entry` served, such as "2x4096x1536, 2x77x2048". Never raises."""
+        if not entry.persistent or entry.base or text in entry.shapes:
+            return
+        try:
+            content = "\n".join([*entry.shapes, text][-16:])
+            (entry.path / LAST_USED_FILE).write_text(content, encoding="utf-8")
+        except OSError as error:
+            log.debug("a shape of %s is not recorded: %s", entry.id, error)
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -164,7 +216,9 @@ class Store:
         where anything readable may stand. Where the store cannot be written, the entry is not persistent: it
         lives in the staged directory until the process ends, and `problem` says why.
         """
-        entry = self._complete(primary, Path(staged), manifest)
+        return self._put(self._complete(primary, Path(staged), manifest))
+
+    def _put(self, entry: Entry) -> Entry:
         if not self.writable or entry.path.parent != self._staging:
             return self._keep(entry)
         try:
@@ -176,9 +230,52 @@ class Store:
         self._after_commit(entry)
         return entry
 
+    def adopt(self, manifest: Mapping[str, Any], staged: Path) -> Entry:
+        """Like commit, for an entry that was made elsewhere: its manifest is kept as it is.
+
+        ValueError if the manifest is not sound or the staged payload is not exactly what it lists.
+        """
+        whole = json.loads(json.dumps(dict(manifest)))
+        staged = Path(staged)
+        if entry_id(whole.get("primary", ""), whole) != whole.get("id"):
+            raise ValueError("the manifest was altered: its id is not the hash of what it says")
+        try:
+            files = hash_tree(staged / PAYLOAD)
+        except (OSError, TornError) as error:
+            raise ValueError(f"the staged artefact cannot be read back: {error}") from error
+        if files != whole.get("files"):
+            raise ValueError("the staged files are not those that the manifest lists")
+        entry = Entry(whole["id"], whole["primary"], staged, whole, persistent=False, seen=identity(staged))
+        return self._put(entry)
+
+    def pin(self, entry_id: str, pinned: bool = True) -> Entry:
+        """Marks an entry to stay when the cache is pruned, or takes the mark away; LookupError if there is none."""
+        entry = self.find(entry_id)
+        if entry.base:
+            raise PermissionError(errno.EACCES, f"{entry.id} lies in the read-only base cache and is never removed")
+        with self._lock():
+            if pinned and not entry.pinned:
+                write_new(entry.path / PINNED, b"")
+            elif not pinned:
+                (entry.path / PINNED).unlink(missing_ok=True)
+        return entry
+
+    def remove(self, ids: Iterable[str]) -> Removed:
+        """Removes exactly these entries, pinned or not; LookupError for an unknown one before anything goes."""
+        chosen = [self.find(one) for one in ids]
+        if any(entry.base for entry in chosen):
+            raise PermissionError(errno.EACCES, "an entry of the read-only base cache cannot be removed")
+        with self._lock():
+            gone = [entry for entry in chosen if self._discard(entry.path)]
+            ids = {entry.id for entry in gone}
+            index.write(self.root, [index.row_of(entry) for entry in self.entries()])
+        return Removed(len(gone), sum(entry.size for entry in gone))
+
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Moves what cannot be used to `broken/`, with the reason beside it; logged once; never raises."""
-        if entry.persistent:
+        if entry.base:
+            log.warning("the base cache's entry %s is not used: %s", entry.id, reason)
+        elif entry.persistent:
             self._set_aside(entry.path, entry.seen, reason)
         else:
             log.warning("the artefact %s, kept for this process only, is not used: %s", entry.id, reason)
@@ -198,20 +295,20 @@ class Store:
             total = sum(entry.size for entry in entries)
             gone = []
             for entry in entries:
-                if total > limit and entry.id not in self._used and self._discard(entry.path):
+                if total > limit and not entry.pinned and entry.id not in self._used and self._discard(entry.path):
                     gone.append(entry)
                     total -= entry.size
             index.write(self.root, [index.row_of(entry) for entry in entries if entry not in gone])
         return Removed(len(gone), sum(entry.size for entry in gone))
 
-    def clear(self) -> Removed:
-        """Removes every entry, what was set aside of them, and leftovers of dead processes; nothing else."""
+    def clear(self, pinned: bool = False) -> Removed:
+        """Removes every entry but pinned ones (`pinned`: those too), entries set aside and leftovers; nothing else."""
         if not self.root.is_dir():
             return Removed(0, 0)
         with self._lock():
             entries = self.entries()
             self._attic.sweep(self._kept)
-            gone = [entry for entry in entries if self._discard(entry.path)]
+            gone = [entry for entry in entries if (pinned or not entry.pinned) and self._discard(entry.path)]
             index.write(self.root, [index.row_of(entry) for entry in entries if entry not in gone])
         return Removed(len(gone), sum(entry.size for entry in gone))
 
