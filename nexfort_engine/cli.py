@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description="Nexfort's compile cache, self-check, warming and headless runs.")
+    parser = argparse.ArgumentParser(
+        PROGRAM, description="Nexfort's compile cache, self-check, warming, headless runs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cli_cache.add_to(commands)
     doctor = commands.add_parser("doctor", help="print what a bug report needs, and check that compiling works")
@@ -78,7 +80,7 @@ def _add_warm(commands: Any) -> None:
         ("length", 33, "frames, for a model of videos"),
     ):
         warm.add_argument(f"--{name}", type=_count, metavar="N", help=f"with --model: {text} (default: {default})")
-    warm.add_argument("--steps", type=_count, default=1, metavar="N", help="sampler steps (default: 1, which is enough)")
+    warm.add_argument("--steps", type=_count, default=1, metavar="N", help="sampler steps (default: 1, which will do)")
     warm.add_argument("--mode", metavar="MODE", help="mode of compile nodes that are put in (default: the node's)")
     text = "memory format of compile nodes that are put in (default: the node's)"
     warm.add_argument("--memory-format", metavar="FORMAT", help=text)

@@ -228,9 +228,7 @@ def _removed(options: argparse.Namespace, store: Store, removed: Removed) -> int
     pinned = sum(bool(row["pinned"]) for row in store.rows())
     facts = {"path": str(store.root), "removed": removed.entries, "bytes": removed.bytes, "pinned": pinned}
     kept = f"; {pinned} pinned ones stay" if pinned else ""
-    _print(
-        options, facts, f"{removed.entries} artefacts removed ({size_text(removed.bytes)}) from {store.root}{kept}"
-    )
+    _print(options, facts, f"{removed.entries} artefacts removed ({size_text(removed.bytes)}) from {store.root}{kept}")
     return 0
 
 

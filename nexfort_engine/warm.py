@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filling the cache before the first user comes: a real ComfyUI runs one step of a workflow, and what it compiled stays.
+"""Filling the cache before the first user comes: a real ComfyUI runs one step, and what it compiled stays.
 
 It starts and stops that ComfyUI through `headless.py`; what the workflow looks like is the business of
 `warm_workflow.py`. Nothing is written into the user's own output or temp folder.
@@ -76,10 +76,11 @@ class Warmed:
         return list(dict.fromkeys(f"{row['region']} ran eager: {row['reason']}" for row in rows))
 
     def __str__(self) -> str:
+        facts = self.as_dict()
         made = (
-            f"{self.name}: {self.total('artefacts_compiled')} artefacts compiled in {self.total('seconds_cold'):.1f} s, "
-            f"{self.total('artefacts_loaded')} loaded in {self.total('seconds_warm'):.1f} s, "
-            f"{self.seconds:.1f} s in all, for {self.device}"
+            f"{self.name}: {facts['compiled']} artefacts compiled in {facts['seconds_compiling']:.1f} s, "
+            f"{facts['loaded']} loaded in {facts['seconds_loading']:.1f} s, {facts['seconds']:.1f} s in all, "
+            f"for {self.device}"
         )
         return "\n".join([made, *self.eager(), *([] if self.problem is None else [f"not warm: {self.problem}"])])
 

@@ -80,7 +80,7 @@ def _shorten(node: dict[str, Any], classes: Classes, steps: int) -> None:
 
 
 def _users(workflow: Workflow, classes: Classes, kind: str) -> Iterator[tuple[str, str, list[Any]]]:
-    """(node, input, link) of every node that runs a model or VAE: it takes one, gives none, and is not for saving it."""
+    """(node, input, link) wherever a model or VAE is run: by nodes that take one, give none, and do not save it."""
     for number, node in workflow.items():
         if kind in _gives(node, classes) or classes.get(node["class_type"], {}).get("output_node"):
             continue

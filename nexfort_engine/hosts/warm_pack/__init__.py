@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node pack that only `python -m nexfort_engine warm --model` mounts: inputs of the right shape for a diffusion model.
+"""A node pack that `python -m nexfort_engine warm --model` mounts, and nobody else: inputs that fit a diffusion model.
 
 To warm a model no text encoder is needed, only conditioning as wide as the model takes; ComfyUI's own nodes make
 conditioning from text alone. The pack stands by itself and imports nothing of the engine. Users never see it.
@@ -56,7 +56,7 @@ OTHERS = ("Flux2", "LongCatImage", "SD_X4Upscaler", "Lotus", "StableCascade", "S
 
 def _unknown(model: Any) -> ValueError:
     return ValueError(
-        f"found a {type(model).__name__} ({type(model.diffusion_model).__name__}), which `warm --model` makes no inputs "
+        f"found a {type(model).__name__} ({type(model.diffusion_model).__name__}), which `warm --model` has no inputs "
         f"for; it knows {', '.join(SHAPES)}. Export a workflow that uses it and give that to `warm --workflow`"
     )
 
