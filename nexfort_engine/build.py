@@ -222,7 +222,8 @@ class Builder:
         try:
             problem = entry.verify()
             if problem is None:
-                self._load_code(artefact, entry)
+                with self.engine.apart():
+                    self._load_code(artefact, entry)
         except Exception as error:
             # a file that is sound by its hashes and still does not load: another torch build, a missing operator
             problem = f"{type(error).__name__}: {error}"
@@ -333,7 +334,8 @@ class Builder:
                 return
             self._adopt(want, job)
 
-        lower_all(jobs, self._options, self.engine.cancel, done)
+        with self.engine.apart():
+            lower_all(jobs, self._options, self.engine.cancel, done)
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region

@@ -22,7 +22,7 @@ import torch
 
 from . import readset
 from .artefact import Binding
-from .modulestate import WeightSlots
+from .modulestate import WeightSlots, any_replaced
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
 
@@ -51,20 +51,28 @@ class _Step:
 
 
 class _Glue:
-    """What lies between the regions, as flat lists: plain attributes, submodules, hooks. Compared on every step."""
+    """What lies between the regions, as flat lists: plain attributes, submodules, hooks, replaced forwards.
 
-    def __init__(self, root: torch.nn.Module, inside: set[int]) -> None:
+    Compared on every step. A region itself is looked at too: with a forward of others no stand-in is put there, so
+    that its artefact is not asked.
+    """
+
+    def __init__(self, root: torch.nn.Module, regions: list[torch.nn.Module]) -> None:
+        inside = {id(sub) for region in regions for sub in region.modules()}
         outside = [sub for sub in root.modules() if id(sub) not in inside or sub is root]
         self._attributes = [(s.__dict__, k, v) for s in outside for k, v in s.__dict__.items() if type(v) in PLAIN]
         self._values = [v for _, _, v in self._attributes]
         self._children = [(s._modules, name) for s in outside for name in s._modules]
         self._modules = [table.get(name) for table, name in self._children]
         self._hooks = [table for s in outside for table in (s._forward_hooks, s._forward_pre_hooks)]
-        self.hooked = any(self._hooks)
+        self._bare = [(s.__dict__, s) for s in (*outside, *regions)]
+        self.hooked = any(self._hooks) or any_replaced(self._bare)
 
     def unchanged(self) -> bool:
         """Whether everything is as it was."""
         if any(self._hooks) or [own.get(name) for own, name, _ in self._attributes] != self._values:
+            return False
+        if any_replaced(self._bare):
             return False
         return [table.get(name) for table, name in self._children] == self._modules
 
@@ -107,7 +115,8 @@ class StepGraphs:
                 return self._observe(key, spec, flat, plain, session)
             self._steps.move_to_end(key)
             if step.graph is None:
-                return self._capture(key, step, spec, flat, plain, session)
+                with self.engine.apart():
+                    return self._capture(key, step, spec, flat, plain, session)
             return self._replay(step, flat)
         finally:
             self._busy = False
@@ -179,10 +188,9 @@ class StepGraphs:
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
-        inside = {id(sub) for region in self.engine.regions for sub in region.module.modules()}
-        glue = _Glue(self.engine.root, inside)
+        glue = _Glue(self.engine.root, [region.module for region in self.engine.regions])
         if glue.hooked:
-            self.engine.report.note("no CUDA graph: a module carries a forward hook")
+            self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return result
         checks = self._region_checks(session, flat)
         self._steps[key] = _Step(readset.checker(rows), checks, self._pointers(), glue)

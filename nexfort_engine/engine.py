@@ -28,7 +28,7 @@ from .dispatch import Region
 from .flags import backend_scope, disabled
 from .loans import Lender
 from .lower import import_ahead
-from .modulestate import structure
+from .modulestate import replaced_forward, structure
 from .regions import find_regions
 from .report import Report
 from .session import Session, current, entered
@@ -47,6 +47,7 @@ class Engine:
     others_code: why the options it is called with bring code of others along, or None.
     whole: it is called through its forward alone, so it may be one region.
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
+    apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     """
 
@@ -61,9 +62,11 @@ class Engine:
         others_code: Callable[[dict[Any, Any]], str | None] | None = None,
         whole: bool = True,
         lender: Lender | None = None,
+        apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
+        self.apart = apart
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
@@ -173,10 +176,15 @@ class Engine:
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
         """
         session = Session(self, recording=recording)
-        modules = [r.module for r in self._regions().values() if r.module is not self.root]
-        if watch_root:
-            modules.append(self.root)
-        placed = [module for module in modules if _place(module)]
+        placed = []
+        for region in self._regions().values():
+            if region.module is not self.root:
+                if _place(region.module):
+                    placed.append(region.module)
+                else:
+                    self.report.eager(region.path, f"it carries {region.carries()}")
+        if watch_root and _place(self.root):
+            placed.append(self.root)
         began = time.perf_counter()
         try:
             with backend_scope(**self.config.backend_flags()), entered(session):
@@ -234,7 +242,7 @@ def _place(module: nn.Module) -> bool:
         if entry is not None:
             entry[1][0] += 1
             return True
-        if "forward" in module.__dict__:
+        if replaced_forward(module) is not None:
             return False
         module.__dict__["forward"] = _stand_in(module)
         _installed[id(module)] = (module, [1])

@@ -80,12 +80,26 @@ def foreign(module: nn.Module) -> str | None:
         for table in _HOOKS:
             if sub.__dict__.get(table):
                 return f"a forward hook{at}"
-        replaced = sub.__dict__.get("forward")
-        if replaced is not None and not getattr(replaced, "nexfort_shim", False):
+        replaced = replaced_forward(sub)
+        if replaced is not None:
             return f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
         if "parametrizations" in sub._modules:
             return f"a parametrisation{at}"
     return None
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """Another forward that somebody put on the module itself, or None.
+
+    The engine's stand-ins are none: inside a region they do nothing. Neither is the class's own forward bound to this
+    very module, which is what code that puts a forward back leaves behind.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is None or getattr(forward, "nexfort_shim", False):
+        return None
+    if getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward:
+        return None
+    return forward
 
 
 def describe(value: Any, depth: int = 3) -> Any:
@@ -162,7 +176,7 @@ class ModuleState:
             self._children.extend((sub._modules, name) for name in sub._modules)
         self._modules = [table.get(name) for table, name in self._children]
         self._hooks = [sub.__dict__[t] for sub in by_path.values() for t in _HOOKS]
-        self._below = [sub.__dict__ for sub in by_path.values() if sub is not module]
+        self._below = [(sub.__dict__, sub) for sub in by_path.values() if sub is not module]
 
     def unchanged(self) -> bool:
         """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
@@ -170,14 +184,14 @@ class ModuleState:
             return False
         if [table.get(name) for table, name in self._children] != self._modules:
             return False
-        if any(self._hooks) or any([_is_replaced(own.get("forward")) for own in self._below]):
+        if any(self._hooks) or any_replaced(self._below):
             return False
         return all(fields == before for fields, before in self._objects) if self._objects else True
 
 
-def _is_replaced(forward: Any) -> bool:
-    """Whether somebody put another forward there. The engine's stand-ins are none: inside a region they do nothing."""
-    return forward is not None and not getattr(forward, "nexfort_shim", False)
+def any_replaced(modules: list[tuple[dict[str, Any], nn.Module]]) -> bool:
+    """Whether one of the modules, each behind its attribute table, has another forward. Asked on every call: flat."""
+    return any([replaced_forward(sub) is not None for own, sub in modules if "forward" in own])
 
 
 def _frozen(value: Any) -> Any:

@@ -393,6 +393,21 @@ def test_hooks_run_eager_with_a_reason_until_they_are_gone(pair: Pair) -> None:
     assert not new["eager"] and not new["artefacts"]
 
 
+@pytest.mark.parametrize("path", ["blocks.0", "blocks.0.linear"])
+def test_a_replaced_forward_runs_eager_with_a_reason_until_it_is_put_back(pair: Pair, path: str) -> None:
+    module = pair.net.get_submodule(path)
+    original = module.forward
+    module.forward = lambda *a, **k: original(*a, **k) * 2  # type: ignore[method-assign]
+    assert [row["region"] for row in pair.agrees(x())["eager"]] == ["blocks.0"]
+    assert "replaced forward" in pair.reasons()
+    module.forward = original  # type: ignore[method-assign]
+    new = pair.agrees(x())
+    assert not new["eager"] and not new["artefacts"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair.report, "eager", None)  # it keeps a reason once, so that since() would not show it
+        pair.agrees(x())
+
+
 def test_the_original_and_the_compiled_one_are_one_module(pair: Pair) -> None:
     compiled = pair.compiled
     assert isinstance(compiled, Net) and compiled.state_dict().keys() == pair.net.state_dict().keys()

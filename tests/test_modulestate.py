@@ -144,6 +144,18 @@ def test_a_stand_in_of_the_engine_is_not_foreign() -> None:
     assert foreign(block) is None and state.unchanged()
 
 
+def test_a_forward_that_was_put_back_is_not_foreign() -> None:
+    block = Block()
+    state, _ = state_of(block)
+    original = block.inner.forward
+    block.inner.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    assert "replaced forward on inner" in str(foreign(block)) and not state.unchanged()
+    block.inner.forward = original  # type: ignore[method-assign]  # as code does that never heard of `del`
+    assert "forward" in vars(block.inner) and foreign(block) is None and state.unchanged()
+    block.inner.forward = Block().inner.forward  # type: ignore[method-assign]  # somebody else's weights
+    assert foreign(block) is not None and not state.unchanged()
+
+
 # ---- recording ------------------------------------------------------------------------------------------------
 
 

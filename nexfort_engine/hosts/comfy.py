@@ -8,6 +8,7 @@ replaced, and a clone without the wrapper runs the plain network at all times.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import sys
@@ -116,6 +117,7 @@ def engine_for(network: nn.Module, config: CompileConfig, model: Any, *, whole: 
     engine = engines.get(config)
     if engine is None:
         hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
+        hooks["apart"] = _apart
         engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=ComfyWeights(model), **hooks)
         engine.name = type(model).__name__
         engines[config] = engine
@@ -171,6 +173,12 @@ def _cancel() -> None:
     import comfy.model_management
 
     comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _apart() -> contextlib.AbstractContextManager[Any]:
+    """Newer ComfyUI records what a block allocates and expects it to be freed with the block, unless it is paused."""
+    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
+    return pause() if pause is not None else contextlib.nullcontext()
 
 
 def _plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

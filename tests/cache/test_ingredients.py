@@ -136,6 +136,8 @@ def test_each_ingredient_alone_changes_the_key(name: str, tmp_path: Path, monkey
         before = primary_of(report_after(tmp_path / "a", Net(), X))
         key._environment_parts.cache_clear()
         call = CHANGES[name](monkeypatch, tmp_path)
+        key.environment_parts("cpu")  # is kept; nothing else is to see the change
+        monkeypatch.undo()
         net, x = call.pop("net", None) or Net(), call.pop("x", X)
         assert primary_of(report_after(tmp_path / "b", net, x, **call)) != before
 
@@ -146,6 +148,8 @@ def test_the_two_gpu_facts_count_each(tmp_path: Path, monkeypatch: pytest.Monkey
         for facts in (("A card", [9, 0]), ("Another card", [9, 0]), ("A card", [10, 0])):
             monkeypatch.setattr(key, "device_facts", _facts(*facts))
             key._environment_parts.cache_clear()
+            key.environment_parts("cpu")
+            monkeypatch.undo()
             found.add(primary_of(report_after(tmp_path, Net(), X)))
     assert len(found) == 3
 
@@ -160,7 +164,6 @@ def _moved_engine(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
 
 
 def _years_later(patch: pytest.MonkeyPatch, _folder: Path) -> dict[str, Any]:
-    patch.setattr(key.importlib.metadata, "distributions", lambda: [])
     import time
 
     now = time.time()
@@ -185,6 +188,8 @@ def test_what_must_not_matter_leaves_the_key(name: str, tmp_path: Path, monkeypa
         before = report_after(tmp_path / "store", Net(), X, options={"mode": "O2", "dynamic": True})
         key._environment_parts.cache_clear()
         call: dict[str, Any] = {"options": {"mode": "O2", "dynamic": True}, **SAME[name](monkeypatch, tmp_path)}
+        key.environment_parts("cpu")
+        monkeypatch.undo()
         after = report_after(tmp_path / "store", call.pop("net", None) or Net(), call.pop("x", X), **call)
     assert primary_of(after) == primary_of(before)
     assert before["artefacts_compiled"] == 1 and after["artefacts_compiled"] == 0 and not after["eager"]
