@@ -24,7 +24,7 @@ import torch
 from . import lower, readset
 from .artefact import Artefact, Binding, Misfit, manifest_of
 from .cache.key import driver_problem, environment_parts, primary_key
-from .cache.store import Entry
+from .cache.store import Entry, StoreError
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
@@ -220,15 +220,18 @@ class Builder:
         assert entry is not None, "an artefact comes from this process or from the store"
         began = time.perf_counter()
         try:
-            problem = entry.verify()
+            problem = entry.verify(quick=True)
             if problem is None:
                 with self.engine.apart():
                     self._load_code(artefact, entry)
+        except StoreError as error:
+            problem = str(error)
         except Exception as error:
             # a file that is sound by its hashes and still does not load: another torch build, a missing operator
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             store.set_aside(entry, problem)
+            self.engine.report.note(f"an artefact of {path} is not used: {problem}")
             self.artefacts[artefact.primary].remove(artefact)
             return False
         store.touch(entry)
@@ -240,7 +243,9 @@ class Builder:
     def _load_code(self, artefact: Artefact, entry: Entry) -> None:
         remember_in(self.engine.store.root)
         options = self._options("cuda" if torch.cuda.is_available() else "cpu")
-        artefact.code = lower.load(entry.payload, options, entry.manifest["modules"], len(artefact.weights))
+        # a copy that only this process writes to, checked byte by byte before anything of it is loaded
+        payload = self.engine.store.ready(entry)
+        artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
 
     def _options(self, device_type: str) -> dict[str, object]:
         return self.engine.config.inductor_options(device_type)

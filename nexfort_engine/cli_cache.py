@@ -137,7 +137,7 @@ def _list(options: argparse.Namespace) -> int:
     lines = [f"{len(rows)} artefacts, {size_text(total)}, in {store.root}"]
     facts: dict[str, Any] = {"path": str(store.root), "bytes": total, "entries": rows}
     if store.base is not None:
-        base = str(store.base.root)
+        base = str(store.base)
         facts |= {"base": base, "base_problem": store.base_problem}
         lines.append(f"base cache: {base}" + (f", not read: {store.base_problem}" if store.base_problem else ""))
     if rows:
@@ -161,11 +161,12 @@ def _show(options: argparse.Namespace) -> int:
     from .cache.place import size_text
 
     store = _store(options)
+    rows = store.rows()
     shown = []
     for entry in _found(store, options.ids):
-        row = next((row for row in store.rows() if row["id"] == entry.id), None)
-        facts = {**(row or {}), "path": str(entry.path), "machine": entry.machine, "fingerprint": entry.fingerprint}
-        facts |= {"files": entry.manifest["files"], "problem": entry.verify()}
+        facts = next(row for row in rows if row["id"] == entry.id)
+        facts |= {"path": str(entry.path), "machine": entry.machine, "fingerprint": entry.fingerprint}
+        facts |= {"files": entry.manifest.get("files", {}), "problem": entry.verify()}
         shown.append(facts)
         if options.json:
             continue
@@ -174,7 +175,7 @@ def _show(options: argparse.Namespace) -> int:
             "region": view.region(facts),
             "model": view.family(facts),
             "shapes": "; ".join(facts["shapes"]) or "none noted",
-            "size": f"{size_text(entry.size)} in {len(facts['files'])} files",
+            "size": f"{size_text(facts['size'])} in {len(facts['files'])} files",
             "made": f"{view.moment(facts['created'])} by {_plainly(facts['made_by'])}",
             "machine": _plainly(entry.machine) or "not noted",
             "last used": view.moment(facts["last_used"]),
@@ -258,8 +259,10 @@ def _export(options: argparse.Namespace) -> int:
     store = _store(options)
     ids = [entry.id for entry in _found(store, options.ids)] or None
     made = bundle.export(store, options.file, ids)
-    facts = {"file": str(options.file), "entries": made.entries, "bytes": made.bytes}
-    _print(options, facts, f"{made.entries} artefacts ({size_text(made.bytes)}) written to {options.file}")
+    facts = {"file": str(options.file), "entries": made.entries, "bytes": made.bytes, "left_out": made.left_out}
+    left_out = [f"{one} is left out: {reason}" for one, reason in made.left_out.items()]
+    last = f"{made.entries} artefacts ({size_text(made.bytes)}) written to {options.file}"
+    _print(options, facts, *left_out, last)
     return 0
 
 

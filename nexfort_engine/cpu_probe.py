@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .cache.disk import make_private, replace_file
 from .cache.key import cpu_facts
 
 log = logging.getLogger("nexfort")
@@ -82,10 +83,8 @@ def _read() -> dict[str, bool]:
 def _write(answers: dict[str, bool]) -> None:
     if _folder is None:
         return
-    part = _folder / f".{_FILE}.{os.getpid()}"
     try:
-        _folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(answers, indent=1))
-        os.replace(part, _folder / _FILE)
+        make_private(_folder)
+        replace_file(_folder / _FILE, json.dumps(answers, indent=1).encode(), _folder)
     except OSError as error:
         log.debug("Nexfort: what was probed about this CPU could not be stored: %s", error)

@@ -10,24 +10,23 @@ import contextlib
 import logging
 import os
 import secrets
-import time
 from pathlib import Path
 
-from .disk import listing, make_private, modified, remove_tree
+from .disk import listing, make_private, modified, write_new
 from .entry import is_key, now_text
+from .staging import Staging
 
 log = logging.getLogger("nexfort")
 
-STALE_STAGING = 24 * 3600.0  # a staging directory this old belongs to a process that died
 KEEP_BROKEN = 16
 
 
 class Attic:
-    """The directories `broken/` and `staging/` of one store."""
+    """The directory `broken/` of a store."""
 
-    def __init__(self, broken: Path, staging: Path) -> None:
+    def __init__(self, broken: Path, staging: Staging) -> None:
         self.broken = broken
-        self.staging = staging
+        self._staging = staging
 
     def move(self, path: Path, reason: str) -> None:
         """Moves `path` to `broken/` with the reason beside it; OSError where nothing can be moved."""
@@ -36,32 +35,34 @@ class Attic:
         name = f"{'entry' if ours else 'foreign'}-{path.name[:40]}-{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):  # another process was first
             os.rename(path, self.broken / name)
-            (self.broken / f"{name}.reason.txt").write_text(f"{now_text()} {reason}\n", encoding="utf-8")
+            text = f"{now_text()} {reason}\n".encode("utf-8", "backslashreplace")
+            try:
+                write_new(self.broken / f"{name}.reason.txt", text, durable=False)
+            except OSError as error:  # it was moved all the same
+                log.debug("the reason is not kept beside %s: %s", name, error)
         for old in sorted(self._entries(), key=modified, reverse=True)[KEEP_BROKEN:]:
             self._forget(old)
 
     def discard(self, path: Path) -> bool:
-        """Deletes a directory: first out of sight in one step, so that no reader finds half of it."""
-        trash = self.staging / f"trash-{secrets.token_hex(8)}"
-        try:
-            os.rename(path, trash)
-        except OSError as error:  # in use on Windows, or already gone
-            log.debug("%s is not removed: %s", path, error)
+        """Deletes an entry, and the directory of its key with the last one; False if it cannot be moved."""
+        if not self._staging.trash(path):
             return False
-        remove_tree(trash)
+        with contextlib.suppress(OSError):  # other entries of this key remain
+            path.parent.rmdir()
         return True
 
-    def sweep(self, keep: set[Path]) -> None:
+    def sweep(self) -> None:
         """Deletes entries that were set aside (no foreign files) and what dead processes left in staging."""
         for path in self._entries():
             self._forget(path)
-        for path in listing(self.staging):
-            if time.time() - modified(path) > STALE_STAGING and path not in keep:
-                remove_tree(path)
+        for path in listing(self.broken):  # the process died between the two
+            if path.name.startswith("entry-") and path.name.endswith(".reason.txt"):
+                path.unlink(missing_ok=True)
+        self._staging.sweep()
 
     def _entries(self) -> list[Path]:
         return [path for path in listing(self.broken) if path.name.startswith("entry-") and path.is_dir()]
 
     def _forget(self, path: Path) -> None:
-        if self.discard(path):
+        if self._staging.trash(path):
             path.with_name(f"{path.name}.reason.txt").unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("nexfort")
+
+_BINARY = getattr(os, "O_BINARY", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class NotPlainError(OSError):
+    """Something lies where a regular file was expected: a link, a pipe, a directory."""
 
 
 def listing(folder: Path) -> list[Path]:
@@ -33,6 +41,7 @@ def listing(folder: Path) -> list[Path]:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
+    """Which file or directory lies there (device, inode); None if there is none."""
     try:
         info = path.lstat()
     except OSError:
@@ -41,6 +50,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def modified(path: Path) -> float:
+    """When it was last written, in seconds; now if it cannot be asked, so that nobody takes it for old."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -58,12 +68,44 @@ def make_private(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"found a file at {error.filename}, expected a directory") from error
 
 
-def write_new(path: Path, content: bytes) -> None:
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def open_plain(path: Path) -> int:
+    """A handle to read a regular file: never through a symbolic link, never of a pipe that would block."""
+    if os.path.islink(path):  # where O_NOFOLLOW is missing
+        raise NotPlainError(errno.ELOOP, f"{path.name} is a symbolic link, expected a file")
+    handle = os.open(path, os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NotPlainError(errno.EINVAL, f"{path.name} is not a regular file")
+    return handle
+
+
+def write_new(path: Path, content: bytes, durable: bool = True) -> None:
+    """Writes a file that must not exist yet; FileExistsError otherwise."""
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NOFOLLOW | _BINARY, 0o600)
+    try:
+        write_all(handle, content)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, content: bytes) -> None:
+    """os.write until everything is written: on a disk that becomes full it writes a part first."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def replace_file(path: Path, content: bytes, aside: Path) -> None:
+    """Gives a file a new content in one step, through a temporary one in `aside` (same file system)."""
+    temporary = aside / f"new-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        write_new(temporary, content, durable=False)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_directory(folder: Path) -> None:
@@ -84,6 +126,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def move_directory(source: Path, target: Path, staging: Path) -> None:
+    """Renames a directory; on Windows a copy of it, where a library in it is loaded."""
     try:
         os.rename(source, target)
     except PermissionError:
@@ -95,13 +138,20 @@ def move_directory(source: Path, target: Path, staging: Path) -> None:
         os.rename(copy, target)
 
 
-def remove_tree(folder: Path) -> None:
-    """Removes a directory as far as possible; what cannot be removed is left to a later sweep."""
+def remove_tree(path: Path) -> None:
+    """Removes a directory or a file as far as possible; what cannot be removed is left to a later sweep."""
 
     def forgive(function: Callable[..., Any], path: str, info: Any) -> None:
         log.debug("%s is not removed: %s", path, info[1] if isinstance(info, tuple) else info)
 
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            path.unlink()
+            return
+    except OSError as error:
+        log.debug("%s is not removed: %s", path, error)
+        return
     if sys.version_info >= (3, 12):
-        shutil.rmtree(folder, onexc=forgive)
+        shutil.rmtree(path, onexc=forgive)
     else:
-        shutil.rmtree(folder, onerror=forgive)
+        shutil.rmtree(path, onerror=forgive)

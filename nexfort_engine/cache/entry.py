@@ -2,15 +2,14 @@
 """One entry of the store: its manifest, and the checks it has to pass before anything of it is loaded.
 
 An entry is a directory `<primary>/<id>/` with `manifest.json` and `payload/`. The manifest lists size and
-SHA-256 of every payload file. Files that are not listed (locks, byte code, what the compiler links again
-while loading) are ignored. Nothing here writes or loads.
+SHA-256 of every payload file. Beside them `last_used` and `pinned` may lie, which are no part of what was made.
+Nothing here writes or loads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
@@ -22,29 +21,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .disk import remove_tree
+from . import marks, payload, trust
+from .disk import NotPlainError, open_plain
 from .key import package_version
-
-log = logging.getLogger("nexfort")
+from .payload import TornError
+from .trust import DistrustError, Trust
 
 SCHEMA = 1
 ID_LENGTH = 24
 MANIFEST = "manifest.json"
 PAYLOAD = "payload"
-LAST_USED = "last_used"
-PINNED = "pinned"
-MOST_SHAPES = 16
 MANIFEST_LIMIT = 16 << 20
 # What the store adds, and what a caller may tell about an artefact without making it another one ("info").
 NOT_IDENTITY = frozenset({"schema", "id", "primary", "created", "made_by", "files", "info"})
-# Written while an artefact is loaded or used; they may change at any time and are not part of it.
-_UNLISTED_SUFFIXES = (".lock", ".pyc", ".tmp")
 _HEX = re.compile(r"[0-9a-f]{16,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class TornError(Exception):
-    """An entry cannot be used; the text says what was found and what was expected."""
 
 
 class OtherSchemaError(Exception):
@@ -76,6 +67,10 @@ class Entry:
     base: bool = False
     # Which directory was read (device, inode): another process may have put a good entry in its place since.
     seen: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+    # SHA-256 of the manifest as it was read, and what the index says it should be, if it speaks of this entry.
+    digest: str = field(default="", compare=False, repr=False)
+    listed: str | None = field(default=None, compare=False, repr=False)
+    trust: Trust = field(default_factory=trust.own, compare=False, repr=False)
 
     @property
     def payload(self) -> Path:
@@ -95,10 +90,8 @@ class Entry:
     @property
     def last_used(self) -> float:
         """When an artefact was last loaded from here (seconds since the epoch); if never, `created`."""
-        try:
-            return (self.path / LAST_USED).stat().st_mtime
-        except OSError:  # never used, or evicted in the meantime
-            return self.created
+        used = marks.used_at(self.path)
+        return self.created if used is None else used
 
     @property
     def info(self) -> dict[str, Any]:
@@ -121,28 +114,42 @@ class Entry:
     @property
     def pinned(self) -> bool:
         """Whether it stays when the cache is pruned."""
-        return os.path.lexists(self.path / PINNED)
+        return marks.is_pinned(self.path)
 
     @property
     def shapes(self) -> list[str]:
-        """The sizes of calls that it was seen to serve, newest last."""
-        try:
-            text = (self.path / LAST_USED).read_text(encoding="utf-8", errors="replace")
-        except OSError:  # never used
-            return []
-        return list(dict.fromkeys(reversed(text.split("\n"))))[::-1][-MOST_SHAPES:] if text.strip() else []
+        """The sizes of calls that it was seen to serve, at most 16, newest last."""
+        return marks.shapes(self.path / marks.LAST_USED)
 
     def verify(self, quick: bool = False) -> str | None:
-        """Why the payload must not be loaded, or None. `quick` compares sizes only and reads no file."""
+        """Why the payload must not be loaded, or None. `quick` looks at owners, modes and sizes and reads no file."""
         try:
-            _check_tree(self.payload)
-            for name, (size, digest) in self.manifest["files"].items():
-                _check_file(self.payload, name, size, None if quick else digest)
-        except TornError as error:
+            self.check_place()
+            payload.check(self.payload, self.manifest["files"], self.trust, quick)
+        except (TornError, DistrustError) as error:
             return str(error)
         except OSError as error:
             return f"the payload cannot be read: {error}"
         return None
+
+    def check_place(self) -> None:
+        """DistrustError if somebody else could have written here; TornError if the index knows another manifest."""
+        check_folders(self.path, self.trust, alone=not self.persistent)
+        if self.persistent:
+            self.trust.check(self.path / MANIFEST, (self.path / MANIFEST).lstat())
+        if self.listed is not None and self.listed != self.digest:
+            raise TornError(f"its {MANIFEST} was altered: its SHA-256 is not the one in the index")
+
+
+def check_folders(path: Path, trusted: Trust, alone: bool = False) -> os.stat_result:
+    """Owner and mode of an entry's directory and, unless it stands `alone`, of the one of its key."""
+    if not alone:
+        trusted.check(path.parent, path.parent.lstat())
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise TornError("it is not a directory (symbolic links are not followed)")
+    trusted.check(path, info)
+    return info
 
 
 def made_by() -> dict[str, str]:
@@ -166,37 +173,53 @@ def parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def read_entry(path: Path) -> Entry:
-    """The entry in the directory `path`, by its manifest alone; TornError if it is not a sound one."""
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        raise TornError("it is not a directory (symbolic links are not followed)")
+def manifest_text(manifest: Mapping[str, Any]) -> bytes:
+    """The one form in which a manifest is written."""
+    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def read_entry(path: Path, trusted: Trust | None = None, base: bool = False) -> Entry:
+    """The entry in the directory `path`, by its manifest alone.
+
+    TornError if it is not a sound one, DistrustError if somebody else could have written it.
+    """
+    trusted = trust.own() if trusted is None else trusted
+    info = check_folders(path, trusted)
     try:
-        payload = (path / PAYLOAD).lstat()
+        inner = (path / PAYLOAD).lstat()
     except FileNotFoundError:
         raise TornError(f"it has no {PAYLOAD} directory") from None
-    if not stat.S_ISDIR(payload.st_mode):
+    if not stat.S_ISDIR(inner.st_mode):
         raise TornError(f"its {PAYLOAD} is not a directory")
-    manifest = _read_manifest(path / MANIFEST)
-    _check_manifest(manifest, path)
-    return Entry(path.name, path.parent.name, path, manifest, seen=(info.st_dev, info.st_ino))
-
-
-def _read_manifest(path: Path) -> Any:
+    trusted.check(path / PAYLOAD, inner)
+    text = _read_manifest(path / MANIFEST, trusted)
     try:
-        with open_plain(path) as file:
-            text = file.read(MANIFEST_LIMIT + 1)
-    except FileNotFoundError:
-        raise TornError(f"it has no {MANIFEST}") from None
-    if len(text) > MANIFEST_LIMIT:
-        raise TornError(f"its {MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-    try:
-        return json.loads(text)
+        manifest = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TornError(f"its {MANIFEST} is not JSON: {error}") from None
+    check_manifest(manifest, path.parent.name, path.name)
+    digest = hashlib.sha256(text).hexdigest()
+    seen = (info.st_dev, info.st_ino)
+    return Entry(path.name, path.parent.name, path, manifest, base=base, seen=seen, digest=digest, trust=trusted)
 
 
-def _check_manifest(manifest: Any, path: Path) -> None:
+def _read_manifest(path: Path, trusted: Trust) -> bytes:
+    try:
+        handle = open_plain(path)
+    except FileNotFoundError:
+        raise TornError(f"it has no {MANIFEST}") from None
+    except NotPlainError as error:
+        raise TornError(str(error.strerror)) from None
+    with os.fdopen(handle, "rb") as file:
+        trusted.check(path, os.fstat(file.fileno()))
+        text = file.read(MANIFEST_LIMIT + 1)
+    if len(text) > MANIFEST_LIMIT:
+        raise TornError(f"its {MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+    return text
+
+
+def check_manifest(manifest: Any, primary: str, name: str) -> None:
+    """TornError unless this is the manifest of the entry `name` under the key `primary`; OtherSchemaError."""
     if not isinstance(manifest, dict):
         raise TornError(f"its {MANIFEST} holds a {type(manifest).__name__}, expected an object")
     schema = manifest.get("schema")
@@ -204,99 +227,23 @@ def _check_manifest(manifest: Any, path: Path) -> None:
         raise OtherSchemaError(f"its {MANIFEST} has schema {schema}, this engine reads {SCHEMA}")
     if schema != SCHEMA:
         raise TornError(f"its {MANIFEST} has no schema number")
-    if manifest.get("id") != path.name or manifest.get("primary") != path.parent.name:
+    if manifest.get("id") != name or manifest.get("primary") != primary:
         raise TornError(f"its {MANIFEST} belongs to another entry")
     try:
-        identity = entry_id(path.parent.name, manifest)
+        identity = entry_id(primary, manifest)
         parse_time(manifest["created"])
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise TornError(f"its {MANIFEST} is damaged: {error!r}") from None
-    if identity != path.name:
+    if identity != name:
         raise TornError(f"its {MANIFEST} was altered: it hashes to {identity}")
     made_by = manifest.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(manifest.get("files"), dict):
         raise TornError(f"its {MANIFEST} lacks the list of files or who made them")
-    for name, facts in manifest["files"].items():
+    for file, facts in manifest["files"].items():
         if not (isinstance(facts, list) and len(facts) == 2 and _is_file_facts(*facts)):
-            raise TornError(f"its {MANIFEST} lists {name!r} without a size and a SHA-256")
+            raise TornError(f"its {MANIFEST} lists {file!r} without a size and a SHA-256")
 
 
 def _is_file_facts(size: object, digest: object) -> bool:
     plain_int = isinstance(size, int) and not isinstance(size, bool) and size >= 0
     return plain_int and isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
-
-
-def open_plain(path: Path) -> Any:
-    """Opens a regular file for reading; never through a symbolic link, never a pipe that would block."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    if path.is_symlink():
-        raise TornError(f"{path.name} is a symbolic link, expected a file")
-    handle = os.open(path, flags)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise TornError(f"{path.name} is not a regular file")
-        return os.fdopen(handle, "rb")
-    except BaseException:
-        os.close(handle)
-        raise
-
-
-def hash_file(path: Path) -> list[Any]:
-    """[size, SHA-256] of a regular file."""
-    digest = hashlib.sha256()
-    size = 0
-    with open_plain(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-    return [size, digest.hexdigest()]
-
-
-def hash_tree(payload: Path) -> dict[str, list[Any]]:
-    """{relative path: [size, SHA-256]} of an artefact; byte code is removed, locks are left out."""
-    found: dict[str, list[Any]] = {}
-    for folder, folders, files in os.walk(payload):
-        for name in [name for name in folders if name == "__pycache__"]:
-            remove_tree(Path(folder, name))
-            folders.remove(name)
-        for name in (*folders, *files):
-            if Path(folder, name).is_symlink():
-                raise TornError(f"{name} is a symbolic link; an artefact consists of plain files")
-        for name in files:
-            if not name.endswith(_UNLISTED_SUFFIXES):
-                path = Path(folder, name)
-                found[path.relative_to(payload).as_posix()] = hash_file(path)
-    return found
-
-
-def _check_file(payload: Path, name: str, size: int, digest: str | None) -> None:
-    parts = name.split("/")
-    if any(part in ("", ".", "..") or "\\" in part or ":" in part or "\0" in part for part in parts):
-        raise TornError(f"the manifest lists {name!r}, which is not a path inside the payload")
-    path = payload.joinpath(*parts)
-    try:
-        info = path.lstat()
-        found = None if digest is None else hash_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise TornError(f"the payload file {name} is missing") from None
-    if not stat.S_ISREG(info.st_mode):
-        raise TornError(f"the payload file {name} is not a regular file")
-    if info.st_size != size:
-        raise TornError(f"the payload file {name} has {info.st_size} bytes, the manifest says {size}")
-    if found is not None and found != [size, digest]:
-        raise TornError(f"the payload file {name} is not what was stored: its SHA-256 differs")
-
-
-def _check_tree(payload: Path) -> None:
-    """No symbolic link anywhere in the payload: whatever loads from it would follow one out of the store."""
-    if payload.is_symlink():
-        raise TornError("the payload is a symbolic link")
-    for folder, folders, files in os.walk(payload, onerror=_raise):
-        for name in (*folders, *files):
-            path = Path(folder, name)
-            if path.is_symlink():
-                raise TornError(f"the payload holds a symbolic link: {path.relative_to(payload).as_posix()}")
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -2,63 +2,78 @@
 """`index.json`: what the store holds, as a readable table.
 
 The entries are the truth and the index is a view of them: it makes listing cheap, and is rebuilt whenever it
-is missing, damaged or disagrees with the directories on disk. Nothing is ever loaded on the index's word.
+is missing, damaged or disagrees with the directories on disk. It carries its own SHA-256, so that damage to it is
+never held against an entry. Nothing is ever loaded on the index's word; but what it says of an entry's manifest
+(`digest`) must hold before that entry is loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .disk import open_plain, replace_file
 from .entry import SCHEMA, Entry, is_key
+from .trust import Trust
 
 log = logging.getLogger("nexfort")
 
 NAME = "index.json"
+# `inode` is the entry's directory: a row may be older than the entry that lies there now.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
-    "id": str, "primary": str, "size": int, "created": str, "made_by": dict, "info": dict,
+    "id": str, "primary": str, "size": int, "created": str, "made_by": dict, "info": dict, "digest": str, "inode": int,
 }  # fmt: skip
+Row = dict[str, Any]
 
 
-def row_of(entry: Entry) -> dict[str, Any]:
-    """One line of the table; `info` is what the engine said about the artefact (region, family, shapes)."""
-    info = entry.manifest.get("info")
+def row_of(entry: Entry) -> Row:
+    """One line of the table; `info` is what the engine said about the artefact (region, family, machine)."""
     return {
         "id": entry.id,
         "primary": entry.primary,
         "size": entry.size,
         "created": entry.manifest["created"],
         "made_by": entry.manifest["made_by"],
-        "info": info if isinstance(info, dict) else {},
+        "info": entry.info,
+        "digest": entry.digest,
+        "inode": entry.seen[1] if entry.seen else 0,
     }
 
 
-def read(root: Path) -> list[dict[str, Any]] | None:
-    """The rows of the index, or None if it is missing or not a sound index."""
+def read(root: Path, trust: Trust | None = None) -> list[Row] | None:
+    """The rows of the index, or None if it is missing, not to be trusted or not a sound index."""
+    path = root / NAME
     try:
-        text = (root / NAME).read_bytes()
+        handle = open_plain(path)
+        with os.fdopen(handle, "rb") as file:
+            reason = None if trust is None else trust.problem(path, os.fstat(file.fileno()))
+            text = b"" if reason else file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
         log.debug("the cache index cannot be read: %s", error)
         return None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        log.info("the cache index %s is damaged (%s); it is rebuilt from the entries", root / NAME, error)
-        return None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        return None
-    rows = content.get("entries")
-    if not isinstance(rows, list) or not all(map(_is_row, rows)):
-        log.info("the cache index %s is damaged; it is rebuilt from the entries", root / NAME)
-        return None
+    rows = None if reason else _parse(text)
+    if rows is None:
+        log.info("the cache index is rebuilt from the entries: %s", reason or f"{path} is damaged")
     return rows
+
+
+def _parse(text: bytes) -> list[Row] | None:
+    body, found, seal = text.rpartition(b'\n], "sha256": ')
+    try:
+        if not found or json.loads(seal.removesuffix(b"}\n")) != hashlib.sha256(body).hexdigest():
+            return None
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    rows = content.get("entries") if isinstance(content, dict) and content.get("schema") == SCHEMA else None
+    return rows if isinstance(rows, list) and all(map(_is_row, rows)) else None
 
 
 def _is_row(row: object) -> bool:
@@ -67,21 +82,26 @@ def _is_row(row: object) -> bool:
     return is_key(row["id"]) and is_key(row["primary"]) and row["size"] >= 0
 
 
-def write(root: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Replaces the index in one step; OSError where the store cannot be written."""
+def write(root: Path, rows: Iterable[Row], staging: Path) -> None:
+    """Replaces the index in one step, through a file in `staging`; OSError where the store cannot be written."""
     ordered = sorted(rows, key=lambda row: (row["created"], row["id"]))
     lines = ",\n".join(json.dumps({name: row[name] for name in _FIELDS}, sort_keys=True) for row in ordered)
-    text = f'{{"schema": {SCHEMA}, "entries": [\n{lines}\n]}}\n'
-    temporary = root / f"{NAME}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    try:
-        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, root / NAME)
-    finally:
-        temporary.unlink(missing_ok=True)
+    body = f'{{"schema": {SCHEMA}, "entries": [\n{lines}'.encode()
+    seal = f'\n], "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+    replace_file(root / NAME, body + seal, staging)
 
 
-def agrees(rows: Iterable[dict[str, Any]], on_disk: Iterable[tuple[str, str]]) -> bool:
+def agrees(rows: Iterable[Row], on_disk: Iterable[tuple[str, str]]) -> bool:
     """Whether the rows name exactly the (primary, id) directories that lie on disk."""
     return {(row["primary"], row["id"]) for row in rows} == set(on_disk)
+
+
+def digest_for(row: Row | None, entry: Entry) -> str | None:
+    """What the row says the SHA-256 of the entry's manifest is; None if it speaks of an earlier one in its place.
+
+    An entry that was built again has another directory and another date; an altered one has kept one of them.
+    """
+    if row is None:
+        return None
+    again = entry.seen is not None and row["inode"] != entry.seen[1] and row["created"] != entry.manifest["created"]
+    return None if again else row["digest"]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changes about an entry after it was made: when it was last used, for which sizes of calls, whether it is pinned.
+
+`last_used` carries the time as its own time of change and the sizes as lines of text; `pinned` is there or not.
+Neither is believed in anything but the order of eviction, so whatever they hold is harmless.
+
+Times are those of a clock that never runs back: `clock` in the root remembers the latest one given. So the order of
+use is right even if the machine's clock was wrong for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from .disk import open_plain, replace_file, write_all
+
+log = logging.getLogger("nexfort")
+
+LAST_USED = "last_used"
+PINNED = "pinned"
+CLOCK = "clock"
+MOST_SHAPES = 16
+SHAPE_LENGTH = 200
+_READ_LIMIT = 1 << 16
+_REWRITE_AT = 1 << 13
+_TICK = 1e-3  # file systems that keep times coarser than this tell two uses apart less well
+_FARTHEST = 100 * 365 * 86400.0  # a clock this far ahead is not a clock
+_FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+
+
+def tick(root: Path) -> float:
+    """The present in seconds, but later than any time given before in this store, if that could be noted there."""
+    now = time.time()
+    clock = root / CLOCK
+    try:
+        last = clock.lstat().st_mtime
+    except OSError:  # the first time
+        last = 0.0
+    moment = last + _TICK if now <= last < now + _FARTHEST else now
+    try:
+        set_time(clock, moment)
+    except OSError as error:
+        log.debug("the clock of the cache %s is not set: %s", root, error)
+    return moment
+
+
+def set_time(file: Path, moment: float, text: bytes = b"") -> None:
+    """Makes `moment` the time of change of a file, which is created if it is missing; `text` is put at its end."""
+    handle = os.open(file, _FLAGS, 0o600)
+    try:
+        if text:
+            write_all(handle, text)
+        if os.utime in os.supports_fd:
+            os.utime(handle, (moment, moment))
+    finally:
+        os.close(handle)
+    if os.utime not in os.supports_fd:
+        os.utime(file, (moment, moment))
+
+
+def used_at(entry: Path, info: os.stat_result | None = None) -> float | None:
+    """When the entry in this directory was last used, in seconds and not in the future; None if it never was."""
+    try:
+        info = info or (entry / LAST_USED).lstat()
+    except OSError:  # never used, or evicted in the meantime
+        return None
+    return min(info.st_mtime, time.time()) if stat.S_ISREG(info.st_mode) else None
+
+
+def order(entry: Path, manifest: str) -> float:
+    """A number that is larger the later the entry was used or made; for eviction only."""
+    for name in (LAST_USED, manifest):
+        try:
+            return (entry / name).lstat().st_mtime
+        except OSError:  # never used, or evicted in the meantime
+            continue
+    return 0.0
+
+
+def is_pinned(entry: Path) -> bool:
+    """Whether the entry in this directory stays when others are evicted."""
+    return os.path.lexists(entry / PINNED)
+
+
+def shapes(file: Path | str) -> list[str]:
+    """The lines of a `last_used` file: at most 16 different, newest last; empty if it is no plain file."""
+    try:
+        handle = open_plain(Path(file))
+    except OSError:  # never used, or evicted in the meantime
+        return []
+    try:
+        size = os.fstat(handle).st_size
+        if size > _READ_LIMIT:
+            os.lseek(handle, -_READ_LIMIT, os.SEEK_END)
+        text = os.read(handle, _READ_LIMIT).decode("utf-8", "replace")
+    finally:
+        os.close(handle)
+    newest_first = [line for line in reversed(text.split("\n")) if line and len(line) <= SHAPE_LENGTH]
+    return [line for line in dict.fromkeys(newest_first) if line.isprintable()][:MOST_SHAPES][::-1]
+
+
+def note_shape(entry: Path, text: str, moment: float, staging: Path) -> None:
+    """Puts a line at the end of `last_used`, which several processes may do at once; OSError, ValueError."""
+    if "\n" in text or not text.isprintable() or not 0 < len(text) <= SHAPE_LENGTH:
+        raise ValueError(f"found {text[:80]!r}, expected one printable line of at most {SHAPE_LENGTH} characters")
+    file = entry / LAST_USED
+    known = shapes(file)
+    # in front of the line too: the last writer may have died, or the disk become full, within its line
+    line = b"" if known[-1:] == [text] else f"\n{text}\n".encode()
+    set_time(file, moment, line)
+    if file.lstat().st_size > _REWRITE_AT:
+        content = "".join(f"{one}\n" for one in shapes(file))
+        replace_file(file, content.encode(), staging)
+        set_time(file, moment)

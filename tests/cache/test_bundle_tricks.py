@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles made by somebody who means no good: paths, archive tricks, lies in the list, and damage at random."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundle_parts import (
+    FILES,
+    HERE,
+    Member,
+    edited,
+    join,
+    member,
+    pax,
+    payloads,
+    put,
+    resealed,
+    snapshot,
+    split,
+    with_files,
+)
+
+from nexfort_engine.cache import bundle
+from nexfort_engine.cache.bundle import export, inspect, load
+from nexfort_engine.cache.store import Store
+
+REFUSALS = (ValueError, OSError)  # PermissionError is one of the latter
+
+
+class Range:
+    """A directory of its own with a sound bundle in it, a store to import into, and files that must not change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        source = Store(folder / "source")
+        put(source)
+        export(source, folder / "sound")
+        self.sound = (folder / "sound").read_bytes()
+        self.originals = payloads(source)
+        self.id = next(iter(self.originals))
+        self.file = folder / "bundle"
+        self.file.write_bytes(self.sound)
+        self.store = Store(folder / "target")
+        assert self.store.writable
+        self.outside = self.around()
+
+    def around(self) -> dict[str, bytes | None]:
+        """Everything but the store and the bundle that is tried."""
+        found = {path.name: path for path in self.folder.iterdir() if path not in (self.store.root, self.file)}
+        inner = {f"{name}/{inner}": text for name, path in found.items() for inner, text in snapshot(path).items()}
+        return dict.fromkeys(found) | inner
+
+    def refusal(self, data: bytes) -> str | None:
+        """The sentence with which `data` is refused, or None if it was imported; nothing may be left behind."""
+        self.file.write_bytes(data)
+        try:
+            load(self.store, self.file, trust=True, fingerprints=HERE)
+            reason = None
+        except REFUSALS as error:
+            reason = str(error)
+            assert reason and "\n" not in reason and reason.isprintable(), ascii(reason)
+        assert os.listdir(self.store.root / "staging") == []
+        return reason
+
+    def forget(self) -> None:
+        """Removes every entry at once, more cheaply than the store does it."""
+        for folder in (self.store.root / "entries").iterdir():
+            shutil.rmtree(folder)
+        for path in self.store.root.iterdir():
+            if path.is_file():
+                path.unlink()
+
+    def nothing_happened(self) -> None:
+        assert payloads(self.store) == {} and self.around() == self.outside
+        assert {path.name for path in self.store.root.iterdir()} == {"entries", "staging", "broken"}
+        assert not [path for name in ("entries", "broken") for path in (self.store.root / name).iterdir()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Range:
+    return Range(tmp_path)
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: Any) -> Iterator[Range]:
+    """The same in memory where the system offers it: thousands of attempts are about bytes, not about the disk."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory)) if os.access(memory, os.W_OK) else tmp_path
+    yield Range(folder)
+    if folder != tmp_path:
+        shutil.rmtree(folder)
+
+
+def test_the_tests_own_archives_are_accepted_where_nothing_is_wrong(place: Range) -> None:
+    assert join(split(place.sound)) == place.sound
+    assert resealed(place.sound, lambda content: None) == place.sound
+    assert with_files(place.sound, FILES) == place.sound
+    assert place.refusal(place.sound) is None and payloads(place.store) == place.originals
+
+
+# -- names in the list ---------------------------------------------------------------------------------------
+
+BAD_NAMES = [
+    *("../x", "../../../../../../tmp/x", "/etc/cron.d/x", "a/../../x", "a/..", "..", ".", "./a", "a/./b", "a//b"),
+    *("a\\b", "..\\..\\x", "\\\\host\\share\\x", "c:x", "C:\\x", "c:/x", "a:stream", "//host/share/x", "a/", ""),
+    *("~\n", "a\0b", "\0", "a\tb", "a\x1b[2J", "a\x7f"),
+    *("artef\u0430ct.bin", "artefact\u2024bin", "a\u202ebin", "e\u0301", "\u00e9", "\u2215x"),
+    *("\ud800", "con", "NUL.txt", "aux.py", "com1", "Lpt9.so", "a.", "a ", "d./a", "x" * 256, "d/" * 600 + "a"),
+    *("__pycache__/a.pyc", "a.lock", "a.pyc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=[ascii(name)[:30] for name in BAD_NAMES])
+def test_no_name_leads_out_of_the_entry_or_to_another_file(place: Range, name: str) -> None:
+    """The archive is consistent with its list: the name alone is wrong."""
+    reason = place.refusal(with_files(place.sound, {name: b"evil", "other": b"1"}))
+    assert reason is not None and ("as a file's name" in reason or "staged files are not those" in reason)
+    if not name.endswith((".lock", ".pyc")):  # those are never part of an entry; the store itself says so
+        with pytest.raises(ValueError, match="as a file's name"):
+            inspect(place.file)
+    place.nothing_happened()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("A", "a"), ("d/x", "D/y"), ("d/x", "d/X"), ("d", "d/x"), ("d/x", "d/x/y"), ("D", "d/x")],
+)
+def test_names_that_would_meet_on_disk_are_refused(place: Range, names: tuple[str, ...]) -> None:
+    reason = place.refusal(with_files(place.sound, dict.fromkeys(names, b"1")))
+    assert reason is not None and ("differ in more than case" in reason or "as a file and as the directory" in reason)
+    place.nothing_happened()
+
+
+# -- lies in the list ----------------------------------------------------------------------------------------
+
+EVIL_INFO = {"fingerprint": "ab" * 16, "machine": {}, "region": "\x1b]0;title\x07"}
+FIRST_FILE = ("entries", 0, "files", "artefact.bin")
+LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "id out of the store": (("entries", 0, "id"), "../../../../x"),
+    "primary out of the store": (("entries", 0, "primary"), "../../x"),
+    "id of something else": (("entries", 0, "id"), "0" * 24),
+    "identity changed": (("entries", 0, "guards"), [1]),
+    "schema of an entry": (("entries", 0, "schema"), 2),
+    "no date": (("entries", 0, "created"), None),
+    "date with an escape": (("entries", 0, "created"), "2026-11-21\x1b20:00:00"),
+    "maker is a list": (("entries", 0, "made_by"), ["host"]),
+    "maker is nested": (("entries", 0, "made_by"), {"host": ["a"]}),
+    "maker with an escape": (("entries", 0, "made_by"), {"host": "\x1b[2J"}),
+    "info is text": (("entries", 0, "info"), "text"),
+    "no fingerprint": (("entries", 0, "info"), {"machine": {}}),
+    "fingerprint is a list": (("entries", 0, "info", "fingerprint"), ["ab" * 16]),
+    "machine is text": (("entries", 0, "info", "machine"), "NVIDIA"),
+    "region with an escape": (("entries", 0, "info"), EVIL_INFO),
+    "region from right to left": (("entries", 0, "info", "region"), "\u202eevil"),
+    "region in half a character": (("entries", 0, "info", "region"), "\udc80"),
+    "no files": (("entries", 0, "files"), {}),
+    "files is a list": (("entries", 0, "files"), [["a", 1]]),
+    "size below zero": (FIRST_FILE, [-4, "0" * 64]),
+    "size that tar cannot say": (FIRST_FILE, [8 << 30, "0" * 64]),
+    "size of many digits": (FIRST_FILE, [10**4000, "0" * 64]),
+    "size is true": (FIRST_FILE, [True, "0" * 64]),
+    "size is a fraction": (FIRST_FILE, [4.0, "0" * 64]),
+    "size is text": (FIRST_FILE, ["4", "0" * 64]),
+    "hash is short": (FIRST_FILE, [4, "0"]),
+    "hash in capitals": (FIRST_FILE, [4, "A" * 64]),
+    "entry is text": (("entries", 0), "entry"),
+    "no entries": (("entries",), []),
+    "entries is an object": (("entries",), {"a": 1}),
+    "other machines on the cover": (("machines",), [{"device": "NVIDIA B200"}]),
+    "no machines": (("machines",), []),
+    "another schema": (("schema",), 2),
+    "schema is true": (("schema",), True),
+    "no date of the bundle": (("created",), None),
+    "a number for the bundle's date": (("created",), 1.5),
+    "escape in the bundle's date": (("created",), "2026-11-21\x1b20:00:00"),
+    "maker of the bundle": (("made_by",), None),
+    "escape in the maker": (("made_by",), {"host": "a\rb"}),
+    "one key more": (("more",), 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_consistent_bundle_with_a_lie_in_its_list_is_refused(place: Range, lie: str) -> None:
+    path, value = LIES[lie]
+
+    def edit(content: Any) -> None:
+        for step in path[:-1]:
+            content = content[step]
+        content[path[-1]] = value
+
+    data = resealed(place.sound, edit)
+    reason = place.refusal(data)
+    assert reason is not None and ("bundle.json cannot be used" in reason), reason
+    with pytest.raises(ValueError, match=r"bundle\.json cannot be used"):
+        inspect(place.file)
+    place.nothing_happened()
+
+
+def test_an_entry_listed_twice_is_refused(place: Range) -> None:
+    members = split(place.sound)[1:]
+    twice = resealed(place.sound, lambda content: content["entries"].append(content["entries"][0]), members * 2)
+    assert "one is there twice" in str(place.refusal(twice))
+    place.nothing_happened()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"\n", b"null", b"[]", b'"text"', b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe{\0}\0", b"1e999"),
+        *(b"NaN", b'{"schema": 1}', b'{"schema": ' + b"9" * 5000 + b"}", b'{"schema": 1, "schema": 1}'),
+    ],
+    ids=lambda text: ascii(text[:20]),
+)  # fmt: skip
+def test_other_text_in_the_place_of_the_list_is_refused(place: Range, text: bytes) -> None:
+    assert place.refusal(join([member(b"bundle.json", text), *split(place.sound)[1:]])) is not None
+    place.nothing_happened()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b'"entries": [', b'"entries": [ ', 1),  # not the one form
+        lambda text: text.replace(b'"schema": 1, "entries"', b'"schema": 1, "schema": 1, "entries"', 1),  # a key twice
+        lambda text: text.rstrip(b"\n"),
+        lambda text: text + b"\n",
+        lambda text: text.replace(b"blocks.0", b"blocks.1", 1),  # an honest text, but not the one that was sealed
+        lambda text: text.replace(b'"digest": "', b'"digest": "0', 1),
+        lambda text: text.replace(b"blocks.0", b"\\u0062locks.0", 1),  # the same in other letters
+    ],
+)
+def test_every_byte_of_the_list_counts(place: Range, change: Callable[[bytes], bytes]) -> None:
+    (_, text), *members = split(place.sound)
+    assert change(text) != text and json.loads(change(text))
+    assert "it was altered" in str(place.refusal(join([member(b"bundle.json", change(text)), *members])))
+    place.nothing_happened()
+
+
+# -- members -------------------------------------------------------------------------------------------------
+
+
+def as_kind(kind: bytes, link: bytes = b"") -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[2][0] = edited(edited(members[2][0], 156, kind), 157, link, 100)
+
+    return change
+
+
+def field(offset: int, content: bytes, width: int | None = None) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[2][0] = edited(members[2][0], offset, content, width)
+
+    return change
+
+
+def inserted(at: int, *new: Member) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[at:at] = [list(one) for one in new]
+
+    return change
+
+
+def renamed(make: Callable[[bytes], bytes]) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[2][0] = edited(members[2][0], 0, make(members[2][0][:100].rstrip(b"\0")), 100)
+
+    return change
+
+
+def swapped(one: int, other: int) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[one], members[other] = members[other], members[one]
+
+    return change
+
+
+def replaced(one: int, other: int) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        members[one] = members[other]
+
+    return change
+
+
+def dropped(one: int) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        del members[one]
+
+    return change
+
+
+def balanced(*changes: tuple[int, int]) -> Callable[[list[Member]], None]:
+    """Bytes of the header raised by these amounts, which add up to nothing: the old checksum stays right."""
+
+    def change(members: list[Member]) -> None:
+        header = bytearray(members[2][0])
+        for offset, amount in changes:
+            header[offset] += amount
+        members[2][0] = bytes(header)
+
+    return change
+
+
+def spelled(make: Callable[[bytes], bytes]) -> Callable[[list[Member]], None]:
+    def change(members: list[Member]) -> None:
+        header = members[2][0]
+        members[2][0] = header[:148] + make(header[148:156]) + header[156:]
+
+    return change
+
+
+LONG = b"../" * 50 + b"etc/evil\0"
+TRICKS: dict[str, Callable[[list[Member]], None]] = {
+    "symlink": as_kind(b"2", b"/etc/passwd"),
+    "symlink upwards": as_kind(b"2", b"../../../x"),
+    "hard link": as_kind(b"1", b"/etc/passwd"),
+    "hard link to a member": as_kind(b"1", b"bundle.json"),
+    "file with a link's target": as_kind(b"0", b"/etc/passwd"),
+    "character device": as_kind(b"3"),
+    "block device": as_kind(b"4"),
+    "directory": as_kind(b"5"),
+    "pipe": as_kind(b"6"),
+    "contiguous": as_kind(b"7"),
+    "oldest kind": as_kind(b"\0"),
+    "sparse": as_kind(b"S"),
+    "GNU directory": as_kind(b"D"),
+    "volume label": as_kind(b"V"),
+    "continued": as_kind(b"M"),
+    "unknown kind": as_kind(b"Z"),
+    "long name in its place": as_kind(b"L"),
+    "pax in its place": as_kind(b"x"),
+    "upwards": renamed(lambda name: b"../" + name),
+    "absolute": renamed(lambda name: b"/" + name),
+    "backslashes": renamed(lambda name: name.replace(b"/", b"\\")),
+    "drive": renamed(lambda name: b"C:" + name),
+    "NUL and more": renamed(lambda name: name + b"\0/../../evil"),
+    "slash at the end": renamed(lambda name: name + b"/"),
+    "dot before": renamed(lambda name: b"./" + name),
+    "two slashes": renamed(lambda name: name.replace(b"/", b"//")),
+    "capitals": renamed(lambda name: name.upper()),
+    "look-alike": renamed(lambda name: name.replace(b"a", "\u0430".encode())),
+    "decomposed": renamed(lambda name: name.replace(b"e", "e\u0301".encode())),
+    "not UTF-8": renamed(lambda name: name.replace(b"a", b"\xff")),
+    "name without end": renamed(lambda name: name.ljust(100, b"x")),
+    "no name": renamed(lambda name: b""),
+    "a prefix": field(345, b"../../..", 155),
+    "an own prefix": field(345, b"x" * 155),
+    "bundle.json again by name": renamed(lambda name: b"bundle.json"),
+    "mode": field(100, b"0004755\0"),
+    "owner": field(108, b"0001750\0"),
+    "time": field(136, b"77777777777\0"),
+    "owner's name": field(265, b"root", 32),
+    "device numbers": field(329, b"0000001\0"),
+    "GNU magic": field(257, b"ustar  \0"),
+    "no magic": field(257, bytes(8)),
+    "something after the header": field(500, b"evil"),
+    "size below zero": field(124, b"\xff" * 12),
+    "size in base 256": field(124, b"\x80" + bytes(10) + b"\x04"),
+    "huge size in base 256": field(124, b"\x80" + b"\x7f" * 11),
+    "largest octal size": field(124, b"77777777777\0"),
+    "size 0": field(124, b"00000000000\0"),
+    "one byte less": field(124, b"00000000003\0"),
+    "one byte more": field(124, b"00000000005\0"),
+    "size with spaces": field(124, b"          4\0"),
+    "size with a sign": field(124, b"-0000000004\0"),
+    "size without end": field(124, b"000000000004"),
+    "size is no number": field(124, b"artefact.bin"),
+    "no size": field(124, bytes(12)),
+    "pax path": inserted(2, pax(path="../../evil")),
+    "pax absolute path": inserted(2, pax(path="/tmp/evil")),
+    "pax size": inserted(2, pax(size="1000000000")),
+    "pax negative size": inserted(2, pax(size="-512")),
+    "pax link": inserted(2, pax(linkpath="/etc/passwd")),
+    "pax sparse": inserted(2, pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "evil"})),
+    "pax sparse 0.1": inserted(2, pax(**{"GNU.sparse.map": "0,4", "GNU.sparse.size": "1000000000"})),
+    "pax charset": inserted(2, pax(hdrcharset="BINARY", path="evil")),
+    "pax with the right path": inserted(2, pax(path="artefact.bin")),
+    "global pax path": inserted(1, pax(b"g", path="evil")),
+    "global pax first": inserted(0, pax(b"g", path="bundle.json")),
+    "pax first": inserted(0, pax(path="bundle.json")),
+    "Solaris pax": inserted(2, pax(b"X", path="evil")),
+    "GNU long name": inserted(2, member(b"././@LongLink", LONG, b"L")),
+    "GNU long link": inserted(2, member(b"././@LongLink", LONG, b"K")),
+    "GNU long name first": inserted(0, member(b"././@LongLink", b"bundle.json\0", b"L")),
+    "GNU long name without end": inserted(2, member(b"././@LongLink", b"x" * 600, b"L")),
+    "two lists": inserted(1, member(b"bundle.json", b"{}")),
+    "list at the end": inserted(9, member(b"bundle.json", b"{}")),
+    "list not first": swapped(0, 1),
+    "something before the list": inserted(0, member(b"evil", b"evil")),
+    "no list": dropped(0),
+    "extra at the end": inserted(9, member(b"evil", b"evil")),
+    "extra in between": inserted(2, member(b"../evil", b"evil")),
+    "extra symlink": inserted(2, member(b"ab", b"", b"2")),
+    "extra directory": inserted(1, member(b"ab/", b"", b"5")),
+    "reordered": swapped(1, 2),
+    "reordered with the empty one": swapped(2, 3),
+    "missing": dropped(2),
+    "missing at the end": dropped(3),
+    "twice": inserted(2, member(b"", b"")),
+    "one twice for another": replaced(2, 1),
+    "other bytes": lambda members: members[2].__setitem__(1, b"evil"),
+    "fewer bytes than its block": lambda members: members[1].__setitem__(1, members[1][1][:-100]),
+    "an end marker in between": inserted(2, [bytes(512), b""], [bytes(512), b""]),
+    "one zero block in between": inserted(2, [bytes(512), b""]),
+    "symlink with the old checksum": balanced((156, 2), (329, -2)),
+    "another owner with the old checksum": balanced((113, 1), (114, -1)),
+    "something after the header and a wrong checksum": balanced((500, 65), (511, 66)),
+    "a wrong checksum": spelled(lambda checksum: b"000000\0 "),
+    "a checksum in other words": spelled(lambda checksum: checksum[:6].replace(b"0", b" ", 1) + b" \0"),
+    "a header of noise": lambda members: members[2].__setitem__(0, bytes(range(256)) * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["", "whatever-its-length"])
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_member_is_what_the_list_says_or_nothing(place: Range, monkeypatch: Any, trick: str, measured: bool) -> None:
+    """Each trick also without the check of the file's length, which would find most of those that add something."""
+    members = split(place.sound)
+    TRICKS[trick](members)
+    data = join(members)
+    assert data != place.sound
+    if not measured:
+        monkeypatch.setattr(bundle, "_check_length", lambda *_: None)
+    assert place.refusal(data) is not None
+    if measured or not trick.endswith("at the end"):
+        place.nothing_happened()
+    assert payloads(place.store) in ({}, place.originals) and place.around() == place.outside
+
+
+@pytest.mark.parametrize("measured", [True, False], ids=["", "whatever-its-length"])
+@pytest.mark.parametrize("more", [b"\0", b"x", bytes(512), bytes(8192), b"evil" * 128, "a member"])
+def test_nothing_comes_after_the_end(place: Range, monkeypatch: Any, more: bytes | str, measured: bool) -> None:
+    if not measured:
+        monkeypatch.setattr(bundle, "_check_length", lambda *_: None)
+    tail = join([member(b"../evil", b"evil")]) if isinstance(more, str) else more
+    assert place.refusal(place.sound + tail) is not None
+    assert payloads(place.store) == ({} if measured else place.originals) and place.around() == place.outside
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_padding_carries_nothing(place: Range, at: int) -> None:
+    members = split(place.sound)
+    end = sum(512 + len(text) + -len(text) % 512 for _, text in members[: at + 1])
+    assert place.sound[end - 1] == 0
+    reason = place.refusal(place.sound[: end - 1] + b"x" + place.sound[end:])
+    assert reason is not None and "expected zeros" in reason
+    place.nothing_happened()
+
+
+# -- at random -----------------------------------------------------------------------------------------------
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    """One to three changes of any kind, most of them at places where they might be believed."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        kind = chance.randrange(9)
+        at = chance.randrange(len(found) + 1 if kind == 3 else max(len(found), 1))
+        count = chance.choice((1, 2, 7, 512, 512, 1024, 1536))
+        if not found:
+            break
+        if kind == 0:
+            found[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            found[at] = chance.choice(b"\0\xff\x80 /.\\:'\"0179-xLKSg{}[]")
+        elif kind == 2:
+            del found[at : at + count]
+        elif kind == 3:
+            found[at:at] = chance.choice((bytes(count), chance.randbytes(count), b"../" * count, found[:count]))
+        elif kind == 4:
+            at -= at % 512
+            found[at:at] = found[at : at + count]
+        elif kind == 5:
+            at, other = at - at % 512, chance.randrange(len(found)) // 512 * 512
+            one, two = found[at : at + 512], found[other : other + 512]
+            found[at : at + 512], found[other : other + 512] = two, one
+        elif kind == 6:
+            found[at : at + count] = bytes(count)
+        elif kind == 7:
+            del found[at:]
+        else:
+            forge(found, chance)
+    return bytes(found)
+
+
+def forge(data: bytearray, chance: random.Random) -> None:
+    """Edits a field of a header and makes its checksum good."""
+    starts = [at for at in range(0, len(data) - 511, 512) if data[at + 257 : at + 262] == b"ustar"]
+    if not starts:
+        return
+    at = chance.choice(starts)
+    offset, width = chance.choice(
+        ((0, 100), (100, 8), (108, 8), (124, 12), (136, 12), (156, 1), (157, 100), (345, 155))
+    )
+    words = [
+        b"../x",
+        b"/etc/x",
+        b"\0",
+        b"77777777777\0",
+        b"-1",
+        b"\x80" + b"\xff" * 11,
+        b"12345xgLKSD7",
+        b"bundle.json",
+    ]
+    text = chance.choice([*words, chance.randbytes(3), b"%011o\0" % chance.randrange(4096)])
+    start = chance.randrange(len(text))
+    text = text[start : start + width] if width == 1 else text[:width]
+    data[at : at + 512] = edited(bytes(data[at : at + 512]), offset, text, chance.choice((None, width)))
+
+
+@pytest.mark.parametrize("attempts, measured", [(20_000, True), (3_000, False)], ids=["", "whatever-its-length"])
+def test_no_damage_is_ever_believed(quick: Range, monkeypatch: Any, attempts: int, measured: bool) -> None:
+    """Each mutation is refused with a sentence and leaves no trace, but for what came before damage at the very end."""
+    if not measured:
+        monkeypatch.setattr(bundle, "_check_length", lambda *_: None)
+    chance = random.Random(20261121)
+    tried = 0
+    while tried < attempts:
+        data = mutated(quick.sound, chance)
+        if data == quick.sound:
+            continue
+        tried += 1
+        assert quick.refusal(data) is not None, "an altered bundle was imported"
+        if os.listdir(quick.store.root / "entries"):
+            assert data.startswith(quick.sound[:-1024]) and payloads(quick.store) == quick.originals
+            quick.forget()
+        if tried % 1000 == 0:
+            quick.nothing_happened()
+    quick.nothing_happened()
+    assert quick.refusal(quick.sound) is None, "the sound one still comes"
+    assert payloads(quick.store) == quick.originals
+
+
+ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2**63, 1e308, float("inf"), float("nan"), "", "0", "../../x", "/etc/x", "a\\b"),
+    *("C:x", "\0", "\x1b[2J", "\ud800", "ab" * 16, "0" * 64, [], {}, [[]], [4, "0" * 64], {"a": [1, "0" * 64]}),
+]  # fmt: skip
+
+
+def lied(whole: Any, chance: random.Random) -> Any:
+    """A tree of JSON after one change somewhere in it."""
+    content = whole
+    while True:
+        keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+        key = chance.choice(keys) if keys else None
+        inner = content[key] if keys else None
+        if isinstance(inner, (dict, list)) and inner and chance.random() < 0.8:
+            content = inner
+            continue
+        break
+    value = json.loads(json.dumps(chance.choice([*ODD, inner])))
+    if isinstance(content, list):
+        chance.choice((lambda: content.insert(0, value), lambda: content.__setitem__(slice(0, 1), [value])))()
+    elif key is None or chance.random() < 0.2:
+        content[chance.choice(("new", "../x", "", "A", "ab", "schema", "files"))] = value
+    elif chance.random() < 0.2:
+        content[chance.choice(("../evil", "/evil", "AB/kernel.py", "ab", "e.pyc", "\u0430", "x/y"))] = content.pop(key)
+    elif chance.random() < 0.2:
+        del content[key]
+    else:
+        content[key] = value
+    return whole
+
+
+def matching(content: Any) -> list[Member]:
+    """The members that a list asks for, with the bytes of the listed hash if they are known."""
+    known = {hashlib.sha256(text).hexdigest(): text for text in FILES.values()}
+    found = []
+    for manifest in content["entries"]:
+        for name, (size, digest) in sorted(manifest["files"].items()):
+            text = known.get(digest, b"evil" * 8)[: int(size)]
+            found.append(member(f"{manifest['id']}/{name}".encode("utf-8", "surrogatepass"), text))
+    return found
+
+
+def test_no_lie_gets_other_bytes_in_or_anything_out(quick: Range) -> None:
+    """2,000 lists that were changed and sealed again: what is adopted is sound and lies where it belongs."""
+    chance = random.Random(20261122)
+    taken = 0
+    for _ in range(2_000):
+        held: list[Any] = []
+        data = resealed(quick.sound, lambda content, held=held: held.append(lied(content, chance)))  # type: ignore[misc]
+        try:
+            rest = matching(held[0]) if chance.random() < 0.8 else split(quick.sound)[1:]
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # the lie is in the shape of the list
+            rest = split(quick.sound)[1:]
+        if quick.refusal(join([split(data)[0], *rest])) is None:
+            taken += 1
+            (entry,) = quick.store.entries()
+            assert entry.verify() is None and entry.id == quick.id
+            assert set(payloads(quick.store)[entry.id].values()) <= set(FILES.values())
+            quick.forget()
+        assert os.listdir(quick.store.root / "entries") == []
+    assert quick.around() == quick.outside
+    assert 20 < taken < 1_000, "some lists differ only in what their maker says of himself; they are no damage"
