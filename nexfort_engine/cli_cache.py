@@ -151,7 +151,7 @@ def _cells(row: Mapping[str, Any], short: str) -> tuple[str, ...]:
     from .cache import view
     from .cache.place import size_text
 
-    used, torch = view.moment(row["last_used"]), f"torch {row['made_by'].get('torch', view.UNKNOWN)}"
+    used, torch = view.moment(row["last_used"]), f"torch {view.plain(row['made_by'].get('torch', view.UNKNOWN))}"
     parts = (view.region(row), view.family(row), view.shapes(row), size_text(row["size"]))
     return short, *parts, used, view.state(row), torch
 
@@ -161,12 +161,12 @@ def _show(options: argparse.Namespace) -> int:
     from .cache.place import size_text
 
     store = _store(options)
-    rows = store.rows()
+    rows = {row["id"]: row for row in store.rows()}
     shown = []
     for entry in _found(store, options.ids):
-        facts = next(row for row in rows if row["id"] == entry.id)
+        facts = rows.get(entry.id) or _bare_row(entry)
         facts |= {"path": str(entry.path), "machine": entry.machine, "fingerprint": entry.fingerprint}
-        facts |= {"files": entry.manifest.get("files", {}), "problem": entry.verify()}
+        facts |= {"files": entry.manifest["files"], "problem": _problem(store, entry)}
         shown.append(facts)
         if options.json:
             continue
@@ -174,10 +174,10 @@ def _show(options: argparse.Namespace) -> int:
             "id": entry.id,
             "region": view.region(facts),
             "model": view.family(facts),
-            "shapes": "; ".join(facts["shapes"]) or "none noted",
+            "shapes": "; ".join(map(view.plain, facts["shapes"])) or "none noted",
             "size": f"{size_text(facts['size'])} in {len(facts['files'])} files",
-            "made": f"{view.moment(facts['created'])} by {_plainly(facts['made_by'])}",
-            "machine": _plainly(entry.machine) or "not noted",
+            "made": f"{view.moment(facts['created'])} by {view.plain_facts(facts['made_by'])}",
+            "machine": view.plain_facts(entry.machine) or "not noted",
             "last used": view.moment(facts["last_used"]),
             "state": view.state(facts),
             "path": str(entry.path),
@@ -188,21 +188,28 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plainly(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in facts.items())
+def _bare_row(entry: Entry) -> dict[str, Any]:
+    """What a row of the table says of an entry that the table does not have: one that cannot be read."""
+    unknown = {"size": entry.size, "created": entry.manifest["created"], "made_by": {}, "info": {}, "last_used": None}
+    return {"id": entry.id, "primary": entry.primary, "pinned": entry.pinned, "shapes": [], "base": False, **unknown}
 
 
-def _value(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _problem(store: Store, entry: Entry) -> str | None:
+    """What a full check finds. Where the manifest is damaged only the check of all entries tells with what."""
+    if "id" in entry.manifest:
+        return entry.verify()
+    return next((problem for one, problem in store.verify_all() if one.path == entry.path), "it was removed just now")
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from .cache import view
+
     store = _store(options)
     wanted = {entry.id for entry in _found(store, options.ids)}
     checked = [(entry, problem) for entry, problem in store.verify_all() if not wanted or entry.id in wanted]
     bad = {entry.id: problem for entry, problem in checked if problem is not None}
     facts = {"path": str(store.root), "checked": len(checked), "problems": bad}
-    lines = [f"{entry}: {problem}" for entry, problem in bad.items()]
+    lines = [f"{entry}: {view.plain(problem)}" for entry, problem in bad.items()]
     say_last = f"{len(checked)} artefacts checked, {len(bad) or 'none'} with a problem, in {store.root}"
     _print(options, facts, *lines, say_last)
     return 1 if bad else 0
@@ -253,14 +260,14 @@ def _set_pin(options: argparse.Namespace, pinned: bool) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from .cache import bundle
+    from .cache import bundle, view
     from .cache.place import size_text
 
     store = _store(options)
     ids = [entry.id for entry in _found(store, options.ids)] or None
     made = bundle.export(store, options.file, ids)
     facts = {"file": str(options.file), "entries": made.entries, "bytes": made.bytes, "left_out": made.left_out}
-    left_out = [f"{one} is left out: {reason}" for one, reason in made.left_out.items()]
+    left_out = [f"{one} is left out: {view.plain(reason)}" for one, reason in made.left_out.items()]
     last = f"{made.entries} artefacts ({size_text(made.bytes)}) written to {options.file}"
     _print(options, facts, *left_out, last)
     return 0
@@ -296,11 +303,13 @@ def _bundle_lines(held: Bundle) -> list[str]:
 
     rows = [(view.region({"info": one.get("info") or {}}), view.family({"info": one.get("info") or {}}), str(one["id"]))
             for one in held.entries]  # fmt: skip
-    machines = [f"for the machine: {_plainly(machine)}" for machine in held.machines] or ["for a machine not noted"]
+    machines = [f"for the machine: {view.plain_facts(machine)}" for machine in held.machines] or [
+        "for a machine not noted"
+    ]
     return [
         *(view.aligned([("region", "model", "id"), *rows]) if rows else []),
         f"{len(held.entries)} artefacts, {size_text(held.bytes)}",
-        f"made {view.moment(held.created)} by {_plainly(held.made_by)}",
+        f"made {view.moment(held.created)} by {view.plain_facts(held.made_by)}",
         *machines,
     ]
 

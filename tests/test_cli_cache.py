@@ -154,6 +154,30 @@ def test_show_names_the_altered_file(cache: Path, capsys: pytest.CaptureFixture[
     assert "code.py" in run(capsys, "show", made.id)[1]
 
 
+def test_what_is_damaged_can_be_seen_and_taken_away(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = fill(cache, 2)
+    (made[0].path / "manifest.json").write_text("{")
+    code, text = run(capsys, "show", made[0].id)
+    assert code == 0 and made[0].id in text and "manifest" in text
+    code, text = run(capsys, "list")
+    assert code == 0 and "blocks.1" in text
+    assert run(capsys, "clear", made[0].id)[0] == 0
+    assert [entry.id for entry in Store(cache).entries()] == [made[1].id]
+
+
+def test_text_of_others_cannot_steer_a_terminal(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an entry says of itself may come from a bundle that nobody has trusted yet."""
+    store = Store(cache)
+    with store.stage() as staged:
+        (staged / "payload" / "code.py").write_bytes(b"x")
+        info = {"region": "\x1b[2Jblocks\n.0", "family": "Fl\u202eux", "machine": {"device\r": "\x07" * 500}}
+        made = store.commit("0" * 32, staged, {"info": info})
+    for arguments in (["list"], ["show", made.id]):
+        text = run(capsys, *arguments)[1]
+        assert "blocks" in text and not set(text.replace("\n", "")) & set("\x1b\r\x07\u202e")
+    assert run(capsys, "list")[1].count("\n") == 3
+
+
 def test_the_base_cache_is_listed_below(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +263,7 @@ def test_the_old_name_of_clear(cache: Path) -> None:
 def test_a_cache_that_cannot_be_changed_is_one_sentence(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.mkdir(mode=0o700)
     (cache / "staging").write_text("in the way")
+    (cache / "staging").chmod(0o600)
     code, error = run(capsys, "clear")
     assert code == 1 and "cannot be written" in error and "NEXFORT_CACHE_DIR" in error and "Traceback" not in error
     assert f"found a file at {cache / 'staging'}, expected a directory" in error

@@ -13,12 +13,24 @@ from typing import Any
 
 SHORTEST_ID = 8
 UNKNOWN = "?"
+LONGEST = 160
+
+
+def plain(text: object) -> str:
+    """One line that steers no terminal: what an entry says of itself may come from a bundle of somebody else."""
+    line = "".join(one if one.isprintable() else UNKNOWN for one in str(text))
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+
+
+def plain_facts(facts: Mapping[str, Any]) -> str:
+    """Named facts in one line."""
+    return ", ".join(f"{plain(name)} {plain(value)}" for name, value in facts.items())
 
 
 def state(row: Mapping[str, Any]) -> str:
     """What the entry is good for: its problem if it has one, else "base", "pinned" or "ready"."""
     if row.get("problem"):
-        return str(row["problem"])
+        return plain(row["problem"])
     if row.get("base"):
         return "base"
     return "pinned" if row.get("pinned") else "ready"
@@ -27,12 +39,12 @@ def state(row: Mapping[str, Any]) -> str:
 def region(row: Mapping[str, Any]) -> str:
     """Which part of the model the artefact was first made for."""
     info = row["info"]
-    return str(info.get("region") or info.get("kind") or UNKNOWN)
+    return plain(info.get("region") or info.get("kind") or UNKNOWN)
 
 
 def family(row: Mapping[str, Any]) -> str:
     """The class of the model, as the host calls it."""
-    return str(row["info"].get("family") or UNKNOWN)
+    return plain(row["info"].get("family") or UNKNOWN)
 
 
 def shapes(row: Mapping[str, Any]) -> str:
@@ -40,7 +52,8 @@ def shapes(row: Mapping[str, Any]) -> str:
     seen = list(row.get("shapes") or ())
     if not seen:
         return "-"
-    return str(seen[-1]) if len(seen) == 1 else f"{seen[-1]} (+{len(seen) - 1})"
+    newest = plain(seen[-1])
+    return newest if len(seen) == 1 else f"{newest} (+{len(seen) - 1})"
 
 
 def moment(value: str | float | None, none: str = "never") -> str:
