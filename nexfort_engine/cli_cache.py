@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,15 @@ def _store(options: argparse.Namespace) -> Store:
 
 
 def _found(store: Store, ids: Sequence[str]) -> list[Entry]:
-    try:
+    with _of_entries():
         return [store.find(text) for text in dict.fromkeys(ids)]
+
+
+@contextmanager
+def _of_entries() -> Iterator[None]:
+    """Calls of the store that name entries: one that is not there is the user's mistake, or another process's doing."""
+    try:
+        yield
     except LookupError as error:
         raise UnknownEntryError(str(error)) from error
 
@@ -226,7 +234,9 @@ def _prune(options: argparse.Namespace) -> int:
 def _clear(options: argparse.Namespace) -> int:
     store = _store(options)
     if options.ids:
-        return _removed(options, store, store.remove([entry.id for entry in _found(store, options.ids)]))
+        with _of_entries():
+            removed = store.remove([entry.id for entry in _found(store, options.ids)])
+        return _removed(options, store, removed)
     return _removed(options, store, store.clear(pinned=options.pinned))
 
 
@@ -250,7 +260,8 @@ def _unpin(options: argparse.Namespace) -> int:
 
 def _set_pin(options: argparse.Namespace, pinned: bool) -> int:
     store = _store(options)
-    ids = [store.pin(entry.id, pinned).id for entry in _found(store, options.ids)]
+    with _of_entries():
+        ids = [store.pin(entry.id, pinned).id for entry in _found(store, options.ids)]
     word = "pinned" if pinned else "unpinned"
     _print(options, {"path": str(store.root), word: ids}, *(f"{one} {word}" for one in ids))
     return 0
@@ -265,7 +276,8 @@ def _export(options: argparse.Namespace) -> int:
 
     store = _store(options)
     ids = [entry.id for entry in _found(store, options.ids)] or None
-    made = bundle.export(store, options.file, ids)
+    with _of_entries():
+        made = bundle.export(store, options.file, ids)
     facts = {"file": str(options.file), "entries": made.entries, "bytes": made.bytes, "left_out": made.left_out}
     left_out = [f"{one} is left out: {view.plain(reason)}" for one, reason in made.left_out.items()]
     last = f"{made.entries} artefacts ({size_text(made.bytes)}) written to {options.file}"
