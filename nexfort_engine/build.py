@@ -267,6 +267,8 @@ class Builder:
             self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
             return
         except Exception as error:
+            if isinstance(error, self.engine.stops()):
+                raise
             # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
             log.debug("Nexfort: planning failed", exc_info=True)
             self.engine.report.note(f"planning ahead failed ({type(error).__name__}: {str(error)[:200]})")

@@ -114,6 +114,7 @@ class StepGraphs:
                 self._steps.pop(key, None)
                 return self._observe(key, spec, flat, plain, session)
             self._steps.move_to_end(key)
+            self.engine.cancel()
             if step.graph is None:
                 with self.engine.apart():
                     return self._capture(key, step, spec, flat, plain, session)
@@ -246,6 +247,9 @@ class StepGraphs:
             self._steps.clear()  # the memory of graphs is the first to go
             return self._refuse(key, "there was no memory for one", spec, flat, plain)
         except Exception as error:
+            if isinstance(error, self.engine.stops()):
+                self._steps.pop(key, None)
+                raise
             # code of the host that waits for the GPU or copies from the CPU cannot be captured
             self._steps.pop(key, None)
             first = (str(error).strip().splitlines() or [""])[0][:200]

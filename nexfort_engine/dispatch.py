@@ -94,6 +94,7 @@ class Region:
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
+        self.engine.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:

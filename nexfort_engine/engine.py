@@ -43,7 +43,9 @@ _installed: dict[int, tuple[nn.Module, list[int]]] = {}
 class Engine:
     """Regions, artefacts and the report of one backbone under one config.
 
-    cancel: called several times a second while artefacts are made; raises to stop (the host's interrupt).
+    cancel: called several times a second while artefacts are made, and before each region runs; raises to stop (the
+        host's interrupt).
+    stops: what `cancel` raises, and what the host's own code raises to the same end; it always passes through.
     others_code: why the options it is called with bring code of others along, or None.
     whole: it is called through its forward alone, so it may be one region.
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
@@ -62,11 +64,12 @@ class Engine:
         others_code: Callable[[dict[Any, Any]], str | None] | None = None,
         whole: bool = True,
         lender: Lender | None = None,
+        stops: Callable[[], tuple[type[BaseException], ...]] = tuple,
         apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
-        self.apart = apart
+        self.apart, self.stops = apart, stops
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in

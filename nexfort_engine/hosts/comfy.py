@@ -117,7 +117,7 @@ def engine_for(network: nn.Module, config: CompileConfig, model: Any, *, whole: 
     engine = engines.get(config)
     if engine is None:
         hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
-        hooks["apart"] = _apart
+        hooks |= {"stops": _stops, "apart": _apart}
         engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=ComfyWeights(model), **hooks)
         engine.name = type(model).__name__
         engines[config] = engine
@@ -173,6 +173,12 @@ def _cancel() -> None:
     import comfy.model_management
 
     comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def _stops() -> tuple[type[BaseException], ...]:
+    import comfy.model_management
+
+    return (comfy.model_management.InterruptProcessingException,)
 
 
 def _apart() -> contextlib.AbstractContextManager[Any]:

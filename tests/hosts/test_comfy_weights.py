@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
-from paged_memory import PAGE, PagedMemory, page
+from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
 from patchers import patcher_around, sample
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
@@ -30,22 +30,6 @@ CONFIG = CompileConfig.parse(None)
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
-
-
-@contextlib.contextmanager
-def loaded_in_part(share: float) -> Iterator[None]:
-    """Patchers load this share of their weights and leave the rest to their layers."""
-    import comfy.model_patcher
-
-    kind = comfy.model_patcher.ModelPatcher
-    load = kind.load
-
-    def partly(self: Any, device_to: Any = None, *_: Any, **__: Any) -> None:
-        load(self, device_to, lowvram_model_memory=int(self.model_size() * share))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "load", partly)
-        yield
 
 
 def with_lora(patcher: Any, strength: float) -> Any:
@@ -315,10 +299,3 @@ def test_a_step_that_fails_gives_its_pages_back(
         sample(clone)
     assert settled(memory, layers)
     assert torch.equal(sample(clone), before)
-
-
-def unload() -> None:
-    """Everything off the device, as `/free` does."""
-    import comfy.model_management
-
-    comfy.model_management.unload_all_models()

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The card's memory as dynamic VRAM sees it, pretended on a CPU: pages that go away. No test lives here.
+"""Where ComfyUI leaves a model's weights: all loaded, in part, not at all, or in pages that go away.
 
-ComfyUI's own code (comfy.ops) runs on it; only what aimdo's driver does is pretended: places, faults, pins, and pages
-that are taken away and lose what they held. ComfyUI must be imported first (the fixture `comfyui` does it).
+ComfyUI's own patcher puts the layers in the first three states; that it loads only a part is asked of it, as on a small
+card. For dynamic VRAM its own code (comfy.ops) runs on pretended memory: places, faults, pins, and pages that are taken
+away and lose what they held. No test lives here. ComfyUI must be imported first (the fixture `comfyui` does it).
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +19,29 @@ import torch
 
 PAGE = 4096
 ALIGNED = 512
+
+
+@contextlib.contextmanager
+def loaded_in_part(share: float) -> Iterator[None]:
+    """Patchers load this share of their weights and leave the rest to their layers."""
+    import comfy.model_patcher
+
+    kind = comfy.model_patcher.ModelPatcher
+    load = kind.load
+
+    def partly(self: Any, device_to: Any = None, *_: Any, **__: Any) -> None:
+        load(self, device_to, lowvram_model_memory=int(self.model_size() * share))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "load", partly)
+        yield
+
+
+def unload() -> None:
+    """Everything off the device, as `/free` does."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
 
 
 class PagedMemory:

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a model between and during prompts: swapped, merged, moved, evicted, split, out of memory.
+
+ComfyUI's own patchers, nodes, memory management and sampler do it. Every picture is eager's, nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from backbones import make
+from card_memory import loaded_in_part, unload
+from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Pair, distance, nothing_new, pairs, patcher_around, sample
+from subjects import graphs_as_they_are
+
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.hosts import comfy as host
+
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
+every = pytest.mark.parametrize("name", FAMILIES)
+one = pytest.mark.parametrize("name", ["comfy_flux"])
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[[str], Pair]]:
+    with pairs() as make_pair:
+        yield make_pair
+
+
+def another(name: str, seed: int = 7) -> Any:
+    """A second checkpoint of a family: the same network with other weights."""
+    network = make(name).module
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1.0 + 0.5 * torch.randn(weight.shape, generator=generator))
+    return patcher_around(network, family=FAMILIES[name])
+
+
+@every
+def test_two_checkpoints_take_turns(pair: Callable[[str], Pair], name: str) -> None:
+    at = pair(name)
+    patcher = another(name)
+    compiled = host.attach(patcher, CONFIG)
+    wanted, own, before = sample(patcher), sample(at.patcher), sample(at.clone)
+    assert distance(wanted, own) > MOVES
+    first = sample(compiled)
+    assert distance(first, wanted) < TOLERANCE
+    found = host.report_of(compiled).as_dict()  # type: ignore[union-attr]
+    assert found["artefacts_compiled"] == 0 and found["artefacts_loaded"] > 0 and not found["eager"]
+    mark = at.mark()
+    for _ in range(2):
+        assert torch.equal(sample(at.clone), before) and torch.equal(sample(compiled), first)
+    nothing_new(at.since(mark))
+
+
+@one
+def test_two_nodes_with_different_options_take_turns(pair: Callable[[str], Pair], name: str) -> None:
+    at = pair(name)
+    before, wanted = sample(at.clone), sample(at.patcher)
+    other = host.attach(at.patcher, CompileConfig.parse("jit"))
+    mark = at.mark()
+    for _ in range(2):
+        assert distance(sample(other), wanted) < TOLERANCE
+        assert torch.equal(sample(at.clone), before) and torch.equal(sample(at.patcher), wanted)
+    nothing_new(at.since(mark))
+
+
+@every
+def test_a_merge_of_two_is_honoured_in_either_order(pair: Callable[[str], Pair], name: str) -> None:
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    at, other = pair(name), another(name)
+
+    def merged(patcher: Any) -> Any:
+        (made,) = ModelMergeSimple().merge(patcher, other, 0.4)
+        return made
+
+    nothing_new(at.honours(merged))
+
+
+@one
+def test_a_model_that_was_unloaded_is_loaded_again(pair: Callable[[str], Pair], name: str) -> None:
+    at = pair(name)
+    plain, before = sample(at.patcher), sample(at.clone)
+    unload()
+    at.is_left_by(plain, before)
+
+
+def in_the_middle(patcher: Any, action: Callable[[], None]) -> Any:
+    """A clone in whose sampling something happens between the first and the second step."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone, steps = patcher.clone(), []
+
+    def predict(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(steps) == 1:
+            action()
+        steps.append(1)
+        return executor(*args, **kwargs)
+
+    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "a test's", predict)
+    return clone
+
+
+@every
+def test_weights_leave_in_the_middle_of_a_prompt(pair: Callable[[str], Pair], name: str) -> None:
+    at = pair(name)
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+    borrowed: list[int] = []
+
+    def leave() -> None:
+        at.patcher.unpatch_model(torch.device("cpu"), unpatch_weights=False)
+        with loaded_in_part(0.3):
+            at.patcher.load(torch.device("cpu"))
+        layers = [m for m in at.network.modules() if hasattr(m, "comfy_cast_weights")]
+        borrowed.append(sum(bool(m.comfy_cast_weights) for m in layers))
+
+    assert distance(sample(in_the_middle(at.clone, leave)), plain) < TOLERANCE
+    assert borrowed[0] > 4, "nothing left"
+    nothing_new(at.since(mark))
+    unload()
+    at.is_left_by(plain, before)
+
+
+@one
+def test_the_batch_follows_the_memory_that_is_free(
+    pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.model_management
+
+    at = pair(name)
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+    batches: list[int] = []
+    at.network.register_forward_pre_hook(lambda _module, args: batches.append(args[0].shape[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.model_management, "get_free_memory", lambda *_, **__: 1)
+        alone = sample(at.patcher)
+        assert set(batches) == {1}, "both conditions still run at once"
+        at.network._forward_pre_hooks.clear()
+        assert distance(alone, plain) < TOLERANCE
+        assert distance(sample(at.clone), alone) < TOLERANCE
+    nothing_new(at.since(mark))
+    at.is_left_by(plain, before)
+
+
+@one
+def test_every_prompt_makes_its_nodes_anew(pair: Callable[[str], Pair], name: str) -> None:
+    """`--cache-none`, and output caches that are evicted: the patchers go, the model stays."""
+    at = pair(name)
+    before, mark = sample(at.clone), at.mark()
+    for _ in range(3):
+        made = host.attach(at.patcher.clone(), CONFIG)
+        gone = weakref.ref(made)
+        assert torch.equal(sample(made), before)
+        del made
+        unload()
+        gc.collect()
+        assert gone() is None
+    nothing_new(at.since(mark))
+
+
+@every
+def test_a_model_that_is_gone_leaves_nothing_behind(pair: Callable[[str], Pair], name: str) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        at = pair(name)
+        sample(at.clone, size=(24, 16))
+        engine = next(e for e in host._live if e.report is at.report)
+        weights = [weakref.ref(w) for w in at.network.parameters()]
+        return [weakref.ref(at.network), weakref.ref(engine), *weights]
+
+    left = used()
+    unload()
+    for _ in range(3):
+        gc.collect()
+    assert len(left) > 10 and not [one for one in left if one() is not None]
+
+
+@one
+def test_no_memory_is_for_comfyui_to_deal_with(
+    pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nexfort_engine.artefact import Binding
+
+    at = pair(name)
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Binding, "run", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+            sample(at.clone)
+    nothing_new(at.since(mark))
+    at.is_left_by(plain, before)
+
+
+@one
+def test_an_interrupt_ends_the_step_and_nothing_else(pair: Callable[[str], Pair], name: str) -> None:
+    import comfy.model_management as management
+
+    at = pair(name)
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+    with pytest.raises(management.InterruptProcessingException):
+        sample(in_the_middle(at.clone, management.interrupt_current_processing))
+    management.interrupt_current_processing(False)
+    nothing_new(at.since(mark))
+    at.is_left_by(plain, before)
+
+
+def test_an_interrupt_while_the_first_step_is_planned_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is run eagerly beside the first one; ComfyUI's own layers may see the interrupt there."""
+    import comfy.model_management as management
+
+    from nexfort_engine import build
+
+    def interrupted(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        management.interrupt_current_processing()
+        return call(*args, **kwargs)
+
+    with graphs_as_they_are():
+        patcher = another("comfy_flux", seed=11)
+        compiled = host.attach(patcher, CompileConfig.parse("jit:benchmark"))
+        with monkeypatch.context() as patch:
+            patch.setattr(build.Builder, "_observe", interrupted)
+            with pytest.raises(management.InterruptProcessingException):
+                sample(compiled)
+        assert not host.report_of(compiled).as_dict()["notes"]  # type: ignore[union-attr]
+        assert distance(sample(compiled), sample(patcher)) < TOLERANCE
+
+
+def test_a_deep_clone_runs_on_its_own_model(pair: Callable[[str], Pair]) -> None:
+    """As for a second GPU: the wrapper travels with the clone and finds the model that runs."""
+    at = pair("comfy_flux")
+    twin = patcher_around(make("comfy_flux").module, family="Flux")
+    at.patcher.cached_patcher_init = (lambda *_, **__: twin, ())
+    at.clone.cached_patcher_init = at.patcher.cached_patcher_init
+    before = sample(at.clone)
+    deep = at.clone.deepclone_multigpu(torch.device("cpu"))
+    assert deep.model is not at.clone.model
+    with torch.no_grad():
+        deep.model.diffusion_model.img_in.weight.mul_(2.0)
+    wanted = sample(twin)
+    assert distance(wanted, before) > MOVES
+    assert distance(sample(deep), wanted) < TOLERANCE
+    assert host.report_of(deep) is not at.report
+    assert torch.equal(sample(at.clone), before)
+
+
+def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
+    pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ComfyUI has a compiler of allocations of its own; this version may not, so its name is put there."""
+    import comfy.model_prefetch
+
+    from nexfort_engine import build
+
+    inside, seen = [0], []
+
+    @contextlib.contextmanager
+    def pause(*_: Any, **__: Any) -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    monkeypatch.setattr(comfy.model_prefetch, "pause_malloc_graph", pause, raising=False)
+    loads, lowers = build.Builder._load_code, build.lower_all
+
+    def load(*args: Any) -> None:
+        seen.append(("load", inside[0]))
+        loads(*args)
+
+    def lower(*args: Any, **words: Any) -> None:
+        seen.append(("lower", inside[0]))
+        lowers(*args, **words)
+
+    monkeypatch.setattr(build.Builder, "_load_code", load)
+    monkeypatch.setattr(build, "lower_all", lower)
+    at = pair("comfy_flux")
+    build._loaded.clear()
+    compiled = host.attach(another("comfy_flux"), CONFIG)
+    sample(compiled)
+    sample(host.attach(at.patcher, CompileConfig.parse({"dynamic": False})))
+    kinds = {kind for kind, _ in seen}
+    assert kinds == {"load", "lower"} and all(depth == 1 for _, depth in seen), seen
+    assert inside == [0] and isinstance(comfy.model_prefetch, types.ModuleType)
