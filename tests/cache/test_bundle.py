@@ -56,7 +56,6 @@ def test_entries_arrive_as_they_left(store: Store, target: Store, file: Path) ->
     for entry in (one, two):
         found = target.find(entry.id)
         assert found.verify() is None and found.manifest == entry.manifest and found.primary == entry.primary
-        assert found.last_used > entry.created, "it is not the first to go where the cache is full"
         assert found.created == entry.created and found.manifest["made_by"] == entry.manifest["made_by"]
     assert payloads(target) == payloads(store) and len(payloads(target)[two.id][long]) == 5_999_994
     assert [entry.id for entry in Store(target.root).candidates(KEY)] == [one.id]
@@ -113,6 +112,16 @@ def test_what_is_there_stays(store: Store, target: Store, file: Path) -> None:
     assert take(target, file) == Imported(1, entry.size, 1)
     assert take(target, file) == Imported(0, 0, 2)
     assert snapshot(own.path) == before
+
+
+def test_an_import_is_not_the_first_to_go_where_the_cache_is_full(store: Store, target: Store, file: Path) -> None:
+    entry = put(store, guards=1)
+    export(store, file)
+    own = put(target, guards=2)
+    assert own.created > entry.created
+    take(target, file)
+    assert Store(target.root).prune(entry.size).entries == 1
+    assert payloads(target).keys() == {entry.id}
 
 
 def test_an_import_replaces_what_was_damaged(store: Store, target: Store, file: Path) -> None:
@@ -424,6 +433,20 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
     file.write_bytes(ustar.header("bundle.json", 4097) + b" " * 8192)
     with pytest.raises(ValueError, match="4097 bytes, expected 1 to 4096"):
         inspect(file)
+
+
+def test_a_list_that_was_cut_off_says_so(store: Store, file: Path) -> None:
+    put(store)
+    export(store, file)
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(ValueError, match=r"found 188 bytes of bundle\.json, expected \d+: the bundle was cut off"):
+        inspect(file)
+
+
+@pytest.mark.parametrize("size", [-1, 8 << 30])
+def test_no_header_is_written_for_a_size_that_it_cannot_say(size: int) -> None:
+    with pytest.raises(ValueError, match=f"found a file of {size} bytes"):
+        ustar.header("name", size)
 
 
 def test_too_many_manifests_are_exported_in_several_bundles(store: Store, file: Path, monkeypatch: Any) -> None:

@@ -32,6 +32,7 @@ from bundle_parts import (
 
 from nexfort_engine.cache import bundle
 from nexfort_engine.cache.bundle import export, inspect, load
+from nexfort_engine.cache.entry import entry_id
 from nexfort_engine.cache.store import Store
 
 REFUSALS = (ValueError, OSError)  # PermissionError is one of the latter
@@ -177,6 +178,8 @@ LIES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "entry is text": (("entries", 0), "entry"),
     "no entries": (("entries",), []),
     "entries is an object": (("entries",), {"a": 1}),
+    "entries is a number": (("entries",), 5),
+    "entries is nothing": (("entries",), None),
     "other machines on the cover": (("machines",), [{"device": "NVIDIA B200"}]),
     "no machines": (("machines",), []),
     "another schema": (("schema",), 2),
@@ -204,6 +207,26 @@ def test_a_consistent_bundle_with_a_lie_in_its_list_is_refused(place: Range, lie
     assert reason is not None and ("bundle.json cannot be used" in reason), reason
     with pytest.raises(ValueError, match=r"bundle\.json cannot be used"):
         inspect(place.file)
+    place.nothing_happened()
+
+
+@pytest.mark.parametrize("primary", ["../../../x", "/tmp/x", "..", "", "C:x", "A" * 32, "0" * 65, 5, None, ["0" * 32]])
+def test_a_primary_key_is_no_path(place: Range, primary: Any) -> None:
+    def edit(content: Any) -> None:
+        manifest = content["entries"][0]
+        manifest["primary"] = primary
+        manifest["id"] = entry_id(primary, manifest)  # as if the store had made it so
+
+    (head, *members) = split(resealed(place.sound, edit))
+    own = json.loads(head[1])["entries"][0]["id"]
+    renamed = [[edited(header, 0, own.encode() + header[24:100]), text] for header, text in members]
+    assert "expected hex digits" in str(place.refusal(join([head, *renamed])))
+    place.nothing_happened()
+
+
+def test_a_bundle_of_nothing_is_refused(place: Range) -> None:
+    empty = resealed(place.sound, lambda content: content.update(entries=[], machines=[]), [])
+    assert "it lists no entries" in str(place.refusal(empty))
     place.nothing_happened()
 
 
@@ -434,6 +457,16 @@ def test_a_member_is_what_the_list_says_or_nothing(place: Range, monkeypatch: An
     if measured or not trick.endswith("at the end"):
         place.nothing_happened()
     assert payloads(place.store) in ({}, place.originals) and place.around() == place.outside
+
+
+@pytest.mark.parametrize(
+    "offset, content", [(100, b"0004755"), (156, b"\0"), (257, bytes(8)), (345, b".."), (500, b"x")]
+)
+def test_the_list_has_the_one_header_too(place: Range, offset: int, content: bytes) -> None:
+    members = split(place.sound)
+    members[0][0] = edited(members[0][0], offset, content)
+    assert place.refusal(join(members)) is not None
+    place.nothing_happened()
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["", "whatever-its-length"])
