@@ -59,15 +59,15 @@ class Ground:
             raise PermissionError(errno.EACCES, self.problem)
         return bounded_lock(self.root / "lock", timeout)
 
-    def folder(self) -> Path:
-        """A directory of this process, in the system's temporary directory where the store takes none."""
+    def folder(self, *inner: str) -> Path:
+        """A directory of this process with the directories `inner`; elsewhere, where the store takes none."""
         if self.writable:
             try:
-                return self._staging.new()
+                return self._staging.new(*inner)
             except OSError as error:
                 self.failed(error)
         try:
-            return self._staging.elsewhere()
+            return self._staging.elsewhere(*inner)
         except OSError as error:
             raise StoreError(
                 f"no place for compiled code: {self.problem}; and the temporary directory "

@@ -27,11 +27,12 @@ class TornError(Exception):
 
 
 def seal(payload: Path) -> dict[str, list[Any]]:
-    """{relative path: [size, SHA-256]} of an artefact, all of it private to the user from now on.
+    """{relative path: [size, SHA-256]} of an artefact, all of it private to the user from now on, with its directory.
 
     A compiler writes with the process's umask, which may let a group in. Byte code is removed, locks are left out.
     """
     found: dict[str, list[Any]] = {}
+    _make_mode(payload.parent, 0o700)
     for folder, folders, files in os.walk(payload, onerror=_raise):
         for name in [name for name in folders if name == "__pycache__"]:
             remove_tree(Path(folder, name))

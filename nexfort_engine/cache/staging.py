@@ -33,16 +33,25 @@ class Staging:
         self.kept: set[Path] = set()
         self._locks: dict[Path, int] = {}
 
-    def new(self) -> Path:
-        """A private empty directory; OSError where none can be made."""
+    def new(self, *inner: str) -> Path:
+        """A private directory, empty but for the directories `inner`; OSError where none can be made."""
         folder = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700)
         self._hold(folder)
-        return folder
+        return self._with(folder, inner)
 
-    def elsewhere(self) -> Path:
-        """A private empty directory in the system's temporary directory; OSError."""
-        return Path(tempfile.mkdtemp(prefix="nexfort-"))
+    def elsewhere(self, *inner: str) -> Path:
+        """The same in the system's temporary directory; OSError."""
+        return self._with(Path(tempfile.mkdtemp(prefix="nexfort-")), inner)
+
+    def _with(self, folder: Path, inner: tuple[str, ...]) -> Path:
+        try:
+            for name in inner:
+                (folder / name).mkdir(mode=0o700)
+        except OSError:
+            self.end(folder)
+            raise
+        return folder
 
     def end(self, folder: Path) -> None:
         """Removes a directory that is not kept, and what holds it."""

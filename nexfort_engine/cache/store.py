@@ -176,9 +176,8 @@ class Store:
         It is removed at the end unless it was committed. Where the store cannot be written it lies in the
         system's temporary directory; StoreError if that fails too.
         """
-        folder = self._ground.folder()
+        folder = self._ground.folder(PAYLOAD)
         try:
-            (folder / PAYLOAD).mkdir(mode=0o700)
             yield folder
         finally:
             self._staging.end(folder)
