@@ -51,24 +51,31 @@ class Wish:
 
 @dataclass
 class Warmed:
-    """What a warming did. `engines` has name and report of each compiled model and VAE."""
+    """What a warming did. `engines` has name and report of each compiled model and VAE, `kept` counts the cache."""
 
     name: str
     device: str
     seconds: float
     error: str | None
     engines: list[dict[str, Any]]
+    kept: int
 
-    def total(self, key: str) -> float:
+    def total(self, key: str) -> Any:
         """The sum of one figure of the reports."""
         return sum(engine["report"][key] for engine in self.engines)
 
     @property
     def problem(self) -> str | None:
         """Why the cache is not warm, if it is not."""
-        if self.error is None and not self.total("artefacts_compiled") + self.total("artefacts_loaded"):
+        compiled = self.total("artefacts_compiled")
+        if self.error is not None:
+            return self.error
+        if not compiled + self.total("artefacts_loaded"):
             return "; ".join(["nothing ran compiled", *self.eager()])
-        return self.error
+        if self.kept < compiled:
+            notes = dict.fromkeys(note for engine in self.engines for note in engine["report"]["notes"])
+            return "; ".join([f"{compiled} artefacts were compiled and the cache holds {self.kept}", *notes])
+        return None
 
     def eager(self) -> list[str]:
         """Each block that ran uncompiled, and why."""
@@ -163,7 +170,8 @@ def _run(server: ComfyServer, name: str, workflow: Workflow, say: Callable[[str]
     seconds = time.monotonic() - began
     devices = server.get("/system_stats").get("devices") or [{}]
     engines = server.get("/nexfort/report")["engines"]
-    return Warmed(name, str(devices[0].get("name", "?")), seconds, error, engines)
+    kept = server.get("/nexfort/cache")["count"]
+    return Warmed(name, str(devices[0].get("name", "?")), seconds, error, engines, kept)
 
 
 @contextmanager

@@ -71,10 +71,22 @@ def test_what_cannot_be_read_is_refused_before_a_server_starts(
     assert "found no ComfyUI at" in run(capsys, "--cpu", "--comfyui", tmp_path, "--workflow", tmp_path / "api.json")[2]
 
 
-def test_a_warming_that_compiled_nothing_has_failed() -> None:
+def done_with(kept: int = 0, error: str | None = None, **counts: Any) -> warm.Warmed:
     report = {"artefacts_compiled": 0, "artefacts_loaded": 0, "seconds_cold": 0.0, "seconds_warm": 0.0,
-              "eager": [{"region": "blocks.0", "reason": "it carries hooks"}]}  # fmt: skip
-    done = warm.Warmed("a.json", "cpu", 1.0, None, [{"name": "Flux", "report": report}])
+              "eager": [], "notes": [], **counts}  # fmt: skip
+    return warm.Warmed("a.json", "cpu", 1.0, error, [{"name": "Flux", "report": report}], kept)
+
+
+def test_a_warming_that_kept_nothing_has_failed() -> None:
+    assert done_with(6, artefacts_compiled=6).problem is None
+    assert done_with(6, artefacts_loaded=6).problem is None
+    assert done_with(6, "node 3: out of memory", artefacts_compiled=6).problem == "node 3: out of memory"
+    problem = done_with(2, artefacts_compiled=6, notes=["the disk is full"]).problem
+    assert problem == "6 artefacts were compiled and the cache holds 2; the disk is full"
+
+
+def test_a_warming_that_compiled_nothing_has_failed() -> None:
+    done = done_with(eager=[{"region": "blocks.0", "reason": "it carries hooks"}])
     assert done.problem is not None and "nothing ran compiled" in done.problem and "it carries hooks" in done.problem
     assert "not warm: " in str(done) and done.as_dict()["problem"] == done.problem
 
