@@ -20,6 +20,7 @@ from . import readset
 from .cache.entry import Entry
 from .capture import Captured
 from .conditions import Conditions
+from .guards import checker
 from .lower import Loaded
 from .modulestate import Hidden, ModuleState
 from .signature import Flat, Leaves, unflatten
@@ -97,7 +98,7 @@ class Artefact:
         self.ints: list[int] = manifest["ints"]
         self.conditions = Conditions(**manifest["conditions"])
         self.guards: list[list[Any]] = manifest["guards"]
-        self.check = readset.checker(self.guards)
+        self.check = checker(self.guards)
         self.reads: list[list[Any]] = manifest["reads"]
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]

@@ -21,13 +21,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower, readset
+from . import lower
 from .artefact import Artefact, Binding, Misfit, manifest_of
 from .cache.key import driver_problem, environment_parts, primary_key
 from .cache.store import Entry, StoreError
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
+from .guards import checker
 from .lowering import Job, lower_all
 from .modulestate import matches_text
 from .signature import Flat, Unsupported, flatten_call, normalised
@@ -53,6 +54,7 @@ class Wanted:
     primary: str
     example: Example
     flat: Flat
+    why: str | None = None  # why it needs a further one, for the report
 
 
 class Builder:
@@ -115,17 +117,14 @@ class Builder:
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
         known = self.artefacts.get(wanted.primary, [])
-        why = misfit.reason if misfit else None
+        wanted.why = why = _why(wanted, misfit)
         if len(known) >= MOST_VARIANTS:
             self._refuse(
                 wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {why}"
             )
             return None
         self.compile([wanted])
-        binding, _ = self._bind(wanted)
-        if binding is not None and why:
-            self.engine.report.variant(wanted.region.path, why)
-        return binding
+        return self._bind(wanted)[0]
 
     def _wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
         metas = region.metas(flat)
@@ -310,6 +309,7 @@ class Builder:
                 binding, misfit = self._bind(wanted)
                 if binding is not None or not self._may_make(wanted, misfit):
                     continue
+                wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
                 if wanted.primary in wave:
                     rest.append(wanted)
                 elif len(self.artefacts.get(wanted.primary, [])) < MOST_VARIANTS:
@@ -369,6 +369,8 @@ class Builder:
         _loaded[(str(self.engine.store.root), entry.id)] = artefact
         self._reported.add(entry.id)
         self.engine.report.compiled(region.path, entry.id, job.seconds)
+        if wanted.why:
+            self.engine.report.variant(region.path, wanted.why)
         if not entry.persistent:
             self.engine.report.note(f"artefacts last only as long as this process: {self.engine.store.problem}")
 
@@ -381,9 +383,17 @@ class Builder:
         return None
 
     def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
-        check = readset.checker(guards or [])
+        check = checker(guards or [])
         self.refusals.setdefault(wanted.primary, []).append((check, reason))
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+
+def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
+    """Why a region needs a further artefact; None if it has none yet."""
+    if misfit is not None:
+        return misfit.reason
+    # the artefacts that it runs have another primary key
+    return "it is called in another way: other arguments, dtypes or memory formats" if wanted.region.bindings else None
 
 
 def _device_of(wanted: Wanted) -> torch.device:

@@ -30,6 +30,7 @@ from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
 from .effects import mapping_writes, refuse_random
 from .flags import tracing_scope
+from .guards import to_json
 from .modulestate import Hidden
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
@@ -246,7 +247,7 @@ def _hooks_taken_out() -> Iterator[None]:
 
 def _guards_so_far(trace: _Trace) -> list[list[Any]]:
     try:
-        return readset.to_json(trace.log)
+        return to_json(trace.log)
     except Refused:
         return []
 
@@ -305,7 +306,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         options=paths,
         ints=ints,
         conditions=conditions,
-        guards=readset.to_json(trace.log),
+        guards=to_json(trace.log),
         reads=modulestate.rows_of(trace.reads),
         output=trace.output,
         mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],

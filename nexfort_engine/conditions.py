@@ -49,6 +49,7 @@ _FUNCTIONS: dict[str, Any] = {
     "math.floor": math.floor,
     "math.ceil": math.ceil,
     "math.sqrt": math.sqrt,
+    "torch._sym_sqrt": math.sqrt,  # how torch 2.13 and newer print it
     "round": round,
     "Where": lambda c, a, b: a if c else b,
 }

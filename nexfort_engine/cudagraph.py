@@ -22,6 +22,7 @@ import torch
 
 from . import readset
 from .artefact import Binding
+from .guards import checker, to_json
 from .modulestate import WeightSlots, any_replaced
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
@@ -175,6 +176,8 @@ class StepGraphs:
                     what = f"the backbone uses the tensor {readset.where(used.path)}"
                     return self._refuse(key, what, spec, flat, plain)
                 admitted[used.path] = value
+            except Refused as refusal:
+                return self._refuse(key, f"the backbone: {refusal}", spec, flat, plain)
         else:
             return self._refuse(key, "the backbone uses too many options", spec, flat, plain)
         if session.ran_eager:
@@ -185,7 +188,7 @@ class StepGraphs:
             self.engine.report.note("no CUDA graph: the host keeps weights elsewhere")
             return result
         try:
-            rows = readset.to_json(reads)
+            rows = to_json(reads)
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
@@ -194,7 +197,7 @@ class StepGraphs:
             self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return result
         checks = self._region_checks(session, flat)
-        self._steps[key] = _Step(readset.checker(rows), checks, self._pointers(), glue)
+        self._steps[key] = _Step(checker(rows), checks, self._pointers(), glue)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
         return result
@@ -219,8 +222,8 @@ class StepGraphs:
         found = []
         for binding in {id(b): b for b in session.used}.values():
             rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
-            rows = [r for r in rows if maps and readset.checker([r])(maps)]
-            found.append((binding, readset.checker(rows)))
+            rows = [r for r in rows if maps and checker([r])(maps)]
+            found.append((binding, checker(rows)))
         return found
 
     def _capture(

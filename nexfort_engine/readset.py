@@ -15,7 +15,7 @@ the capture with the reason: such a block runs eager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ BOOKKEEPING = frozenset(
     "original_shape activations_shape transformer_index block block_index block_type total_blocks img_slice".split()
 )
 
-_MISSING = object()
+MISSING = object()
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -84,22 +84,24 @@ for _name in (
 class Place(Sentinel):
     """Stands for a bookkeeping value that says where in the network a block sits (`block`, `block_index`).
 
-    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use: with no patch there is
-    nothing to find, and where there is something, Recording asks. Comparing and all else is a use like any other.
+    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use, and neither is looking
+    for a key where there is none: then the guard is that there is none for the block at hand either, so that one
+    artefact serves all blocks that others left alone. Comparing and all else is a use like any other.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_steps", "_value")
 
-    def __init__(self, path: Path, value: Any) -> None:
+    def __init__(self, path: Path, value: Any, steps: tuple[int, ...] = ()) -> None:
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_steps", steps)
 
     def __getitem__(self, number: Any) -> Any:
         value = object.__getattribute__(self, "_value")
         path = object.__getattribute__(self, "_path")
         if type(value) is not tuple or type(number) is not int:
             raise ValueUsed(path)
-        return Place(path, value[number])
+        return Place(path, value[number], (*object.__getattribute__(self, "_steps"), number))
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_value"))
@@ -113,6 +115,23 @@ def _place_in(key: Any) -> Path | None:
     return None
 
 
+def _template(key: Any) -> list[Any] | None:
+    """How a key is made of places and plain values, JSON-able; None where it holds something else."""
+    if type(key) is Place:
+        return ["place", [*object.__getattribute__(key, "_path")], [*object.__getattribute__(key, "_steps")]]
+    if type(key) is tuple:
+        parts = [_template(k) for k in key]
+        return None if None in parts else ["tuple", *parts]
+    return ["plain", key] if type(key) in PLAIN else None
+
+
+def _resolved(key: Any) -> Any:
+    """A key made of places as the caller's mapping has it."""
+    if type(key) is Place:
+        return object.__getattribute__(key, "_value")
+    return tuple(map(_resolved, key)) if type(key) is tuple else key
+
+
 class ReadSet:
     """What one capture read. `admitted` maps the paths whose values were used to the value the block may see."""
 
@@ -123,6 +142,7 @@ class ReadSet:
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.lengths: dict[Path, int] = {}
         self.nested: list[Recording] = []  # the mappings inside mappings, which copies share with the caller
+        self.patched: list[tuple[Path, list[Any], bool]] = []  # keys made of places, and whether they were there
         self.flags: dict[Path, bool] = {}
         self.mappings: dict[Path, bool] = {}
 
@@ -172,18 +192,35 @@ class Recording(dict):
         return Sentinel(path)
 
     def _place(self, key: Any) -> bool:
-        """Whether a key is made of a Place and this mapping is empty, so that its value does not matter."""
+        """Whether a key is made of a Place and is not in this mapping, so that its value does not matter.
+
+        Raises Refused where others put code under it.
+        """
         path = _place_in(key)
-        if path is not None and (self._source or self.written):
-            raise ValueUsed(path)
-        if path is not None:
+        if path is None:
+            return False
+        if not self._source and not self.written:
             self._log.lengths[self._path] = 0
-        return path is not None
+            return True
+        template = _template(key)
+        if template is None or self.written or self.removed:
+            raise ValueUsed(path)
+        value = self._source.get(_resolved(key), MISSING)
+        row = (self._path, template, value is not MISSING)
+        if row not in self._log.patched:
+            self._log.patched.append(row)
+        if value is MISSING:
+            return True
+        if isinstance(value, torch.Tensor) or is_plain(value):
+            raise ValueUsed(path)
+        # refused here, without a word on which block it is: the same refusal serves all that are replaced
+        what = f"{where(self._path)} at the key of its own place ({describe_foreign(value)})"
+        raise Refused(f"it uses {what}, which an artefact cannot hold")
 
     def _read(self, key: Any, *, fetched: bool = False) -> Any:
-        """Log the look-up of one key and give what the block may see, or _MISSING. `fetched`: as `mapping[key]`."""
+        """Log the look-up of one key and give what the block may see, or MISSING. `fetched`: as `mapping[key]`."""
         if self._place(key):
-            return _MISSING
+            return MISSING
         if key in self.written:
             return self.written[key]
         found = dict.__contains__(self, key)
@@ -197,7 +234,7 @@ class Recording(dict):
                     self._log.flags[path] = value
                 elif isinstance(value, dict):
                     self._log.mappings[path] = True
-        return dict.__getitem__(self, key) if found else _MISSING
+        return dict.__getitem__(self, key) if found else MISSING
 
     def __contains__(self, key: Any) -> bool:
         if self._place(key):
@@ -208,13 +245,13 @@ class Recording(dict):
 
     def __getitem__(self, key: Any) -> Any:
         value = self._read(key, fetched=True)
-        if value is _MISSING:
+        if value is MISSING:
             raise KeyError(key)
         return value
 
     def get(self, key: Any, default: Any = None) -> Any:
         value = self._read(key)
-        return default if value is _MISSING else value
+        return default if value is MISSING else value
 
     def __iter__(self) -> Iterator[Any]:
         self._log.walked(self._path, self._source)
@@ -289,13 +326,13 @@ class Recording(dict):
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         value = self._read(key)
-        if value is _MISSING:
+        if value is MISSING:
             self[key] = value = default
         return value
 
     def pop(self, key: Any, *default: Any) -> Any:
         value = self._read(key)
-        if value is _MISSING:
+        if value is MISSING:
             if default:
                 return default[0]
             raise KeyError(key)
@@ -310,7 +347,7 @@ class Recording(dict):
             del self[key]
 
     def __delitem__(self, key: Any) -> None:
-        if self._read(key) is _MISSING:
+        if self._read(key) is MISSING:
             raise KeyError(key)
         self.written.pop(key, None)
         self.removed.add(key)
@@ -323,11 +360,11 @@ def where(path: Path) -> str:
 
 
 def look(mappings: list[Any] | tuple[Any, ...], path: Path) -> Any:
-    """The value at a path, or _MISSING."""
+    """The value at a path, or MISSING."""
     value: Any = mappings[path[0]]
     for key in path[1:]:
         if not isinstance(value, dict) or not dict.__contains__(value, key):
-            return _MISSING
+            return MISSING
         value = dict.__getitem__(value, key)
     return value
 
@@ -351,93 +388,3 @@ def describe_foreign(value: Any) -> str:
         return f"a {type(value).__name__} of {', '.join(sorted({type(v).__qualname__ for v in value})) or 'nothing'}"
     name = getattr(value, "__qualname__", None)
     return f"{name}()" if name and callable(value) else f"a {type(value).__qualname__}"
-
-
-def to_json(log: ReadSet) -> list[list[Any]]:
-    """The guards of a finished capture as JSON-able rows. Paths hold plain keys only, else Refused."""
-    rows: list[list[Any]] = []
-    for path, found in log.present.items():
-        rows.append(["present", _json_path(path), found])
-    for path, is_none in log.none.items():
-        if path in log.present or path in log.admitted:
-            rows.append(["none", _json_path(path), is_none])
-    for path in log.mappings:
-        rows.append(["mapping", _json_path(path), True])
-    for path, keys in log.keys.items():
-        rows.append(["keys", _json_path(path), list(keys)])
-    for path, count in log.lengths.items():
-        rows.append(["length", _json_path(path), count])
-    for path, value in {**log.flags, **log.admitted}.items():
-        if not isinstance(value, torch.Tensor):
-            rows.append(["value", _json_path(path), _json_value(value)])
-    return rows
-
-
-def _json_path(path: Path) -> list[Any]:
-    for key in path:
-        if type(key) not in (str, int) and not is_plain(key):
-            raise Refused(f"it reads {where(path)}, whose key cannot be written down")
-    return [list(k) if isinstance(k, tuple) else k for k in path]
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return {"tuple" if isinstance(value, tuple) else "list": [_json_value(v) for v in value]}
-    return value
-
-
-def _from_json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        ((kind, items),) = value.items()
-        return tuple(map(_from_json_value, items)) if kind == "tuple" else [_from_json_value(v) for v in items]
-    return value
-
-
-def _same(value: Any, expected: Any) -> bool:
-    """Equal in type too: 1, 1.0 and True take different branches in a block."""
-    if type(value) is not type(expected):
-        return False
-    if isinstance(value, (tuple, list)):
-        return len(value) == len(expected) and all(map(_same, value, expected))
-    return value == expected
-
-
-Check = Callable[[list[Any]], bool]
-
-
-def checker(rows: list[list[Any]]) -> Check:
-    """A function that says whether a call's mappings answer every guard as the captured call did."""
-    tests: list[Check] = []
-    for kind, raw, expected in rows:
-        path = tuple(tuple(k) if isinstance(k, list) else k for k in raw)
-        tests.append(_test(kind, path, expected))
-    if not tests:
-        return lambda mappings: True
-    return lambda mappings: all(test(mappings) for test in tests)
-
-
-def _test(kind: str, path: Path, expected: Any) -> Check:
-    if kind == "present":
-        if len(path) == 2:  # by far the most frequent: a key of the outermost mapping
-            number, key = path
-            return lambda maps: (key in maps[number]) is expected
-        return lambda maps: (look(maps, path) is not _MISSING) is expected
-    if kind == "none":
-        return lambda maps: (look(maps, path) is None) is expected
-    if kind == "mapping":
-        return lambda maps: isinstance(look(maps, path), dict)
-    if kind == "keys":
-        wanted = frozenset(expected)
-        return lambda maps: _keys(look(maps, path)) == wanted
-    if kind == "length":
-        if expected == -1:
-            return lambda maps: isinstance(m := look(maps, path), dict) and len(m) > 0
-        return lambda maps: isinstance(m := look(maps, path), dict) and len(m) == expected
-    if kind == "value":
-        value = _from_json_value(expected)
-        return lambda maps: _same(look(maps, path), value)
-    raise ValueError(f"a guard of kind {kind!r} was found, expected present, none, mapping, keys, length or value")
-
-
-def _keys(mapping: Any) -> frozenset[str] | None:
-    return frozenset(str(k) for k in mapping if k not in BOOKKEEPING) if isinstance(mapping, dict) else None

@@ -114,6 +114,28 @@ def node(name: str, **inputs: Any) -> Change:
     return run
 
 
+def with_method(name: str, *args: Any) -> Change:
+    """A clone on which a method of the patcher was called, as patch nodes do it."""
+
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+        getattr(clone, name)(*args)
+        return clone
+
+    return change
+
+
+def with_option(name: str, value: Any) -> Change:
+    """A clone with one more of the options that blocks are called with."""
+
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.model_options["transformer_options"][name] = value
+        return clone
+
+    return change
+
+
 # ---- before and after a change ---------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def test_code_in_the_options_is_refused_and_the_refusal_is_guarded() -> None:
     block = block_of(lambda b, h, options: options["patches"]["attn1_patch"][0](h) if "patches" in options else h)
     with pytest.raises(Refused, match=r"options\['patches'\]\['attn1_patch'\]") as refusal:
         Probe(block, x(), {"patches": {"attn1_patch": [torch.sin]}})
-    from nexfort_engine.readset import checker
+    from nexfort_engine.guards import checker
 
     check = checker(refusal.value.guards)  # type: ignore[attr-defined]
     assert check([{"patches": {"attn1_patch": [torch.cos]}}]) and not check([{}])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from nexfort_engine.guards import checker, to_json  # noqa: E402
 from nexfort_engine.readset import (  # noqa: E402
     BOOKKEEPING,
     Path,
@@ -25,9 +26,7 @@ from nexfort_engine.readset import (  # noqa: E402
     Refused,
     ValueUsed,
     admit,
-    checker,
     look,
-    to_json,
     where,
 )
 
@@ -243,10 +242,35 @@ def test_one_guard_serves_every_place_until_something_is_replaced() -> None:
     assert check({**options, "transformer_index": 3, "original_shape": [1, 2]}), "bookkeeping comes and goes"
     assert not check({**options, "patches_replace": {"attn1": {("input", 1): print}}})
     assert not check({**options, "other_pack": 1}), "a key of others may matter to the patches it is handed to"
-    replaced = {**options, "patches_replace": {"attn1": {("input", 1): print}}}
+    replaced = {**options, "patches_replace": {"attn1": {("input", 1): 0.5}}}
     assert captured(unet_block, replaced)[0] == "replaced"
     check = guard_of(unet_block, replaced)
     assert check(replaced) and not check({**replaced, "block": ("input", 2)})
+
+
+def test_one_guard_serves_every_place_that_others_left_alone() -> None:
+    options = {"block": ("output", 2), "block_index": 3, "patches_replace": {"attn1": {("input", 1): print}}}
+    check = guard_of(unet_block, options)
+    for block, index in (("output", 2), 0), (("middle", 0), 7), (("input", 2), 1):
+        assert check({**options, "block": block, "block_index": index})
+    assert not check({**options, "block": ("input", 1)})
+    assert not check({**options, "patches_replace": {"attn1": {("output", 2): print}}})
+    assert not check({**options, "patches_replace": {"attn1": {("output", 2, 3): print}}})
+    assert check({**options, "patches_replace": {"attn1": {("output", 2, 4): print}}})
+    assert not check({**options, "patches_replace": {}}) and not check({"patches_replace": options["patches_replace"]})
+    for odd in (None, "output", ("output",), (["output"], 2)):
+        assert not check({**options, "block": odd}), "no key is made of that"
+
+
+def test_one_refusal_serves_every_place_where_others_put_code() -> None:
+    options = {"block": ("input", 1), "block_index": 0, "patches_replace": {"attn1": {("input", 1): print}}}
+    log = ReadSet({})
+    with pytest.raises(Refused, match=r"\['attn1'\] at the key of its own place \(print\(\)\)"):
+        unet_block(Recording(options, (0,), log))
+    check = checker(json.loads(json.dumps(to_json(log))))
+    elsewhere = {**options, "block": ("middle", 0), "block_index": 0}
+    assert check([options]) and not check([elsewhere])
+    assert check([{**elsewhere, "patches_replace": {"attn1": {("middle", 0): len}}}])
 
 
 def test_a_bookkeeping_key_asked_for_by_name_is_guarded_also_after_a_walk() -> None:

@@ -40,6 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_it_passes_on_this_cpu_and_leaves_nothing_set() -> None:
     lower.wait_for_import()
     import torch._inductor.compile_fx  # importing it writes to the environment
+    import torch.utils.cpp_extension  # and this imports setuptools, which extends sys.path in newer versions
 
     state, before = torch.get_rng_state(), snapshot()
     assert selfcheck.run("cpu") is None

@@ -5,20 +5,41 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import probe as probe_module
 import pytest
 from probe import Probe, block_of, x
 
-from nexfort_engine.sources import hash_source, sources_changed
+from nexfort_engine.sources import hash_source, sources_changed, walked
+
+# a filter of torch's log, a hook of the garbage collector and one of the import system run in between
+RUNNER = ("conftest", "hypothesis", "_pytest", "pluggy")
 
 
 def test_sources_are_those_of_the_code_that_was_walked() -> None:
     probe = Probe(block_of(lambda b, h: b.linear(h)), x())
-    # a filter of torch's log and a hook of the garbage collector, both the test runner's, run in between
-    found = {k: v for k, v in probe.captured.sources.items() if k.partition(".")[0] not in ("conftest", "hypothesis")}
+    found = {k: v for k, v in probe.captured.sources.items() if k.partition(".")[0] not in RUNNER}
     assert found == {__name__: hash_source(__file__), "probe": hash_source(probe_module.__file__)}
     assert sources_changed(probe.captured.sources) is None
+
+
+def test_a_profiler_of_others_goes_on() -> None:
+    seen: list[str] = []
+
+    def profiler(_frame: Any, event: str, _arg: Any) -> None:
+        seen.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        with walked() as files:
+            x()
+        after = sys.getprofile()
+    finally:
+        sys.setprofile(before)
+    assert after is profiler and seen
+    assert probe_module.__file__ in files
 
 
 def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +49,7 @@ def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytes
     import some_host  # type: ignore[import-not-found]
 
     probe = Probe(block_of(lambda b, h: some_host.double(b.linear(h))), x())
-    found = {k for k in probe.captured.sources if k.partition(".")[0] not in ("conftest", "hypothesis")}
+    found = {k for k in probe.captured.sources if k.partition(".")[0] not in RUNNER}
     assert found == {__name__, "probe", "some_host"}
     file.write_text("def double(x):\n    return x + x\n")
     assert sources_changed(probe.captured.sources) == "some_host"

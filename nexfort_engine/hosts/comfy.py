@@ -30,6 +30,7 @@ from .comfy_weights import ComfyWeights
 log = logging.getLogger("nexfort")
 
 KEY = "nexfort"
+_CORE_S_KEY = "torch.compile"  # of the wrapper of core's compile node
 _ENGINES = "_nexfort_engines"
 _HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -80,8 +81,8 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
 
     engine_for(network, config, patcher.model).prepare(patcher.load_device)
     clone = patcher.clone()
-    if clone.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
-        clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "torch.compile")
+    if clone.get_wrappers(WrappersMP.APPLY_MODEL, _CORE_S_KEY):
+        clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_S_KEY)
         log.warning("Nexfort: the model carried core's TorchCompileModel as well; it is taken off this branch")
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
@@ -95,7 +96,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
         if not isinstance(network, nn.Module):
             return executor(*args, **kwargs)
         engine = engine_for(network, config, executor.class_obj)
-        reason = engine.passes()
+        reason = _core_s_compile(args, kwargs) or engine.passes()
         if reason is not None:
             if reason:
                 engine.report.eager("(whole module)", reason)
@@ -104,6 +105,15 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             return executor(*args, **kwargs)
 
     return run_compiled
+
+
+def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the call is left to core's compile node, which would trace through the stand-ins; None if it is not there."""
+    for value in (*args, *kwargs.values()):
+        wrappers = value.get("wrappers") if isinstance(value, dict) else None
+        if wrappers and wrappers.get("apply_model", {}).get(_CORE_S_KEY):
+            return "core's TorchCompileModel comes after Nexfort's node and compiles the model itself; keep one of them"
+    return None
 
 
 def engine_for(network: nn.Module, config: CompileConfig, model: Any, *, whole: bool = True) -> Engine:

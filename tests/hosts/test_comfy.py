@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
-from patchers import STEPS, patcher_around, sample
+from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, sample
 from restarted import counting
 from subjects import graphs_as_they_are
 from tiny_checkpoints import taesd
@@ -31,14 +31,7 @@ from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
-TOLERANCE = 1e-3  # of the latent after the sampler's steps
-MOVES = 100 * TOLERANCE
-CONFIG = CompileConfig.parse(None)
 FAST = CompileConfig.parse("jit")
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 @pytest.fixture

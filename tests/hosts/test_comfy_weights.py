@@ -14,22 +14,14 @@ import pytest
 import torch
 from backbones import make
 from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
-from patchers import patcher_around, sample
+from patchers import CONFIG, MOVES, TOLERANCE, distance, patcher_around, sample
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
-from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
-TOLERANCE = 1e-3  # of the latent after the sampler's steps
-MOVES = 100 * TOLERANCE
-CONFIG = CompileConfig.parse(None)
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def with_lora(patcher: Any, strength: float) -> Any:

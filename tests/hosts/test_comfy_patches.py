@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nodes and other packs add to a model, through ComfyUI's own nodes, patchers, conditions and sampler.
+
+Each is a contract: it moves the eager picture, the compiled one follows, blocks without code of others stay compiled,
+and nothing is left when it is taken off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from patchers import (
+    FAMILIES,
+    MOVES,
+    TOLERANCE,
+    Change,
+    Conditions,
+    Pair,
+    distance,
+    eager_only,
+    node,
+    nothing_new,
+    pairs,
+    regions_of,
+    sample,
+    with_method,
+    with_option,
+)
+
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
+MakePair = Callable[[str], Pair]
+
+
+@pytest.fixture
+def pair() -> Iterator[MakePair]:
+    with pairs() as make_pair:
+        yield make_pair
+
+
+def attentions(pair: Pair) -> set[str]:
+    """The regions of a UNet that attend."""
+    return {name for name in regions_of(pair) if re.fullmatch(r"(input|middle|output)_block(s\.\d+)?\.1", name)}
+
+
+def one_variant_a_kind(new: dict[str, Any], pair: Pair, eager: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """Assert that only these regions ran eager, and that each kind of attention was compiled once more at most."""
+    assert {row["region"] for row in new["eager"]} == eager, new["eager"]
+    kinds = {row["name"]: row["kind"] for row in pair.report.as_dict()["regions"]}
+    made = [row["region"] for row in new["artefacts"]]
+    assert set(made) <= attentions(pair) and len(made) <= 2, made
+    assert {row["region"] for row in new["variants"]} == set(made) and len({kinds[name] for name in made}) <= len(made)
+
+
+# ---- patches of a UNet's attention -----------------------------------------------------------------------------------
+
+
+class Adapter:
+    """As IPAdapter: it stands for the attention of a block, holds tensors and a scale, and is changed between runs."""
+
+    def __init__(self, scale: float, seed: int = 5) -> None:
+        self.scale = scale
+        self.tokens = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed))
+
+    def __call__(self, q: Any, k: Any, v: Any, extra: dict[str, Any]) -> torch.Tensor:
+        from comfy.ldm.modules.attention import optimized_attention
+
+        image = self.tokens[..., : q.shape[-1]].expand(q.shape[0], -1, -1)
+        own = optimized_attention(q, k, v, extra["n_heads"])
+        return own + self.scale * optimized_attention(q, image, image, extra["n_heads"])
+
+
+def flipped(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return attention(*args, **kwargs).flip(1)
+
+
+IN_EVERY_ATTENTION: dict[str, Change] = {
+    "attn1_patch": with_method("set_model_attn1_patch", lambda n, context, value, extra: (n, context, value * 3)),
+    "attn1_output_patch": with_method("set_model_attn1_output_patch", lambda n, extra: n * 3),
+    "attn2_output_patch": with_method("set_model_attn2_output_patch", lambda n, extra: n * 3),
+    "optimized_attention_override": with_option("optimized_attention_override", flipped),
+    "HyperTile": node(
+        "comfy_extras.nodes_hypertile.HyperTile", tile_size=32, swap_size=2, max_depth=1, scale_depth=False
+    ),
+}
+
+
+@pytest.mark.parametrize("change", IN_EVERY_ATTENTION.values(), ids=IN_EVERY_ATTENTION)
+def test_patches_of_attention_run_attention_eager_and_nothing_else(pair: MakePair, change: Change) -> None:
+    at = pair("comfy_unet")
+    assert len(attentions(at)) == 11
+    eager_only(at.honours(change), attentions(at), "which an artefact cannot hold")
+
+
+IN_ONE_BLOCK: dict[str, tuple[Change, str]] = {
+    "attn2_replace": (with_method("set_model_attn2_replace", Adapter(2.0), "input", 1), "input_blocks.1.1"),
+    "attn1_replace": (with_method("set_model_attn1_replace", Adapter(2.0), "output", 2, 0), "output_blocks.2.1"),
+    "PAG": (node("comfy_extras.nodes_pag.PerturbedAttentionGuidance", scale=9.0), "middle_block.1"),
+    "SAG": (node("comfy_extras.nodes_sag.SelfAttentionGuidance", scale=3.0, blur_sigma=2.0), "middle_block.1"),
+}
+
+
+@pytest.mark.parametrize(("change", "block"), IN_ONE_BLOCK.values(), ids=IN_ONE_BLOCK)
+def test_a_block_that_is_replaced_runs_eager_and_the_others_share_one_variant(
+    pair: MakePair, change: Change, block: str
+) -> None:
+    at = pair("comfy_unet")
+    one_variant_a_kind(at.honours(change), at, {block})
+
+
+BETWEEN_BLOCKS: dict[str, Change] = {
+    "FreeU": node("comfy_extras.nodes_freelunch.FreeU", b1=1.5, b2=1.8, s1=0.5, s2=0.2),
+    "FreeU_V2": node("comfy_extras.nodes_freelunch.FreeU_V2", b1=1.5, b2=2.8, s1=0.5, s2=0.2),
+    "input_block_patch": with_method("set_model_input_block_patch", lambda h, options: h * 1.5),
+    "emb_patch": with_method("set_model_emb_patch", lambda emb, channels, options: emb * 3.0),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN_BLOCKS.values(), ids=BETWEEN_BLOCKS)
+def test_patches_between_blocks_leave_all_compiled(pair: MakePair, change: Change) -> None:
+    at = pair("comfy_unet")
+    one_variant_a_kind(at.honours(change), at)
+
+
+def test_an_adapter_that_changes_between_runs_is_followed(pair: MakePair) -> None:
+    at = pair("comfy_unet")
+    plain, before = sample(at.patcher), sample(at.clone)
+    adapter = Adapter(1.0)
+
+    def on(base: Any) -> Any:
+        clone = base.clone()
+        for place in (("input", 1), ("input", 4), ("middle", 0), ("output", 2), ("output", 5)):
+            clone.set_model_attn2_replace(adapter, *place)
+        return clone
+
+    patched, compiled = on(at.patcher), on(at.clone)
+    sample(compiled)
+    mark, last = at.mark(), plain
+    for what in ("as it is", "scale", "tensor in place", "another tensor", "another object", "off and on"):
+        if what == "scale":
+            adapter.scale = 3.0
+        elif what == "tensor in place":
+            adapter.tokens.mul_(-2.0)
+        elif what == "another tensor":
+            adapter.tokens = Adapter(1.0, seed=6).tokens * 4
+        elif what == "another object":
+            adapter = Adapter(-3.0, seed=7)
+            patched, compiled = on(at.patcher), on(at.clone)
+        elif what == "off and on":
+            adapter.scale = 2.0
+            assert torch.equal(sample(at.clone), before)
+        wanted = sample(patched)
+        assert distance(wanted, last) > MOVES, what
+        assert distance(sample(compiled), wanted) < TOLERANCE, what
+        last = wanted
+    new = at.since(mark)
+    assert not new["artefacts"] and len({row["region"] for row in new["eager"]}) == 5, new
+    at.is_left_by(plain, before)
+
+
+# ---- patches of other families ---------------------------------------------------------------------------------------
+
+
+def stronger(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """A block replacement that calls the original."""
+    out = extra["original_block"](args)
+    return {**out, "img": out["img"] * 2.0}
+
+
+def skipped(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """A block replacement that does without it."""
+    return args
+
+
+_SKIP = {"start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0, "scale": 9.0}
+IN_A_DIT: dict[str, Change] = {
+    "replaced": with_method("set_model_patch_replace", stronger, "dit", "double_block", 0),
+    "skipped": with_method("set_model_patch_replace", skipped, "dit", "double_block", 1),
+    "SkipLayerGuidance": node(
+        "comfy_extras.nodes_slg.SkipLayerGuidanceDiT", double_layers="0", single_layers="1", **_SKIP
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3"])
+@pytest.mark.parametrize("change", IN_A_DIT.values(), ids=IN_A_DIT)
+def test_blocks_of_a_dit_that_are_replaced_stay_compiled_inside(pair: MakePair, change: Change, name: str) -> None:
+    new = pair(name).honours(change)
+    if new["artefacts"]:  # around a replacement SD3 calls its blocks without an argument that it gives otherwise
+        assert name == "comfy_sd3" and not new["eager"], new
+        assert [row["region"] for row in new["artefacts"]] == [row["region"] for row in new["variants"]], new
+        assert all("called in another way" in row["reason"] for row in new["variants"])
+    else:
+        nothing_new(new)
+
+
+@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3"])
+def test_an_attention_override_of_a_dit(pair: MakePair, name: str) -> None:
+    at = pair(name)
+    blocks = {region for region in regions_of(at) if "blocks" in region}
+    eager_only(at.honours(with_option("optimized_attention_override", flipped)), blocks, "optimized_attention_override")
+
+
+def test_an_attention_patch_of_flux(pair: MakePair) -> None:
+    at = pair("comfy_flux")
+
+    def patch(q: Any, k: Any, v: Any, **_: Any) -> dict[str, Any]:
+        return {"q": q, "k": k, "v": v * 3}
+
+    blocks = {region for region in regions_of(at) if "blocks" in region}
+    eager_only(at.honours(with_method("set_model_attn1_patch", patch)), blocks, "attn1_patch")
+
+
+# ---- around the network ----------------------------------------------------------------------------------------------
+
+
+def wrapped(kind: str) -> Change:
+    """What caching packs and many others do."""
+
+    def louder(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return executor(*args, **kwargs) * 1.5
+
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(kind, "another pack", louder)
+        return clone
+
+    return change
+
+
+def function_wrapper(apply: Callable[..., Any], args: dict[str, Any]) -> Any:
+    return apply(args["input"] * 1.2, args["timestep"], **args["c"]) * 0.7
+
+
+AROUND = {
+    "diffusion_model": wrapped("diffusion_model"),
+    "apply_model": wrapped("apply_model"),
+    "model_function_wrapper": with_method("set_model_unet_function_wrapper", function_wrapper),
+}
+
+
+# ComfyUI calls no wrappers of the network itself in SD3
+NOT_IN_SD3 = ("diffusion_model", "EasyCache")
+EVERYWHERE = [(name, kind) for name in FAMILIES for kind in AROUND if name != "comfy_sd3" or kind not in NOT_IN_SD3]
+CACHES = [(name, kind) for name in FAMILIES for kind in ("EasyCache", "LazyCache")]
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERYWHERE)
+def test_wrappers_of_others_act_and_cost_nothing(pair: MakePair, name: str, kind: str) -> None:
+    nothing_new(pair(name).honours(AROUND[kind]))
+
+
+@pytest.mark.parametrize(("name", "kind"), [row for row in CACHES if row != ("comfy_sd3", "EasyCache")])
+def test_caching_of_steps(pair: MakePair, name: str, kind: str) -> None:
+    at = pair(name)
+    cached = node(
+        f"comfy_extras.nodes_easycache.{kind}Node",
+        **{"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False},
+    )
+    new = at.honours(cached, steps=8)
+    if name == "comfy_unet":  # its blocks walk over all options, and one more is there
+        one_variant_a_kind(new, at)
+    else:
+        nothing_new(new)
+    # EasyCache leaves the network out inside the call that the report counts
+    assert new["calls"] < 8 or kind == "EasyCache", "no step was left out"
+
+
+# ---- conditions ------------------------------------------------------------------------------------------------------
+
+Edit = Callable[[Conditions, Conditions], tuple[Conditions, Conditions]]
+
+
+def with_values(**values: Any) -> Edit:
+    """Values set on the prompt, as nodes set them; the negative stays."""
+
+    def edit(positive: Conditions, negative: Conditions) -> tuple[Conditions, Conditions]:
+        import node_helpers
+
+        return node_helpers.conditioning_set_values(positive, values), negative
+
+    return edit
+
+
+def follows(at: Pair, edit: Edit, **call: Any) -> dict[str, Any]:
+    """Assert the contract of a change of the conditions; what the report gained."""
+    call = {"cfg": 12.0, **call}  # so that the prompt matters
+    plain, before, mark = sample(at.patcher, **call), sample(at.clone, **call), at.mark()
+    wanted = sample(at.patcher, edit=edit, **call)
+    assert distance(wanted, plain) > MOVES, "the change does nothing, so that the contract says nothing"
+    assert distance(sample(at.clone, edit=edit, **call), wanted) < TOLERANCE, at.since(mark)
+    new = at.since(mark)
+    at.is_left_by(plain, before, **call)
+    return new
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_area_conditions(pair: MakePair, name: str) -> None:
+    def left_half(positive: Conditions, negative: Conditions) -> tuple[Conditions, Conditions]:
+        import node_helpers
+
+        there = {"area": (16, 8, 0, 0), "strength": 1.0, "set_area_to_bounds": False}
+        other = [[words.flip(1) * 8, {"pooled_output": -9 * more["pooled_output"]}] for words, more in positive]
+        return positive + node_helpers.conditioning_set_values(other, there), negative
+
+    nothing_new(follows(pair(name), left_half))
+
+
+def control_of(name: str) -> Callable[..., Any]:
+    """A ControlNet whose network is a few random numbers for each place where its family takes some."""
+    import comfy.controlnet
+
+    class Control(comfy.controlnet.ControlBase):
+        def __init__(self, seed: int, strength: float = 1.0, span: tuple[float, float] = (0.0, 1.0)) -> None:
+            super().__init__()
+            self.seed = seed
+            self.set_cond_hint(torch.zeros(1, 3, 128, 128), strength, span)
+
+        def get_control(self, x: Any, t: Any, cond: Any, batched: int, options: Any) -> Any:
+            before = self.previous_controlnet
+            given = before.get_control(x, t, cond, batched, options) if before is not None else None
+            if t[0] > self.timestep_range[0] or t[0] < self.timestep_range[1]:
+                return given
+            draw, made = torch.Generator().manual_seed(self.seed), {"input": [], "middle": [], "output": []}
+            if name == "comfy_unet":
+                made["middle"] = [3 * torch.randn(x.shape[0], 64, 8, 8, generator=draw)]
+                made["output"] = [3 * torch.randn(x.shape[0], 1, 1, 1, generator=draw) for _ in range(3)]
+            else:
+                width = {"comfy_flux": 32, "comfy_sd3": 128}[name]
+                places = ("input", "output") if name == "comfy_flux" else ("output",)
+                made |= {place: [3 * torch.randn(x.shape[0], 64, width, generator=draw)] for place in places}
+            return self.control_merge(made, given, None)
+
+    return Control
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: str) -> None:
+    at, control = pair(name), control_of(name)
+
+    def chained(*links: Any) -> Edit:
+        for link, before in zip(links[1:], links, strict=False):
+            link.set_previous_controlnet(before)
+        return with_values(control=links[-1], control_apply_to_uncond=False)
+
+    rows = {
+        "one": chained(control(1)),
+        "weaker": chained(control(1, 0.4)),
+        "two": chained(control(1), control(2, 0.7)),
+        "first steps": chained(control(1, 1.0, (0.0, 0.5))),
+        "last steps": chained(control(1, 1.0, (0.5, 1.0))),
+    }
+    seen: list[torch.Tensor] = []
+    for what, edit in rows.items():
+        nothing_new(follows(at, edit, steps=4))
+        now = sample(at.patcher, edit=edit, steps=4)
+        assert all(distance(now, other) > MOVES / 2 for other in seen), what
+        seen.append(now)
+
+
+@pytest.mark.parametrize("method", ["offset", "index", "uxo"])
+def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
+    at = pair("comfy_flux")
+    draw = torch.Generator().manual_seed(8)
+    pictures = [9 * torch.randn(1, 4, *size, generator=draw) for size in ((24, 24), (8, 24))]
+    for count in (1, 2):
+        edit = with_values(reference_latents=pictures[:count], reference_latents_method=method)
+        new = follows(at, edit)
+        nothing_new(new)
+
+
+# ---- core's own compiling in the same graph --------------------------------------------------------------------------
+
+
+def test_core_s_compile_node_behind_ours_is_left_alone_and_said(pair: MakePair) -> None:
+    at = pair("comfy_flux")
+
+    def core(patcher: Any) -> Any:
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        clone = patcher.clone(disable_dynamic=True)
+        set_torch_compile_wrapper(model=clone, backend="eager")
+        return clone
+
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+    with torch._dynamo.config.patch(disable=True):  # what core would make of it is not the question
+        assert torch.equal(sample(core(at.clone)), plain)
+    eager_only(at.since(mark), {"(whole module)"}, "core's TorchCompileModel")
+    at.is_left_by(plain, before)
