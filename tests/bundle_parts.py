@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nexfort_engine.cache.bundle import export, load
 from nexfort_engine.cache.key import primary_key
 from nexfort_engine.cache.store import Entry, Store
 
@@ -128,3 +131,57 @@ def with_files(data: bytes, files: Mapping[str, bytes]) -> bytes:
     own = json.loads(split(data)[0][1])["entries"][0]["id"]
     names = [(f"{own}/{name}".encode("utf-8", "surrogatepass"), text) for name, text in sorted(files.items())]
     return resealed(data, edit, [member(name, text) for name, text in names])
+
+
+# -- attempts ------------------------------------------------------------------------------------------------
+
+REFUSALS = (ValueError, OSError)  # PermissionError is one of the latter
+
+
+class Range:
+    """A directory of its own with a sound bundle in it, a store to import into, and files that must not change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        source = Store(folder / "source")
+        put(source)
+        export(source, folder / "sound")
+        self.sound = (folder / "sound").read_bytes()
+        self.originals = payloads(source)
+        self.id = next(iter(self.originals))
+        self.file = folder / "bundle"
+        self.file.write_bytes(self.sound)
+        self.store = Store(folder / "target")
+        assert self.store.writable
+        self.outside = self.around()
+
+    def around(self) -> dict[str, bytes | None]:
+        """Everything but the store and the bundle that is tried."""
+        found = {path.name: path for path in self.folder.iterdir() if path not in (self.store.root, self.file)}
+        inner = {f"{name}/{inner}": text for name, path in found.items() for inner, text in snapshot(path).items()}
+        return dict.fromkeys(found) | inner
+
+    def refusal(self, data: bytes) -> str | None:
+        """The sentence with which `data` is refused, or None if it was imported; nothing may be left behind."""
+        self.file.write_bytes(data)
+        try:
+            load(self.store, self.file, trust=True, fingerprints=HERE)
+            reason = None
+        except REFUSALS as error:
+            reason = str(error)
+            assert reason and "\n" not in reason and reason.isprintable(), ascii(reason)
+        assert os.listdir(self.store.root / "staging") == []
+        return reason
+
+    def forget(self) -> None:
+        """Removes every entry at once, more cheaply than the store does it."""
+        for folder in (self.store.root / "entries").iterdir():
+            shutil.rmtree(folder)
+        for path in self.store.root.iterdir():
+            if path.is_file():
+                path.unlink()
+
+    def nothing_happened(self) -> None:
+        assert payloads(self.store) == {} and self.around() == self.outside
+        assert {path.name for path in self.store.root.iterdir()} == {"entries", "staging", "broken"}
+        assert not [path for name in ("entries", "broken") for path in (self.store.root / name).iterdir()]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,9 @@ def make_base(root: Path, *variants: int, primary: str = KEY) -> list[Entry]:
     for path in (root, *root.rglob("*")):
         os.chmod(path, 0o555 if path.is_dir() else 0o444)
     return entries
+
+
+def quick_folder() -> Path:
+    """A directory in memory where there is one: some tests write a store thousands of times."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="nexfort-test-", dir=memory if os.access(memory, os.W_OK) else None))

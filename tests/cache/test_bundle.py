@@ -222,7 +222,9 @@ def test_a_bundle_appears_whole_and_private_or_not_at_all(store: Store, file: Pa
         patched.setattr(bundle, "_write_payload", full)
         export(store, file)
     assert file.read_bytes() == b"from before" and sorted(file.parent.iterdir()) == sorted([file, store.root])
-    export(store, file)
+    with file.open("rb") as reader:
+        export(store, file)
+        assert reader.read() == b"from before", "who reads the old file is not disturbed"
     assert inspect(file).bytes and sorted(file.parent.iterdir()) == sorted([file, store.root])
     if os.name == "posix":
         assert file.stat().st_mode & 0o777 == 0o600
@@ -432,6 +434,24 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(contents, "LIMIT", 4096)
     file.write_bytes(ustar.header("bundle.json", 4097) + b" " * 8192)
     with pytest.raises(ValueError, match="4097 bytes, expected 1 to 4096"):
+        inspect(file)
+
+
+def test_a_manifest_that_the_store_would_not_read_does_not_travel(store: Store, file: Path, monkeypatch: Any) -> None:
+    put(store)
+    export(store, file)
+    monkeypatch.setattr(contents, "MANIFEST_LIMIT", 700)
+    for refused in (lambda: inspect(file), lambda: export(store, file)):
+        with pytest.raises(ValueError, match="manifest is larger than 700 bytes"):
+            refused()
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-512], lambda data: data + bytes(512)])
+def test_a_wrong_length_is_seen_when_a_bundle_is_shown(store: Store, file: Path, change: Any) -> None:
+    put(store)
+    export(store, file)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"bytes after bundle\.json, expected"):
         inspect(file)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import KEY, OTHER, put, snapshot, use_at
+from stores import KEY, OTHER, SIZE, put, snapshot, use_at
 
 from nexfort_engine.cache import index, place
-from nexfort_engine.cache.store import Store, StoreError
+from nexfort_engine.cache.store import Entry, Store, StoreError
 
 
 @pytest.fixture
@@ -216,3 +217,158 @@ def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert place.default_root() == tmp_path / "nexfort"
         monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/not/allowed")
         assert place.default_root() == Path.home() / ".cache" / "nexfort"
+
+
+# -- finding, pinning, removing ------------------------------------------------------------------------------
+
+
+def test_an_entry_is_found_by_the_beginning_of_its_id(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(40)]
+    assert store.find(entries[3].id) == entries[3] and store.find(entries[3].id[:8]) == entries[3]
+    for text, said in (("", "at least"), (entries[3].id[:3], "at least"), ("zzzz", "no entry"), ("../..", "no entry")):
+        with pytest.raises(LookupError, match=said):
+            store.find(text)
+    twin = entries[3].path.with_name(entries[3].id[:5] + "0" * 19)
+    shutil.copytree(entries[3].path, twin)
+    with pytest.raises(LookupError, match=f"several ids: .*{entries[3].id}"):
+        store.find(entries[3].id[:4])
+    assert store.find(entries[3].id) == entries[3]
+    with pytest.raises(LookupError, match="no entry"):
+        Store(store.root / "nowhere").find("0" * 24)
+
+
+def test_pinned_entries_stay(store: Store) -> None:
+    kept, other = put(store, variant=1), put(store, variant=2)
+    assert store.pin(kept.id[:6]).pinned and store.pin(kept.id).pinned
+    assert {row["id"]: row["pinned"] for row in store.rows()} == {kept.id: True, other.id: False}
+    assert Store(store.root).prune(0).entries == 1 and Store(store.root).clear().entries == 0
+    assert Store(store.root).entries() == [kept]
+    assert not store.pin(kept.id, pinned=False).pinned and not store.pin(kept.id, pinned=False).pinned
+    assert store.pin(kept.id).pinned and Store(store.root).clear(pinned=True).entries == 1
+    for pinned in (True, False):
+        with pytest.raises(LookupError):
+            store.pin(kept.id, pinned)
+
+
+def test_pinned_entries_stay_when_a_commit_goes_over_the_limit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = store.pin(put(store, variant=0).id)
+    monkeypatch.setenv("NEXFORT_CACHE_LIMIT", str(2 * SIZE))
+    last = [put(Store(store.root), variant=number) for number in (1, 2, 3)][-1]
+    assert {entry.id for entry in store.entries()} == {kept.id, last.id}
+
+
+def test_removing_takes_exactly_what_was_named_or_nothing(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(4)]
+    store.pin(entries[0].id)
+    with pytest.raises(LookupError, match="no entry"):
+        store.remove([entries[0].id, "0" * 24])
+    assert len(store.entries()) == 4 and store.remove([]).entries == 0
+    gone = store.remove([entries[0].id, entries[1].id[:10], entries[0].id])
+    assert (gone.entries, gone.bytes) == (2, 2 * SIZE)
+    assert {row["id"] for row in store.rows()} == {entries[2].id, entries[3].id}
+
+
+def test_removing_takes_what_cannot_be_loaded(store: Store) -> None:
+    entry = put(store)
+    entry.path.chmod(0o755)
+    assert store.find(entry.id).id == entry.id and store.remove([entry.id]).entries == 1
+    assert not entry.path.exists() and not list((store.root / "broken").iterdir())
+
+
+def test_clearing_spares_what_a_later_version_made(store: Store) -> None:
+    entry = put(store)
+    (entry.path / "manifest.json").write_text(json.dumps({"schema": 99}))
+    assert store.clear().entries == 0 and store.prune(0).entries == 0 and entry.path.exists()
+    assert "schema 99" in str(store.verify_all()[0][1])
+
+
+def test_verifying_everything_changes_nothing(store: Store) -> None:
+    entries = [put(store, variant=number) for number in range(5)]
+    (entries[0].payload / "artefact.bin").write_bytes(b"evilevil")
+    (entries[1].path / "manifest.json").write_bytes(b"{")
+    shutil.rmtree(entries[2].payload)
+    (entries[3].payload / "artefact.bin").unlink()
+    before = snapshot(store.root)
+    found = {entry.id: problem for entry, problem in store.verify_all()}
+    said = ["SHA-256", "not JSON", "no payload", "missing"]
+    assert all(part in str(found[entry.id]) for part, entry in zip(said, entries, strict=False))
+    assert found[entries[4].id] is None and snapshot(store.root) == before
+    assert [store.find(entry.id).size for entry in entries] == [SIZE, 0, 0, SIZE, SIZE]
+
+
+# -- what is noted about entries -----------------------------------------------------------------------------
+
+
+def test_shapes_are_remembered_newest_last(store: Store) -> None:
+    entry = put(store)
+    assert entry.shapes == [] and store.rows()[0]["shapes"] == [] and store.rows()[0]["last_used"] is None
+    for number in [*range(20), 5, 5]:
+        store.note_shape(entry, f"{number}x4x64x64")
+    expected = [*(f"{number}x4x64x64" for number in (*range(4, 5), *range(6, 20))), "5x4x64x64"]
+    assert entry.shapes == store.rows()[0]["shapes"] == expected and len(expected) == 16
+    assert abs(store.rows()[0]["last_used"] - time.time()) < 60
+    for number in range(1000):
+        store.note_shape(entry, f"{number % 17}x{'9' * 100}")
+    assert (entry.path / "last_used").stat().st_size < 16_000 and len(entry.shapes) == 16
+    store.touch(entry)
+    assert len(entry.shapes) == 16, "the time of use is another thing"
+
+
+def test_noting_never_raises(store: Store) -> None:
+    entry = put(store)
+    for text in ("", "two\nlines", "x" * 1000, "\0", "\ud800"):
+        store.note_shape(entry, text)
+    assert entry.shapes == []
+    shutil.rmtree(entry.path)
+    store.note_shape(entry, "1x4x64x64")
+    store.touch(entry)
+    assert not entry.path.exists()
+
+
+def test_what_the_engine_tells_can_be_asked(store: Store) -> None:
+    entry = put(store, info={"machine": {"gpu": "X"}, "fingerprint": "ab", "region": "blocks.0"})
+    assert (entry.machine, entry.fingerprint, entry.info["region"]) == ({"gpu": "X"}, "ab", "blocks.0")
+    odd = put(store, variant=1, info={"machine": 1, "fingerprint": None})
+    assert (odd.machine, odd.fingerprint) == ({}, "") and put(store, variant=2, info=3).info == {}
+
+
+# -- taking in what was made elsewhere -----------------------------------------------------------------------
+
+
+def adopted(store: Store, entry: Entry, manifest: dict[str, Any], **more: bytes) -> Entry:
+    with store.stage() as staged:
+        shutil.rmtree(staged / "payload")
+        shutil.copytree(entry.payload, staged / "payload")
+        for name, content in more.items():
+            (staged / "payload" / name).write_bytes(content)
+        return store.adopt(manifest, staged)
+
+
+def test_an_adopted_entry_is_the_one_that_was_made(store: Store, tmp_path: Path) -> None:
+    made = put(Store(tmp_path / "elsewhere"), info={"region": "blocks.0"})
+    taken = adopted(store, made, made.manifest)
+    assert taken.persistent and taken.manifest == made.manifest and store.candidates(KEY) == [taken]
+    assert taken.verify() is None and taken.digest == made.digest and len(store.rows()) == 1
+    assert adopted(Store(store.root), made, made.manifest) == taken
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"id": "0" * 24}, {"id": "../x"}, {"primary": OTHER}, {"primary": ".."}, {"schema": 2}, {"schema": None}),
+        *({"files": {}}, {"files": {"../a": [1, "0" * 64]}}, {"guards": 1}, {"created": 1}, {"made_by": 1}),
+    ],
+)
+def test_an_unsound_manifest_is_not_adopted(store: Store, tmp_path: Path, change: dict[str, Any]) -> None:
+    made = put(Store(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match=r"."):
+        adopted(store, made, {**made.manifest, **change})
+    assert store.rows() == [] and not list((store.root / "staging").iterdir())
+
+
+@pytest.mark.parametrize("more", [{"artefact.bin": b"evilevil"}, {"more": b"1"}, {"artefact.bin": b""}])
+def test_other_files_than_listed_are_not_adopted(store: Store, tmp_path: Path, more: dict[str, bytes]) -> None:
+    made = put(Store(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match="differ"):
+        adopted(store, made, made.manifest, **more)
+    assert store.rows() == []

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from stores import KEY, OTHER, ROOT, SIZE, put, snapshot, use_at
+from stores import KEY, OTHER, ROOT, SIZE, put, quick_folder, snapshot, use_at
 from write_points import dies_at, disk_full_from
 
 from nexfort_engine.cache import ground, lock, marks, staging
@@ -321,9 +321,10 @@ REMOVING = (prunes, removes, clears)
 
 
 @pytest.fixture(scope="module")
-def worn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def worn() -> Iterator[Path]:
     """A store with something of everything: entries, a pinned one, a damaged one, one set aside, a leftover."""
-    store = Store(tmp_path_factory.mktemp("worn") / "cache")
+    folder = quick_folder()
+    store = Store(folder / "cache")
     entries = [put(store, variant=number) for number in range(3)]
     store.pin(entries[0].id)
     store.set_aside(put(store, variant="aside"), "test")
@@ -333,14 +334,15 @@ def worn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     old = store.root / "staging" / "4194300-old"
     (old / "payload").mkdir(parents=True)
     os.utime(old, (5.0, 5.0))
-    return store.root
+    yield store.root
+    shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process that dies is forked")
 @pytest.mark.parametrize("locks", ["filelock", "plain"])
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_a_process_killed_at_any_write_leaves_a_valid_store(
-    worn: Path, tmp_path: Path, work: Callable[[Store], None], locks: str, monkeypatch: pytest.MonkeyPatch
+    worn: Path, work: Callable[[Store], None], locks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if locks == "plain":
         monkeypatch.setitem(sys.modules, "filelock", None)
@@ -351,7 +353,7 @@ def test_a_process_killed_at_any_write_leaves_a_valid_store(
     while died:
         number += 1
         for half in (False, True) if work in (commits, uses, lists) else (False,):
-            root = tmp_path / f"{number}-{half}" / "cache"
+            root = worn.parent / f"{number}-{half}" / "cache"
             shutil.copytree(worn, root)
             before = {entry.id: snapshot(entry.payload) for entry in Store(root).entries()}
             # staged is what no store, and no process, had yet: a fresh object in a process of its own
