@@ -218,11 +218,10 @@ class Builder:
         entry = artefact.entry
         assert entry is not None, "an artefact comes from this process or from the store"
         began = time.perf_counter()
+        problem = None
         try:
-            problem = entry.verify(quick=True)
-            if problem is None:
-                with self.engine.apart():
-                    self._load_code(artefact, entry)
+            with self.engine.apart():
+                self._load_code(artefact, entry)
         except StoreError as error:
             problem = str(error)
         except Exception as error:

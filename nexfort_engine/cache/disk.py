@@ -22,6 +22,7 @@ log = logging.getLogger("nexfort")
 
 _BINARY = getattr(os, "O_BINARY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class NotPlainError(OSError):
@@ -68,14 +69,20 @@ def make_private(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"found a file at {error.filename}, expected a directory") from error
 
 
-def open_plain(path: Path) -> int:
+def open_plain(path: Path | str) -> int:
     """A handle to read a regular file: never through a symbolic link, never of a pipe that would block."""
-    if os.path.islink(path):  # where O_NOFOLLOW is missing
-        raise NotPlainError(errno.ELOOP, f"{path.name} is a symbolic link, expected a file")
-    handle = os.open(path, os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+    name = os.path.basename(path)
+    try:
+        if not _NOFOLLOW and os.path.islink(path):
+            raise OSError(errno.ELOOP, "a symbolic link")
+        handle = os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _BINARY)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):
+            raise
+        raise NotPlainError(errno.ELOOP, f"{name} is a symbolic link, expected a file") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise NotPlainError(errno.EINVAL, f"{path.name} is not a regular file")
+        raise NotPlainError(errno.EINVAL, f"{name} is not a regular file")
     return handle
 
 

@@ -90,7 +90,7 @@ class Entry:
     @property
     def last_used(self) -> float:
         """When an artefact was last loaded from here (seconds since the epoch); if never, `created`."""
-        used = marks.used_at(self.path)
+        used = marks.use(self.path / marks.LAST_USED)[0]
         return self.created if used is None else used
 
     @property
@@ -119,7 +119,7 @@ class Entry:
     @property
     def shapes(self) -> list[str]:
         """The sizes of calls that it was seen to serve, at most 16, newest last."""
-        return marks.shapes(self.path / marks.LAST_USED)
+        return marks.use(self.path / marks.LAST_USED)[1]
 
     def verify(self, quick: bool = False) -> str | None:
         """Why the payload must not be loaded, or None. `quick` looks at owners, modes and sizes and reads no file."""

@@ -25,9 +25,10 @@ log = logging.getLogger("nexfort")
 
 NAME = "index.json"
 # `inode` is the entry's directory: a row may be older than the entry that lies there now.
-_FIELDS: dict[str, type | tuple[type, ...]] = {
+_FIELDS: dict[str, type] = {
     "id": str, "primary": str, "size": int, "created": str, "made_by": dict, "info": dict, "digest": str, "inode": int,
 }  # fmt: skip
+_KINDS = list(_FIELDS.values())
 Row = dict[str, Any]
 
 
@@ -77,7 +78,7 @@ def _parse(text: bytes) -> list[Row] | None:
 
 
 def _is_row(row: object) -> bool:
-    if not isinstance(row, dict) or not all(isinstance(row.get(k), t) for k, t in _FIELDS.items()):
+    if not isinstance(row, dict) or [type(row.get(name)) for name in _FIELDS] != _KINDS:
         return False
     return is_key(row["id"]) and is_key(row["primary"]) and row["size"] >= 0
 

@@ -16,7 +16,7 @@ import stat
 import time
 from pathlib import Path
 
-from .disk import open_plain, replace_file, write_all
+from .disk import replace_file, write_all
 
 log = logging.getLogger("nexfort")
 
@@ -29,6 +29,7 @@ _READ_LIMIT = 1 << 16
 _REWRITE_AT = 1 << 13
 _TICK = 1e-3  # file systems that keep times coarser than this tell two uses apart less well
 _FARTHEST = 100 * 365 * 86400.0  # a clock this far ahead is not a clock
+_READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -62,13 +63,15 @@ def set_time(file: Path, moment: float, text: bytes = b"") -> None:
         os.utime(file, (moment, moment))
 
 
-def used_at(entry: Path, info: os.stat_result | None = None) -> float | None:
-    """When the entry in this directory was last used, in seconds and not in the future; None if it never was."""
+def use(file: str | Path) -> tuple[float | None, list[str]]:
+    """When an entry was last used (never in the future; None if it never was) and the lines of its `last_used`."""
     try:
-        info = info or (entry / LAST_USED).lstat()
+        info = os.lstat(file)
     except OSError:  # never used, or evicted in the meantime
-        return None
-    return min(info.st_mtime, time.time()) if stat.S_ISREG(info.st_mode) else None
+        return None, []
+    if not stat.S_ISREG(info.st_mode):
+        return None, []
+    return min(info.st_mtime, time.time()), _shapes(file, info.st_size) if info.st_size else []
 
 
 def order(entry: Path, manifest: str) -> float:
@@ -81,26 +84,29 @@ def order(entry: Path, manifest: str) -> float:
     return 0.0
 
 
-def is_pinned(entry: Path) -> bool:
+def is_pinned(entry: Path | str) -> bool:
     """Whether the entry in this directory stays when others are evicted."""
-    return os.path.lexists(entry / PINNED)
+    return os.path.lexists(f"{entry}{os.sep}{PINNED}")
 
 
-def shapes(file: Path | str) -> list[str]:
-    """The lines of a `last_used` file: at most 16 different, newest last; empty if it is no plain file."""
+def _shapes(file: Path | str, size: int) -> list[str]:
+    """At most 16 different lines, newest last."""
     try:
-        handle = open_plain(Path(file))
-    except OSError:  # never used, or evicted in the meantime
+        handle = os.open(file, _READING)
+    except OSError:  # evicted in the meantime
         return []
     try:
-        size = os.fstat(handle).st_size
         if size > _READ_LIMIT:
             os.lseek(handle, -_READ_LIMIT, os.SEEK_END)
         text = os.read(handle, _READ_LIMIT).decode("utf-8", "replace")
+    except OSError as error:
+        log.debug("%s cannot be read: %s", file, error)
+        return []
     finally:
         os.close(handle)
-    newest_first = [line for line in reversed(text.split("\n")) if line and len(line) <= SHAPE_LENGTH]
-    return [line for line in dict.fromkeys(newest_first) if line.isprintable()][:MOST_SHAPES][::-1]
+    lines = dict.fromkeys(reversed(text.split("\n")))
+    newest_first = [line for line in lines if 0 < len(line) <= SHAPE_LENGTH and line.isprintable()]
+    return newest_first[:MOST_SHAPES][::-1]
 
 
 def note_shape(entry: Path, text: str, moment: float, staging: Path) -> None:
@@ -108,11 +114,11 @@ def note_shape(entry: Path, text: str, moment: float, staging: Path) -> None:
     if "\n" in text or not text.isprintable() or not 0 < len(text) <= SHAPE_LENGTH:
         raise ValueError(f"found {text[:80]!r}, expected one printable line of at most {SHAPE_LENGTH} characters")
     file = entry / LAST_USED
-    known = shapes(file)
+    known = use(file)[1]
     # in front of the line too: the last writer may have died, or the disk become full, within its line
     line = b"" if known[-1:] == [text] else f"\n{text}\n".encode()
     set_time(file, moment, line)
     if file.lstat().st_size > _REWRITE_AT:
-        content = "".join(f"{one}\n" for one in shapes(file))
+        content = "".join(f"{one}\n" for one in use(file)[1])
         replace_file(file, content.encode(), staging)
         set_time(file, moment)

@@ -54,8 +54,8 @@ def check(payload: Path, files: Mapping[str, list[Any]], trust: Trust, quick: bo
 
     Owners and modes of all of them are looked at before the first byte is read.
     """
-    _check_tree(payload, files, trust)
     paths = {name: _place(payload, name) for name in files}
+    _check_tree(payload, files, trust)
     for name, path in paths.items():
         _check_facts(path, name, files[name][0], trust)
     if not quick:
@@ -67,18 +67,20 @@ def copy(payload: Path, files: Mapping[str, list[Any]], trust: Trust, target: Pa
     """Copies the listed files, checked as above while they are read, so that what is loaded is what was checked."""
     check(payload, files, trust, quick=True)
     target.mkdir(mode=0o700)
+    for inner in _folders(files):  # one by one: with parents=True only the last would get the mode
+        _place(target, inner).mkdir(mode=0o700)
     for name, facts in files.items():
         place = _place(target, name)
-        if place.parent != target:
-            _make_folders(target, place.parent)
         _check_hash(name, facts, _told(name, functools.partial(_copy_hash, _place(payload, name), place)))
 
 
-def _make_folders(target: Path, folder: Path) -> None:
-    """Private directories all the way: with parents=True only the last would get the mode."""
-    missing = [one for one in (folder, *folder.parents) if one.is_relative_to(target) and one != target]
-    for one in reversed(missing):
-        one.mkdir(mode=0o700, exist_ok=True)
+def _folders(files: Mapping[str, list[Any]]) -> list[str]:
+    """The directories that listed files lie in, the outer ones first."""
+    found = set()
+    for name in files:
+        while name := name.rpartition("/")[0]:
+            found.add(name)
+    return sorted(found)
 
 
 def _make_mode(path: str | Path, mode: int) -> None:
@@ -162,8 +164,9 @@ def _check_tree(payload: Path, files: Mapping[str, list[Any]], trust: Trust) -> 
             path = os.path.join(folder, name)
             if os.path.islink(path):
                 raise TornError(f"the payload holds a symbolic link: {os.path.relpath(path, payload)}")
-    for inner in {place for name in files for place in _place(payload, name).parents if payload in place.parents}:
-        trust.check(inner, _told(inner.name, inner.lstat))
+    for inner in _folders(files):
+        path = os.path.join(payload, *inner.split("/"))
+        trust.check(path, _told(inner, functools.partial(os.lstat, path)))
 
 
 def _raise(error: OSError) -> None:

@@ -6,6 +6,7 @@ It reads and checks, and changes nothing: whoever owns the directory says what b
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -45,6 +46,7 @@ class Shelf:
     ) -> None:
         self.root = root
         self.entries = root / "entries"
+        self._entries_text = str(self.entries)
         self.trust = trust
         self.base = base
         self._folders = (root, self.entries, *folders)
@@ -96,7 +98,13 @@ class Shelf:
 
     def on_disk(self) -> list[tuple[str, str]]:
         """(primary, id) of every directory that can be an entry."""
-        return [(one.name, path.name) for one in self._primaries() for path in listing(one) if is_key(path.name)]
+        found: list[tuple[str, str]] = []
+        for primary in self._primaries():
+            try:
+                found += [(primary.name, name) for name in sorted(os.listdir(primary)) if is_key(name)]
+            except OSError as error:  # removed just now
+                log.debug("%s is not listed: %s", primary, error)
+        return found
 
     def read(self, path: Path) -> Entry | None:
         """The entry at `path`; None if there is none that can be used."""
@@ -145,7 +153,17 @@ class Shelf:
         return replace(entry, listed=index.digest_for(self._row_of(entry.primary, entry.id), entry))
 
     def _primaries(self) -> list[Path]:
-        return [path for path in listing(self.entries) if is_key(path.name)]
+        """The directories of keys. With ten thousand of them, what is known without asking each must do."""
+        if self.entries.is_symlink():
+            return []
+        try:
+            with os.scandir(self.entries) as found:
+                names = [one.name for one in found if is_key(one.name) and one.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                log.info("the cache directory %s cannot be read: %s", self.entries, error)
+            return []
+        return [self.entries / name for name in sorted(names)]
 
     def _tell(self, text: str) -> None:
         """Logs once what would be the same on every look."""
@@ -186,41 +204,31 @@ class Shelf:
 
     def row(self, row: index.Row) -> dict[str, Any]:
         """A row of the index with what it does not hold: use, pin, and whether the entry may be read at all."""
-        folder = os.path.join(self.entries, row["primary"], row["id"])
-        used, shapes = None, []
-        try:
-            with os.scandir(folder) as found:
-                inside = {one.name: one for one in found}
-            problem = self._problem(folder, inside) or (NOT_READ if row["created"] == _NEVER else None)
-            if marks.LAST_USED in inside:
-                info = inside[marks.LAST_USED].stat(follow_symlinks=False)
-                used = marks.used_at(Path(folder), info)
-                shapes = marks.shapes(inside[marks.LAST_USED].path) if info.st_size else []
-        except OSError as error:
-            inside, problem = {}, f"it cannot be read: {error}"
-        return {
-            **{name: row[name] for name in ("id", "primary", "size", "created", "made_by", "info")},
-            "last_used": used,
-            "pinned": marks.PINNED in inside,
-            "shapes": shapes,
-            "base": self.base,
-            "problem": problem,
-        }
+        folder = os.sep.join((self._entries_text, row["primary"], row["id"]))
+        used, shapes = marks.use(f"{folder}{os.sep}{marks.LAST_USED}")
+        problem = self._problem(folder) or (NOT_READ if row["created"] == _NEVER else None)
+        found = {name: value for name, value in row.items() if name not in ("digest", "inode")}
+        found |= {"last_used": used, "pinned": marks.is_pinned(folder), "shapes": shapes}
+        return found | {"base": self.base, "problem": problem}
 
-    def _problem(self, folder: str, inside: dict[str, os.DirEntry[str]]) -> str | None:
-        """What a look at names, owners and modes tells."""
-        info = os.lstat(folder)
+    def _problem(self, folder: str) -> str | None:
+        """What a look at names, owners and modes tells. It is taken at every entry that is listed, so it is short."""
+        try:
+            info = os.lstat(folder)
+        except OSError as error:
+            return f"it cannot be read: {error}"
         if not stat.S_ISDIR(info.st_mode):
             return "it is not a directory (symbolic links are not followed)"
         if (reason := self.trust.problem(folder, info)) is not None:
             return reason
         for name, is_kind, kind in ((MANIFEST, stat.S_ISREG, "file"), (PAYLOAD, stat.S_ISDIR, "directory")):
-            if name not in inside:
-                return f"it has no {name}"
-            info = inside[name].stat(follow_symlinks=False)
+            try:
+                info = os.lstat(f"{folder}{os.sep}{name}")
+            except OSError as error:
+                return f"it has no {name}: {error.strerror}"
             if not is_kind(info.st_mode):
                 return f"its {name} is not a {kind}"
-            if (reason := self.trust.problem(inside[name].path, info)) is not None:
+            if (reason := self.trust.problem(f"{folder}{os.sep}{name}", info)) is not None:
                 return reason
         return None
 
