@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .cache import inherited  # noqa: F401  it notes one variable before Inductor, once imported, writes it
+
 if TYPE_CHECKING:
     from .compiled import compile
     from .config import CompileConfig

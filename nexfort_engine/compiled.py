@@ -17,22 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cache import temporary
 from .cache.place import base_root
 from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Engine
-from .flags import disabled
+from .flags import disabled, keeps_nothing
 from .report import Report
 
-_stores: dict[Path, Store] = {}
+_stores: dict[tuple[Path, Path | None], Store] = {}
 
 
 def store_at(root: Path | None = None) -> Store:
-    """The store in a directory (default: the user's) over the base cache, if there is one; one object a process."""
+    """The store in a directory (default: the user's) over the base cache if there is one, one object a process.
+
+    With NEXFORT_GRAPH_CACHE=0 it is one in a temporary directory, which goes with the process, whatever `root` is.
+    """
+    base = base_root()
+    if keeps_nothing():
+        root, base = temporary.directory(), None
     root = root or default_root()
-    if root not in _stores:
-        _stores[root] = Store(root, base_root())
-    return _stores[root]
+    if (root, base) not in _stores:
+        _stores[root, base] = Store(root, base)
+    return _stores[root, base]
 
 
 def compile(

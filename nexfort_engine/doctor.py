@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cache.key import cpu_facts, package_version
-from .cache.place import default_limit, default_root, size_text
+from .cache.place import base_root, chosen_root, default_limit, default_root, size_text
 from .cache.store import Store
 from .locate import comfyui_around, comfyui_cache, comfyui_version, find_comfyui, plugin_root
 
@@ -126,13 +126,15 @@ def _comfyui() -> dict[str, Any] | None:
 
 
 def _cache() -> dict[str, Any]:
-    around = None if os.environ.get("NEXFORT_CACHE_DIR") else comfyui_around()
-    store = Store(default_root() if around is None else comfyui_cache(around))
+    around = None if chosen_root() else comfyui_around()
+    store = Store(default_root() if around is None else comfyui_cache(around), base_root())
     rows = store.rows()
     return {
         "path": str(store.root),
         "writable": store.writable,
         "problem": store.problem,
+        "base": None if store.base is None else str(store.base),
+        "base_problem": store.base_problem,
         "entries": len(rows),
         "bytes": sum(row["size"] for row in rows),
         "limit": default_limit(),

@@ -19,6 +19,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "NEXFORT_DISABLE"
+DISK_VARIABLE = "NEXFORT_GRAPH_CACHE"  # the old engine's name; its users set it to 0 or 1
 _OFF_WORDS = ("", "0", "false", "no", "off")
 
 # What every lowering and loading needs: local caches on, nothing sent to or read from a remote cache.
@@ -46,6 +47,12 @@ _unsupported: set[str] = set()
 def disabled() -> bool:
     """Whether NEXFORT_DISABLE asks for a pass-through; read afresh on each call."""
     return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in _OFF_WORDS
+
+
+def keeps_nothing() -> bool:
+    """Whether NEXFORT_GRAPH_CACHE=0 asks for no artefacts on disk; read afresh on each call. Unset means 1."""
+    text = os.environ.get(DISK_VARIABLE, "").strip().lower()
+    return text != "" and text in _OFF_WORDS
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from typing import Any
 
 from .locate import ComfyError, find_comfyui, is_comfyui, plugin_root
 
-__all__ = ["ComfyError", "ComfyServer", "failure", "find_comfyui", "is_comfyui", "plugin_root"]
+__all__ = ["ComfyError", "ComfyServer", "failure", "find_comfyui", "is_comfyui", "mount", "plugin_root"]
 
 MOUNT_NAME = "nexfort"
 START_TIMEOUT = 300.0
@@ -170,7 +170,7 @@ class ComfyServer:
             (self.base_dir / "custom_nodes").mkdir(parents=True, exist_ok=True)
             command += ["--base-directory", str(self.base_dir)]
         if self.plugin is not None and not self._mounted():
-            command += ["--extra-model-paths-config", str(_mount(self.plugin, scratch))]
+            command += ["--extra-model-paths-config", str(mount(self.plugin, scratch))]
         if not _DEVICE_ARGS.intersection(self.extra_args) and not has_accelerator(self.python):
             command += ["--cpu"]
         if "--cpu" in (*command, *self.extra_args) and not any("attention" in arg for arg in self.extra_args):
@@ -332,11 +332,11 @@ def _node_problems(node_errors: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _mount(plugin: Path, scratch: Path) -> Path:
+def mount(plugin: Path, scratch: Path, name: str = MOUNT_NAME) -> Path:
     """A configuration that adds `plugin`, and nothing that lies beside it, to the custom nodes."""
     nodes = scratch / "custom_nodes"
     nodes.mkdir(exist_ok=True)
-    link = nodes / MOUNT_NAME
+    link = nodes / name
     try:
         link.symlink_to(plugin, target_is_directory=True)
     except OSError:
@@ -347,7 +347,7 @@ def _mount(plugin: Path, scratch: Path) -> Path:
         _winapi.CreateJunction(str(plugin), str(link))
     config = scratch / "extra_model_paths.yaml"
     # JSON is YAML, and quotes every path safely.
-    config.write_text(json.dumps({"nexfort": {"custom_nodes": str(nodes)}}), encoding="utf-8")
+    config.write_text(json.dumps({name: {"custom_nodes": str(nodes)}}), encoding="utf-8")
     return config
 
 

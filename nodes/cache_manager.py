@@ -15,8 +15,9 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from .compile_inputs import CATEGORY
+from .told import without_paths
 
-HEADINGS = ("region", "kind", "size", "last used")
+HEADINGS = ("region", "model", "shapes", "size", "last used", "state")
 
 
 class NexfortCacheManager(io.ComfyNode):
@@ -30,7 +31,8 @@ class NexfortCacheManager(io.ComfyNode):
             display_name="Nexfort Cache Manager",
             category=CATEGORY,
             description=(
-                "Lists what the compile cache holds: region, kind, size and time of last use. It only looks. "
+                "Lists what the compile cache holds: region, model, the sizes it served, size on disk, time of last "
+                "use and state. It only looks. "
                 "To free space run `python -m nexfort_engine cache prune` or `cache clear`; "
                 "whatever is removed is compiled again when it is next needed."
             ),
@@ -65,11 +67,11 @@ class NexfortCacheManager(io.ComfyNode):
 
 
 def listing() -> list[dict[str, Any]]:
-    """The cache as plain rows, last used first: id, region, kind, size, created and last_used (UTC text)."""
-    from nexfort_engine.cache.store import Store
+    """The cache as plain rows, last used first; times are UTC text. It is the cache that the engines here use."""
+    from nexfort_engine.compiled import store_at
     from nexfort_engine.hosts.comfy import cache_root
 
-    rows = [_row(row) for row in Store(cache_root()).rows()]
+    rows = [_row(row) for row in store_at(cache_root()).rows()]
     return sorted(rows, key=lambda row: (row["last_used"], row["id"]), reverse=True)
 
 
@@ -77,36 +79,36 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as aligned text with a line of totals, or one sentence for an empty cache."""
     if not rows:
         return "The compile cache is empty. It fills when a compiled model first samples."
-    lines = [HEADINGS] + [
-        (row["region"], row["kind"], size_text(row["size"]), row["last_used"][:16].replace("T", " ")) for row in rows
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    from nexfort_engine.cache import view
+    from nexfort_engine.cache.place import size_text
+
+    lines = [HEADINGS]
+    for row in rows:
+        used = row["last_used"][:16].replace("T", " ")
+        lines.append((row["region"], row["family"], view.shapes(row), size_text(row["size"]), used, row["state"]))
     total = sum(row["size"] for row in rows)
-    return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *text])
-
-
-def size_text(size: float) -> str:
-    """Bytes for people: 512 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *view.aligned(lines)])
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """What may leave the server of one row of the store. Whatever else the engine noted stays there."""
-    info = row["info"]
+    from nexfort_engine.cache import view
+
     last_used = row["last_used"]
-    return {
+    found = {
         "id": row["id"],
-        "region": str(info.get("region", "?")),
-        "kind": str(info.get("kind", "?")),
+        "region": view.region(row),
+        "family": view.family(row),
+        "kind": str(row["info"].get("kind", view.UNKNOWN)),
+        "shapes": list(row["shapes"]),
         "size": int(row["size"]),
         "created": _time_text(row["created"]),
         "last_used": _time_text(row["created"] if last_used is None else last_used),
+        "state": view.state(row),
+        "pinned": bool(row["pinned"]),
+        "base": bool(row["base"]),
     }
+    return dict(without_paths(found))
 
 
 def _time_text(moment: str | float) -> str:

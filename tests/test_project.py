@@ -28,7 +28,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "engine": ("engine",),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),
-    "command": ("doctor", "headless", "headless_run", "cli", "__main__"),
+    "command": (
+        *("doctor", "headless", "headless_run", "warm_workflow", "warm", "terminal", "cli_cache", "cli"),
+        *("clear_cache", "__main__"),
+    ),
 }
 RANK = {name: rank for rank, names in enumerate(ROOMS.values()) for name in names}
 HOST_PACKAGES = {

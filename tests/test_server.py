@@ -61,9 +61,12 @@ def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
         yield running
 
 
-def request(server: ComfyServer, path: str, data: bytes | None, kind: str = "application/json") -> tuple[int, Any]:
-    """(status, JSON answer) of a request, refused or not."""
-    asked = urllib.request.Request(server.url + path, data=data, headers={"Content-Type": kind})
+def request(
+    server: ComfyServer, path: str, data: bytes | None, kind: str = "application/json", **headers: str
+) -> tuple[int, Any]:
+    """(status, JSON answer) of a request, refused or not; `headers` with _ for -."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    asked = urllib.request.Request(server.url + path, data=data, headers={"Content-Type": kind, **named})
     try:
         with urllib.request.urlopen(asked, timeout=30) as answer:
             return answer.status, json.loads(answer.read())
@@ -237,13 +240,15 @@ def test_the_cache_manager_lists_what_the_route_lists(server: ComfyServer, base:
     listed = server.get("/nexfort/cache")
     assert listed["count"] == len(listed["entries"]) > 0
     assert listed["size"] == sum(entry["size"] for entry in listed["entries"])
-    assert set(listed["entries"][0]) == {"id", "region", "kind", "size", "created", "last_used"}
+    facts = {"id", "region", "family", "kind", "shapes", "size", "created", "last_used", "state", "pinned", "base"}
+    assert set(listed["entries"][0]) == facts
+    assert {entry["state"] for entry in listed["entries"]} == {"ready"}
     assert_no_path(listed, cache, base, served.ROOT)
     lister = {"1": {"class_type": "NexfortCacheManager", "inputs": {}}}
     for _ in range(2):  # unchanged inputs, and yet it runs each time
         (text,) = server.run(lister, timeout=60)["outputs"]["1"]["text"]
         assert text.startswith(f"{listed['count']} artefacts")
-        assert all(entry["region"] in text and entry["kind"] in text for entry in listed["entries"])
+        assert all(entry["region"] in text and entry["family"] in text for entry in listed["entries"])
         assert "?" not in text
 
 
@@ -255,7 +260,7 @@ def test_the_report_tells_no_path(server: ComfyServer, base: Path, cache: Path, 
     assert_no_path(told, cache, base, comfyui, served.ROOT)
 
 
-@pytest.mark.parametrize("route", ["prune", "clear"])
+@pytest.mark.parametrize("route", ["prune", "clear", "pin"])
 @pytest.mark.parametrize(
     ("data", "kind", "status"),
     [
@@ -264,6 +269,15 @@ def test_the_report_tells_no_path(server: ComfyServer, base: Path, cache: Path, 
         (b"[]", "application/json", 400),
         (b"null", "application/json", 400),
         (b'{"path": "/"}', "application/json", 400),
+        (b'{"url": "http://localhost/bundle"}', "application/json", 400),
+        (b'{"file": "bundle"}', "application/json", 400),
+        (b'{"ids": ["/etc/passwd"]}', "application/json", 400),
+        (b'{"ids": ["../0123456789abcdef01234567"]}', "application/json", 400),
+        (b'{"ids": ["http://localhost/0123456789abcdef"]}', "application/json", 400),
+        (b'{"ids": "0123456789abcdef01234567"}', "application/json", 400),
+        (b'{"ids": []}', "application/json", 400),
+        (b'{"ids": ["0123456789abcdef01234567"]}', "application/json", 404),
+        (b'{"ids": ["0123456789abcdef01234567"]}', "text/plain", 415),
         (b'{"max_bytes": -1, "confirm": false}', "application/json", 400),
         (b"[" * 3000, "application/json", 400),
         (b" " * 5000, "application/json", 413),
@@ -277,9 +291,47 @@ def test_malformed_requests_are_refused(server: ComfyServer, route: str, data: b
     assert "expected" in answer["error"]
 
 
+@pytest.mark.parametrize("route", ["prune", "clear", "pin"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://evil.example", "Host": "comfy.example"},  # what ComfyUI itself lets through
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ],
+)
+def test_pages_of_other_origins_are_refused(server: ComfyServer, route: str, headers: dict[str, str]) -> None:
+    before = server.get("/nexfort/cache")
+    for data in (b'{"confirm": true}', b'{"max_bytes": 0}', json.dumps({"ids": ids_of(server)}).encode()):
+        assert request(server, f"/nexfort/cache/{route}", data, **headers)[0] == 403
+    assert request(server, "/nexfort/cache", None, **headers)[0] == 403
+    assert server.get("/nexfort/cache") == before
+
+
+def ids_of(server: ComfyServer) -> list[str]:
+    """All artefacts' ids."""
+    return [entry["id"] for entry in server.get("/nexfort/cache")["entries"]]
+
+
+def test_own_pages_are_answered(server: ComfyServer) -> None:
+    headers = {"Origin": server.url, "Sec_Fetch_Site": "same-origin"}
+    status, answer = request(server, "/nexfort/cache/prune", b'{"max_bytes": 1000000000000}', **headers)
+    assert (status, answer["removed"]) == (200, 0)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_pinning_wants_yes_or_no(server: ComfyServer, value: object) -> None:
+    body = json.dumps({"ids": ["0" * 24], "pinned": value}).encode()
+    status, answer = request(server, "/nexfort/cache/pin", body)
+    assert (status, "true or false" in answer["error"]) == (400, True)
+
+
 def test_wrong_methods_are_refused(server: ComfyServer) -> None:
     assert request(server, "/nexfort/cache/clear", None)[0] in (404, 405)
     assert request(server, "/nexfort/cache/prune", None)[0] in (404, 405)
+    assert request(server, "/nexfort/cache/pin", None)[0] in (404, 405)
     assert request(server, "/nexfort/cache", b"{}")[0] == 405
     assert request(server, "/nexfort/report", b"{}")[0] == 405
 
@@ -295,6 +347,24 @@ def test_clearing_wants_to_be_meant(server: ComfyServer) -> None:
     assert request(server, "/nexfort/cache/clear", b'{"confirm": false}')[0] == 400
 
 
+def by_id(server: ComfyServer, ids: list[str]) -> dict[str, Any]:
+    """Pins, prunes and clears single ones of these artefacts; what is left of them, unpinned."""
+    first, second, third = ids[:3]
+    assert server.post("/nexfort/cache/pin", {"ids": [first, second]}) == {"ids": [first, second], "pinned": True}
+    states = {entry["id"]: entry["state"] for entry in server.get("/nexfort/cache")["entries"]}
+    assert (states[first], states[second], states[third]) == ("pinned", "pinned", "ready")
+    pruned = server.post("/nexfort/cache/prune", {"ids": [first, third]})
+    assert (pruned["removed"], pruned["kept"], pruned["count"]) == (1, [first], len(ids) - 1)
+    status, answer = request(server, "/nexfort/cache/clear", json.dumps({"ids": [first, third]}).encode())
+    assert status == 404 and third in answer["error"], "one that is gone stops it before anything goes"
+    cleared = server.post("/nexfort/cache/clear", {"ids": [first]})
+    assert (cleared["removed"], cleared["count"]) == (1, len(ids) - 2)
+    assert set(ids_of(server)) == set(ids) - {first, third}
+    assert server.post("/nexfort/cache/clear", {"confirm": True})["count"] == 1, "the pinned one stays"
+    assert server.post("/nexfort/cache/pin", {"ids": [second], "pinned": False})["pinned"] is False
+    return dict(server.get("/nexfort/cache"))
+
+
 def test_prune_and_clear(comfyui: Path, base: Path, tmp_path: Path) -> None:
     with served.server(comfyui, base, tmp_path / "cache") as running:
         empty = running.post("/nexfort/cache/prune", {"max_bytes": 0})
@@ -303,8 +373,9 @@ def test_prune_and_clear(comfyui: Path, base: Path, tmp_path: Path) -> None:
         full = running.get("/nexfort/cache")
         kept = running.post("/nexfort/cache/prune", {"max_bytes": full["size"]})
         assert kept == {"removed": 0, "freed": 0, "count": full["count"], "size": full["size"]}
+        left = by_id(running, [entry["id"] for entry in full["entries"]])
         gone = running.post("/nexfort/cache/clear", {"confirm": True})
-        assert gone == {"removed": full["count"], "freed": full["size"], "count": 0, "size": 0}
+        assert gone == {"removed": left["count"], "freed": left["size"], "count": 0, "size": 0}
         assert running.get("/nexfort/cache")["entries"] == []
         # What is compiled in this process goes on working.
         running.run(served.tiny_workflow("flux_compile_model", seed=5), timeout=300)

@@ -28,8 +28,8 @@ TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-ro
 # artefact.
 NOT_SHAPING = frozenset(
     (
-        *("__init__", "__main__", "cache", "cli", "doctor", "headless", "headless_run", "hosts", "locate"),
-        *("progress", "report", "selfcheck"),
+        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "doctor", "headless", "headless_run"),
+        *("hosts", "locate", "progress", "report", "selfcheck", "terminal", "warm", "warm_workflow"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")

@@ -13,16 +13,29 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .inherited import inductor_directory
+
 log = logging.getLogger("nexfort")
 
 DEFAULT_LIMIT = 8 << 30
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-def default_root() -> Path:
-    """`NEXFORT_CACHE_DIR`, or `nexfort` in the platform's cache directory of this user."""
+def chosen_root() -> Path | None:
+    """`NEXFORT_CACHE_DIR`, else `nexfort` in the `TORCHINDUCTOR_CACHE_DIR` that this process was started with.
+
+    Either ranks above the platform's and a host's own place. None if nobody chose.
+    """
     if chosen := os.environ.get("NEXFORT_CACHE_DIR"):
         return Path(chosen).expanduser().absolute()
+    inherited = inductor_directory()
+    return None if inherited is None else inherited / "nexfort"
+
+
+def default_root() -> Path:
+    """The directory that was chosen, or `nexfort` in the platform's cache directory of this user."""
+    if (chosen := chosen_root()) is not None:
+        return chosen
     try:
         if sys.platform == "win32":
             local = os.environ.get("LOCALAPPDATA")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from .. import flags, progress
+from ..cache.place import chosen_root
 from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
@@ -47,11 +47,9 @@ class _Engines(dict):
 
 
 def cache_root() -> Path:
-    """Where artefacts are kept: NEXFORT_CACHE_DIR, else ComfyUI's private cache directory."""
-    if os.environ.get("NEXFORT_CACHE_DIR"):
-        from ..cache.store import default_root
-
-        return default_root()
+    """Where artefacts are kept: the directory that was chosen, else ComfyUI's private cache directory."""
+    if (chosen := chosen_root()) is not None:
+        return chosen
     import folder_paths
 
     find = getattr(folder_paths, "get_system_user_directory", None)

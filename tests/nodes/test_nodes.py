@@ -241,47 +241,42 @@ def test_validation_accepts_a_linked_text(plugin: types.ModuleType) -> None:
 
 # ---- the cache manager and what the routes tell ------------------------------------------------------------
 
+
+def row(**given: Any) -> dict[str, Any]:
+    """One row as the store gives it."""
+    made: dict[str, Any] = {
+        "id": "a" * 24, "primary": "0" * 32, "size": 512, "created": "2026-01-02T03:04:05+00:00", "made_by": {},
+        "info": {"region": "double_blocks.0", "kind": "DoubleStreamBlock", "family": "Flux"},
+        "last_used": 1770177906.0, "pinned": False, "shapes": [], "base": False, "problem": None,
+    }  # fmt: skip
+    return {**made, **given}
+
+
 ROWS = [
-    {
-        "id": "a" * 24,
-        "region": "double_blocks.0",
-        "kind": "DoubleStreamBlock",
-        "size": 3 << 20,
-        "created": "2026-01-02T03:04:05Z",
-        "last_used": "2026-02-03T04:05:06Z",
-    },
-    {
-        "id": "b" * 24,
-        "region": "final_layer",
-        "kind": "LastLayer",
-        "size": 512,
-        "created": "2026-01-02T03:04:05Z",
-        "last_used": "2026-01-02T03:04:05Z",
-    },
+    row(size=3 << 20, shapes=["1x256x128", "2x4096x1536"], pinned=True),
+    row(id="b" * 24, info={"region": "final_layer", "kind": "LastLayer", "family": "Flux"}),
+    row(id="c" * 24, base=True),
+    row(id="d" * 24, problem="/home/anna/x/code.so has 3 bytes, expected 4", last_used=None),
 ]
 
 
 @pytest.mark.comfy
 def test_the_table_is_aligned_and_summed(plugin: types.ModuleType) -> None:
-    lines = part(plugin, "cache_manager").table(ROWS).splitlines()
-    assert lines[0] == "2 artefacts, 3.0 MiB"
-    assert lines[2].split() == ["region", "kind", "size", "last", "used"]
-    assert lines[3].split() == ["double_blocks.0", "DoubleStreamBlock", "3.0", "MiB", "2026-02-03", "04:05"]
-    assert len({line.find("20") for line in lines[3:]}) == 1
+    manager = part(plugin, "cache_manager")
+    lines = manager.table([manager._row(one) for one in ROWS]).splitlines()
+    assert lines[0] == "4 artefacts, 3.0 MiB"
+    assert lines[2].split() == ["region", "model", "shapes", "size", "last", "used", "state"]
+    first = ["double_blocks.0", "Flux", "2x4096x1536", "(+1)", "3.0", "MiB", "2026-02-04", "04:05", "pinned"]
+    assert lines[3].split() == first
+    assert lines[4].split() == ["final_layer", "Flux", "-", "512", "B", "2026-02-04", "04:05", "ready"]
+    assert lines[5].endswith(" base")
+    assert lines[6].endswith("2026-01-02 03:04  …/code.so has 3 bytes, expected 4"), "where it lies is not told"
+    assert len({line.find("2026") for line in lines[3:]}) == 1
 
 
 @pytest.mark.comfy
 def test_an_empty_cache_is_a_sentence(plugin: types.ModuleType) -> None:
     assert "empty" in part(plugin, "cache_manager").table([])
-
-
-@pytest.mark.comfy
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (5 << 41, "10240.0 GiB")],
-)
-def test_sizes_are_for_people(plugin: types.ModuleType, size: int, text: str) -> None:
-    assert part(plugin, "cache_manager").size_text(size) == text
 
 
 @pytest.mark.comfy
@@ -298,16 +293,17 @@ def test_rows_of_the_real_store(plugin: types.ModuleType, tmp_path: Path, monkey
     with store.stage() as staged:
         (staged / "payload").mkdir(exist_ok=True)
         (staged / "payload" / "code.py").write_text("x = 1\n")
-        info = {"region": "blocks.0", "kind": "Block", "source": "/somewhere/secret.py"}
+        info = {"region": "blocks.0", "kind": "Block", "family": "Flux", "source": "/somewhere/secret.py"}
         entry = store.commit("0" * 32, staged, {"inputs": 1, "info": info})
     host = types.ModuleType("nexfort_engine.hosts.comfy")
     host.cache_root = lambda: tmp_path  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", types.ModuleType("nexfort_engine.hosts"))
     monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
-    (row,) = part(plugin, "cache_manager").listing()
-    assert (row["id"], row["region"], row["kind"], row["size"]) == (entry.id, "blocks.0", "Block", 6)
-    assert "secret" not in json.dumps(row)
-    assert row["created"] == row["last_used"] and row["created"].endswith("Z")
+    (found,) = part(plugin, "cache_manager").listing()
+    assert (found["id"], found["region"], found["kind"], found["size"]) == (entry.id, "blocks.0", "Block", 6)
+    assert (found["family"], found["state"], found["shapes"]) == ("Flux", "ready", [])
+    assert "secret" not in json.dumps(found)
+    assert found["created"] == found["last_used"] and found["created"].endswith("Z")
 
 
 @pytest.mark.comfy
@@ -323,7 +319,7 @@ def test_rows_of_the_real_store(plugin: types.ModuleType, tmp_path: Path, monkey
     ],
 )
 def test_reasons_lose_their_paths(plugin: types.ModuleType, text: str, left: str) -> None:
-    without = part(plugin, "routes").without_paths
+    without = part(plugin, "told").without_paths
     assert without({"eager": [{"reason": text}], "cache_dir": "/x/y", "calls": 3}) == {
         "eager": [{"reason": left}],
         "calls": 3,
