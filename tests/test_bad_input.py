@@ -32,6 +32,7 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine import build, engine, lower, support
+from nexfort_engine.cache import ground
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
@@ -341,8 +342,8 @@ def _no_permission(folder: Path, _patch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o500)
 
 
-def _raising(number: int, times_before: int = 0) -> Callable[..., Any]:
-    """Stands for store.write_new on a disk that takes `times_before` files more and then fails."""
+def _refuse(patch: pytest.MonkeyPatch, number: int, times_before: int = 0) -> None:
+    """A disk that takes `times_before` files of the store more and then fails."""
     left = [times_before]
     write_new = store_module.write_new
 
@@ -352,19 +353,20 @@ def _raising(number: int, times_before: int = 0) -> Callable[..., Any]:
         left[0] -= 1
         write_new(path, content)
 
-    return write
+    for module in (ground, store_module):
+        patch.setattr(module, "write_new", write)
 
 
 def _read_only(_folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_module, "write_new", _raising(errno.EROFS))
+    _refuse(patch, errno.EROFS)
 
 
 def _full(_folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_module, "write_new", _raising(errno.ENOSPC))
+    _refuse(patch, errno.ENOSPC)
 
 
 def _full_at_the_end(_folder: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_module, "write_new", _raising(errno.ENOSPC, times_before=1))
+    _refuse(patch, errno.ENOSPC, times_before=1)
 
 
 @pytest.mark.parametrize(
@@ -401,11 +403,7 @@ def test_an_unwritable_cache_costs_persistence_only(
 
 
 def test_a_cache_that_is_read_only_now_is_still_read(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Any, *_: Any, **__: Any) -> Any:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(store_module, "write_new", refuse)
-    monkeypatch.setattr(Path, "touch", refuse)
+    _refuse(monkeypatch, errno.EROFS)
     compiled = nexfort_engine.compile(Small())
     assert distance(run(compiled), run(Small())) < TOLERANCE
     report = compiled.report.as_dict()

@@ -68,6 +68,8 @@ class Shelf:
                 continue  # nothing there: nothing to distrust
             if stat.S_ISLNK(info.st_mode):
                 return f"{folder} is a symbolic link, expected a directory"
+            if not stat.S_ISDIR(info.st_mode):
+                continue  # nothing can be read from it, and who writes says what was expected
             reason = self.trust.problem(folder, info, WRITABLE_BY_OTHERS if at_root else None)
             if reason is not None:
                 return reason
