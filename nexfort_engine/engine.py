@@ -167,7 +167,7 @@ class Engine:
         if torch.is_grad_enabled() and _requires_grad(self.root, args, kwargs or {}):
             return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
         if self._off is None:
-            self._off = unsupported(self.root) or ""
+            self._off = unsupported(self.root, self.store.root) or ""
             if self._off:
                 log.warning("Nexfort: running eager: %s", self._off)
         return self._off or None

@@ -18,7 +18,10 @@ ENGINE = ROOT / "nexfort_engine"
 
 # The engine's rooms from the bottom up; DESIGN.md explains them. A room imports from rooms below it and from itself.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "plain": ("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "conditions"),
+    "plain": (
+        *("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
+        *("conditions",),
+    ),
     "cache": ("cache",),
     "block": ("modulestate", "shadow", "loans", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources"),

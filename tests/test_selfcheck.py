@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,28 @@ def test_a_newer_torch_is_decided_by_it_once(version: str, asked: list[str], mon
         reason = support.reason_for("cpu")
     assert reason == f"the self-check of torch {version} on cpu failed: a compiled block differs from eager by 0.5"
     assert asked == ["cpu"]
+
+
+def test_a_pass_is_remembered_and_a_failure_is_not(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers: list[str | None] = ["it is broken", None, "it is broken again"]
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(selfcheck, "run", lambda kind: asked.append(kind) or answers[len(asked) - 1])
+
+    def in_a_new_process(folder: Path = tmp_path) -> str | None:
+        support.reason_for.cache_clear()
+        return support.reason_for("cpu", folder)
+
+    assert "it is broken" in str(in_a_new_process())
+    assert in_a_new_process() is None and asked == ["cpu"] * 2
+    assert in_a_new_process() is None and asked == ["cpu"] * 2, "it was made again"
+    (tmp_path / "selfchecks.json").write_bytes(b"[1, {")
+    assert "broken again" in str(in_a_new_process()), "a damaged file is not believed"
+    answers += [None, "another compiler"]
+    assert in_a_new_process() is None
+    monkeypatch.setattr(support, "_compiler", lambda _kind: ["/another/c++", 1.0])
+    assert "another compiler" in str(in_a_new_process())
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
