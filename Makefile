@@ -21,7 +21,7 @@ demo:
 
 test:
 	@$(PYTHON3) tools/make_venv.py test
-	@$(VENV_PYTHON) -m pytest -m "not gpu" -n auto --dist loadgroup $(ARGS); status=$$?; \
+	@$(VENV_PYTHON) -m pytest -m "not gpu" -n auto --dist loadfile $(ARGS); status=$$?; \
 	if [ $$status -eq 5 ]; then echo "No test was collected, so nothing was proved. Look at ARGS."; fi; \
 	exit $$status
 

@@ -89,13 +89,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(os.cpu_count() or 1, MOST_PROCESSES)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none; each process gets whole files or whole backbones."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-        items.sort(key=_turn)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none; the longest file comes first, for whoever runs several."""
+    items.sort(key=lambda item: item.path.name != "contracts.py")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -104,20 +100,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def _group(item: pytest.Item) -> str:
-    """What must run in one process: a file, and of the contracts those of one backbone."""
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    name = params.get("name") if item.path.name == "contracts.py" else None
-    return str(name or item.path.relative_to(item.config.rootpath))
-
-
-def _turn(item: pytest.Item) -> int:
-    """Each backbone's contracts first, as they take longest; then those over all, which use what those made."""
-    if item.path.name != "contracts.py":
-        return 2
-    return 0 if _group(item) != "tests/contracts.py" else 1
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -101,12 +101,12 @@ class Shelf:
     def on_disk(self) -> list[tuple[str, str]]:
         """(primary, id) of every directory that can be an entry."""
         found: list[tuple[str, str]] = []
-        for primary in self._primaries():
+        for primary in self._primary_names():
             try:
-                found += [(primary.name, name) for name in sorted(os.listdir(primary)) if is_key(name)]
+                found += [(primary, n) for n in os.listdir(f"{self._entries_text}{os.sep}{primary}") if is_key(n)]
             except OSError as error:  # removed just now
                 log.debug("%s is not listed: %s", primary, error)
-        return found
+        return sorted(found)
 
     def read(self, path: Path) -> Entry | None:
         """The entry at `path`; None if there is none that can be used."""
@@ -155,17 +155,20 @@ class Shelf:
         return replace(entry, listed=index.digest_for(self._row_of(entry.primary, entry.id), entry))
 
     def _primaries(self) -> list[Path]:
-        """The directories of keys. With ten thousand of them, what is known without asking each must do."""
+        """The directories of keys."""
+        return [self.entries / name for name in sorted(self._primary_names())]
+
+    def _primary_names(self) -> list[str]:
+        """What they are called. With ten thousand of them, what is known without asking each must do."""
         if self.entries.is_symlink():
             return []
         try:
             with os.scandir(self.entries) as found:
-                names = [one.name for one in found if is_key(one.name) and one.is_dir(follow_symlinks=False)]
+                return [one.name for one in found if is_key(one.name) and one.is_dir(follow_symlinks=False)]
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 log.info("the cache directory %s cannot be read: %s", self.entries, error)
             return []
-        return [self.entries / name for name in sorted(names)]
 
     def _tell(self, text: str) -> None:
         """Logs once what would be the same on every look."""
@@ -207,32 +210,35 @@ class Shelf:
     def row(self, row: index.Row) -> dict[str, Any]:
         """A row of the index with what it does not hold: use, pin, and whether the entry may be read at all."""
         folder = os.sep.join((self._entries_text, row["primary"], row["id"]))
-        used, shapes = marks.use(f"{folder}{os.sep}{marks.LAST_USED}")
-        problem = self._problem(folder) or (NOT_READ if row["created"] == _NEVER else None)
+        problem, names = self._look(folder)
+        problem = problem or (NOT_READ if row["created"] == _NEVER else None)
+        used, shapes = marks.use(f"{folder}{os.sep}{marks.LAST_USED}") if marks.LAST_USED in names else (None, [])
         found = {name: value for name, value in row.items() if name not in ("digest", "inode")}
-        found |= {"last_used": used, "pinned": marks.is_pinned(folder), "shapes": shapes}
+        found |= {"last_used": used, "pinned": marks.PINNED in names, "shapes": shapes}
         return found | {"base": self.base, "problem": problem}
 
-    def _problem(self, folder: str) -> str | None:
-        """What a look at names, owners and modes tells. It is taken at every entry that is listed, so it is short."""
+    def _look(self, folder: str) -> tuple[str | None, dict[str, bool]]:
+        """What owner and mode of an entry's directory and the names in it tell, and these: name -> is it a directory.
+
+        Taken at every entry that is listed, so it is short: what lies in a directory that nobody else can enter is
+        looked at when it is loaded or verified.
+        """
         try:
             info = os.lstat(folder)
+            if not stat.S_ISDIR(info.st_mode):
+                return "it is not a directory (symbolic links are not followed)", {}
+            with os.scandir(folder) as found:
+                names = {one.name: one.is_dir(follow_symlinks=False) for one in found}
         except OSError as error:
-            return f"it cannot be read: {error}"
-        if not stat.S_ISDIR(info.st_mode):
-            return "it is not a directory (symbolic links are not followed)"
+            return f"it cannot be read: {error}", {}
         if (reason := self.trust.problem(folder, info)) is not None:
-            return reason
-        for name, is_kind, kind in ((MANIFEST, stat.S_ISREG, "file"), (PAYLOAD, stat.S_ISDIR, "directory")):
-            try:
-                info = os.lstat(f"{folder}{os.sep}{name}")
-            except OSError as error:
-                return f"it has no {name}: {error.strerror}"
-            if not is_kind(info.st_mode):
-                return f"its {name} is not a {kind}"
-            if (reason := self.trust.problem(f"{folder}{os.sep}{name}", info)) is not None:
-                return reason
-        return None
+            return reason, names
+        for name, is_directory, kind in ((MANIFEST, False, "file"), (PAYLOAD, True, "directory")):
+            if name not in names:
+                return f"it has no {name}", names
+            if names[name] is not is_directory:
+                return f"its {name} is not a {kind}", names
+        return None, names
 
 
 def newest_first(entries: list[Entry]) -> list[Entry]:

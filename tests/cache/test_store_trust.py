@@ -142,10 +142,13 @@ def test_rows_tell_what_a_look_can_tell(store: Store) -> None:
     os.chmod(entries[1].payload, 0o720)
     os.chmod(entries[2].path / "manifest.json", 0o644)
     late = Store(store.root)
-    for _ in range(2):
+    for read in (False, True):
         rows = {row["id"]: row["problem"] for row in late.rows()}
-        assert rows[entries[3].id] is None
-        assert all("mode" in str(rows[entry.id]) for entry in entries[:3])
+        told = [rows[entry.id] for entry in entries]
+        assert "mode" in str(told[0]) and told[3] is None
+        # what lies in a directory that nobody else can enter is looked at when it is read
+        assert [one is not None for one in told[1:3]] == [read, read]
+        assert all("mode" in str(problem) for entry, problem in late.verify_all() if entry.id != entries[3].id)
         (store.root / index.NAME).unlink(missing_ok=True)  # the second time nothing is known of them but the name
     for entry in entries[:3]:
         for path in (entry.path, entry.payload):
