@@ -31,6 +31,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the backbone's")
     parser.add_argument("--latent", default="", help="file for the final latent")
     parser.add_argument("--sweep", default="", help="more sizes after it, HxW,HxW: first and steady step of each")
+    parser.add_argument(
+        "--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM, its default on NVIDIA"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
     return parser.parse_args(argv)
 
@@ -41,6 +44,10 @@ def main() -> int:
     sys.argv = sys.argv[:1]  # ComfyUI parses the command line of whoever imports it
     host = os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI")
     sys.path.insert(0, host)
+    if args.dynamic_vram:
+        import comfy_aimdo.control
+
+        comfy_aimdo.control.init()  # before torch loads CUDA, as ComfyUI's main does it
     import torch
 
     from .backbones import BACKBONES, state_dict
@@ -50,14 +57,29 @@ def main() -> int:
     import comfy.sd
 
     device = comfy.model_management.get_torch_device()
+    if args.dynamic_vram:
+        use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
-    weights = state_dict(backbone, device)
+    weights = state_dict(backbone, torch.device("cpu") if args.dynamic_vram else device)
     patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
     del weights
     model = prepare(patcher, args.way, args.options)
     comfy.model_management.load_models_gpu([model])
     print(json.dumps(measure(model, backbone, args)), flush=True)
     return 0
+
+
+def use_dynamic_vram(index: int) -> None:
+    """What ComfyUI's main does before it loads anything. SystemExit where comfy-aimdo does not work."""
+    import comfy.memory_management
+    import comfy.model_patcher
+    from comfy_aimdo import control
+
+    works = control.init_devices([index]) if hasattr(control, "init_devices") else control.init_device(index)
+    if not works:
+        raise SystemExit("comfy-aimdo does not work on this device; leave --dynamic-vram out")
+    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+    comfy.memory_management.aimdo_enabled = True
 
 
 def prepare(patcher: Any, way: str, options: str) -> Any:

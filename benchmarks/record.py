@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what was measured; default: git's HEAD")
     parser.add_argument("--log", default="", help="folder for the full output of each run")
     parser.add_argument("--sweep", default="")
+    parser.add_argument("--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM on; the ways say so")
     args = parser.parse_args()
     rows = []
     for backbone in args.backbones:
@@ -54,7 +55,12 @@ def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[
         row = dict.fromkeys(COLUMNS, "")
         row.update({k: v for k, v in found.items() if k in COLUMNS})
         report = found.get("report") or {}
-        row.update(way=way, backbone=backbone, date=datetime.date.today().isoformat(), commit=commit(args.commit))
+        row.update(
+            way=f"{way}, dynamic VRAM" if args.dynamic_vram else way,
+            backbone=backbone,
+            date=datetime.date.today().isoformat(),
+            commit=commit(args.commit),
+        )
         row.update(compiled=report.get("artefacts_compiled", ""), loaded=report.get("artefacts_loaded", ""))
         row.update(eager_regions=len(report.get("eager", ())) if report else "", command=command_line(backbone, args))
         row["error_to_fp32"] = error(folder, way, "fp32")
@@ -71,7 +77,7 @@ def run(backbone: str, way: str, args: argparse.Namespace, folder: Path) -> dict
     """The JSON line of one process, or {} if it failed."""
     real = "nexfort" if way in ("cold", "warm") else way
     command = [sys.executable, "-m", "benchmarks.one_run", backbone, real, "--steps", str(args.steps)]
-    command += ["--latent", str(folder / f"{way}.pt")]
+    command += ["--latent", str(folder / f"{way}.pt"), *(["--dynamic-vram"] if args.dynamic_vram else [])]
     if real == "nexfort":
         command += ["--options", args.options]
         command += ["--sweep", args.sweep] if args.sweep else []
@@ -111,6 +117,7 @@ def commit(given: str) -> str:
 def command_line(backbone: str, args: argparse.Namespace) -> str:
     """The command that gives such rows again."""
     options = f" --options '{args.options}'" if args.options else ""
+    options += " --dynamic-vram" if args.dynamic_vram else ""
     return f"python -m benchmarks.record {backbone} --ways {args.ways} --steps {args.steps}{options}"
 
 
