@@ -75,7 +75,7 @@ def use_dynamic_vram(index: int) -> None:
     import comfy.model_patcher
     from comfy_aimdo import control
 
-    works = control.init_devices([index]) if hasattr(control, "init_devices") else control.init_device(index)
+    works = control.init_device(index)
     if not works:
         raise SystemExit("comfy-aimdo does not work on this device; leave --dynamic-vram out")
     comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
