@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nexfort")
 
-MOST_VARIANTS = 8  # artefacts of one structure and call; past that something changes on every run
+# artefacts of one structure and call that a session makes, and that there are at all; past that something changes on
+# every run
+MOST_VARIANTS = 8
+_MOST_STORED = 64
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
@@ -64,6 +68,7 @@ class Builder:
         self.engine = engine
         self.artefacts: dict[str, list[Artefact]] = {}
         self.refusals: dict[str, list[Refusal]] = {}
+        self._made: Counter[str] = Counter()  # artefacts by primary key, those that were there before left out
         self._reported: set[str] = set()  # artefacts that the report has
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
@@ -116,15 +121,17 @@ class Builder:
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
-        known = self.artefacts.get(wanted.primary, [])
         wanted.why = why = _why(wanted, misfit)
-        if len(known) >= MOST_VARIANTS:
-            self._refuse(
-                wanted, None, f"it has {MOST_VARIANTS} variants already; what it depends on keeps changing: {why}"
-            )
+        if self._has_many(wanted):
+            count = len(self.artefacts[wanted.primary])
+            self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
             return None
         self.compile([wanted])
         return self._bind(wanted)[0]
+
+    def _has_many(self, wanted: Wanted) -> bool:
+        stored = len(self.artefacts.get(wanted.primary, ()))
+        return self._made[wanted.primary] >= MOST_VARIANTS or stored >= _MOST_STORED
 
     def _wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
         metas = region.metas(flat)
@@ -311,7 +318,7 @@ class Builder:
                 wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
                 if wanted.primary in wave:
                     rest.append(wanted)
-                elif len(self.artefacts.get(wanted.primary, [])) < MOST_VARIANTS:
+                elif not self._has_many(wanted):
                     wave[wanted.primary] = wanted
             if not wave:
                 return
@@ -365,6 +372,7 @@ class Builder:
             self._refuse(wanted, None, f"its artefact does not load: {type(error).__name__}: {error}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
+        self._made[wanted.primary] += 1
         _loaded[(str(self.engine.store.root), entry.id)] = artefact
         self._reported.add(entry.id)
         self.engine.report.compiled(region.path, entry.id, job.seconds)

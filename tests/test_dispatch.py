@@ -309,6 +309,11 @@ def test_options_that_never_stop_changing_end_in_eager(tmp_path: Path) -> None:
     assert len(pair.report.as_dict()["artefacts"]) <= build.MOST_VARIANTS + 1
     assert "keeps changing" in pair.reasons()
     assert not pair.agrees(x(), options={"shift": 0.0})["artefacts"], "the first are still in use"
+    build._loaded.clear()
+    later = Pair(Net(), tmp_path)
+    new = later.agrees(x(), options={"shift": 100.0})
+    assert new["artefacts_compiled"] > 0 and not new["eager"], "earlier sessions leave room for others"
+    assert later.agrees(x(), options={"shift": 0.0})["artefacts_compiled"] == 0
 
 
 def test_gradients_and_disabling_run_eager(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
