@@ -24,6 +24,10 @@ HOW_TO_GIVE_ONE = (
     "with comfy-cli: pip install comfy-cli && comfy install"
 )
 
+# Threads that wait for work spin by default, and take the processor from the compilers and tests beside them: up to half
+# of all its time. Read when torch is loaded, also in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # no test is judged by its time, and on a busy machine the first draw of a strategy is slow
 hypothesis.settings.register_profile("nexfort", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("nexfort")
