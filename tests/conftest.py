@@ -24,7 +24,7 @@ HOW_TO_GIVE_ONE = (
     "with comfy-cli: pip install comfy-cli && comfy install"
 )
 
-# Threads that wait for work spin by default, and take the processor from the compilers and tests beside them: up to half
+# Threads that wait for work spin by default, and take the processor from compilers and tests beside them: up to half
 # of all its time. Read when torch is loaded, also in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
