@@ -69,6 +69,7 @@ class Builder:
         self.artefacts: dict[str, list[Artefact]] = {}
         self.refusals: dict[str, list[Refusal]] = {}
         self._made: Counter[str] = Counter()  # artefacts by primary key, those that were there before left out
+        self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
         self._reported: set[str] = set()  # artefacts that the report has
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
@@ -88,13 +89,18 @@ class Builder:
             binding, refusal = self._find_or_make(wanted, session)
         if binding is not None:
             region.remember(key, binding)
-            if binding.artefact.entry is not None:
-                sizes = ["x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN]]
-                self.engine.store.note_shape(binding.artefact.entry, ", ".join(sizes))
+            self._note_sizes(binding.artefact, flat)
             return binding
         region.declined.setdefault(key, []).append(refusal)
         self.engine.report.eager(region.path, refusal[1])
         return None
+
+    def _note_sizes(self, artefact: Artefact, flat: Flat) -> None:
+        """Tell the store which sizes an artefact served; once, although many blocks share it."""
+        sizes = ", ".join("x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN])
+        if artefact.entry is not None and (artefact.id, sizes) not in self._noted:
+            self._noted.add((artefact.id, sizes))
+            self.engine.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
         binding, misfit = self._bind(wanted)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from patchers import (
     Pair,
     distance,
     eager_only,
-    pairs,
     sample,
     with_method,
     with_option,
@@ -23,12 +22,6 @@ from patchers import (
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 MakePair = Callable[[str], Pair]
-
-
-@pytest.fixture
-def pair() -> Iterator[MakePair]:
-    with pairs() as make_pair:
-        yield make_pair
 
 
 def fails_alike(at: Pair, *ways: Callable[[], Any]) -> None:

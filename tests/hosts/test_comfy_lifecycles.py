@@ -17,7 +17,7 @@ import pytest
 import torch
 from backbones import make
 from card_memory import loaded_in_part, unload
-from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Pair, distance, nothing_new, pairs, patcher_around, sample
+from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Pair, distance, nothing_new, patcher_around, sample
 from subjects import graphs_as_they_are
 
 from nexfort_engine.config import CompileConfig
@@ -26,12 +26,6 @@ from nexfort_engine.hosts import comfy as host
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 every = pytest.mark.parametrize("name", FAMILIES)
 one = pytest.mark.parametrize("name", ["comfy_flux"])
-
-
-@pytest.fixture
-def pair() -> Iterator[Callable[[str], Pair]]:
-    with pairs() as make_pair:
-        yield make_pair
 
 
 def another(name: str, seed: int = 7) -> Any:

@@ -9,23 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from patchers import FAMILIES, MOVES, TOLERANCE, Pair, distance, eager_only, nothing_new, pairs, regions_of, sample
+from patchers import FAMILIES, MOVES, TOLERANCE, Pair, distance, eager_only, nothing_new, regions_of, sample
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 RANK = 4
 File = dict[str, torch.Tensor]
 Draw = Callable[..., torch.Tensor]
-
-
-@pytest.fixture
-def pair() -> Iterator[Callable[[str], Pair]]:
-    with pairs() as make_pair:
-        yield make_pair
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ and nothing is left when it is taken off.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ from patchers import (
     eager_only,
     node,
     nothing_new,
-    pairs,
     regions_of,
     sample,
     with_method,
@@ -33,12 +32,6 @@ from patchers import (
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 MakePair = Callable[[str], Pair]
-
-
-@pytest.fixture
-def pair() -> Iterator[MakePair]:
-    with pairs() as make_pair:
-        yield make_pair
 
 
 def attentions(pair: Pair) -> set[str]:
