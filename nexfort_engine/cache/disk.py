@@ -6,6 +6,7 @@ It knows no entries and no manifests.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -162,3 +163,14 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, onexc=forgive)
     else:
         shutil.rmtree(path, onerror=forgive)
+
+
+def remove_at_exit(folder: Path) -> None:
+    """Removes a temporary directory when this process ends."""
+    atexit.register(_remove_own, folder, os.getpid())
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    """A forked child runs this too, and must not take its parent's."""
+    if os.getpid() == process:
+        remove_tree(folder)

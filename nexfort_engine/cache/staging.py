@@ -7,7 +7,6 @@ from what a living one needs without asking the clock alone, which may be wrong.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from .disk import listing, modified, remove_tree
+from .disk import listing, modified, remove_at_exit, remove_tree
 
 log = logging.getLogger("nexfort")
 
@@ -69,7 +68,7 @@ class Staging:
         """Lets a directory live to the end of this process."""
         if folder not in self.kept:
             self.kept.add(folder)
-            atexit.register(_remove_own, folder, os.getpid())
+            remove_at_exit(folder)
 
     def trash(self, path: Path) -> bool:
         """Deletes a directory: first out of sight in one step, so that no reader finds half of it."""
@@ -153,9 +152,3 @@ def _flock() -> ModuleType | None:
 
         return fcntl
     return None
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    """Removes a temporary directory at exit; a forked child runs this too, and must not take its parent's."""
-    if os.getpid() == process:
-        remove_tree(folder)

@@ -7,24 +7,16 @@ other process and go when this one ends.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
 import tempfile
 from pathlib import Path
 
-from .disk import remove_tree
+from .disk import remove_at_exit
 
 
 @functools.cache
 def directory() -> Path:
     """The directory, one a process, made on first use."""
     folder = Path(tempfile.mkdtemp(prefix="nexfort-"))  # 0700
-    atexit.register(_remove_own, folder, os.getpid())
+    remove_at_exit(folder)
     return folder
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    """A forked child runs this too, and must not take its parent's."""
-    if os.getpid() == process:
-        remove_tree(folder)

@@ -23,21 +23,6 @@ from nexfort_engine.cache.store import Store
 OTHER = primary_key({"test": 2})
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Store:
-    return Store(tmp_path / "target")
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "all.nexfort"
-
-
 def take(store: Store, file: Path) -> Imported:
     return load(store, file, trust=True, fingerprints=HERE)
 

@@ -17,12 +17,6 @@ from stores import KEY, OTHER, SIZE, put, snapshot, use_at
 from nexfort_engine.cache import index, place
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
-
-
 # -- the good way --------------------------------------------------------------------------------------------
 
 

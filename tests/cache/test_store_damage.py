@@ -13,12 +13,6 @@ from stores import KEY, OTHER, put, snapshot
 
 from nexfort_engine.cache.store import Store
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
-
-
 # -- damaged and foreign entries -----------------------------------------------------------------------------
 
 

@@ -21,12 +21,6 @@ from write_points import dies_at, disk_full_from
 from nexfort_engine.cache import ground, lock, marks, staging
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
-
-
 # -- disks that do not take it -------------------------------------------------------------------------------
 
 

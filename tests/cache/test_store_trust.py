@@ -21,11 +21,6 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSI
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache")
-
-
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=oct)
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
