@@ -8,6 +8,7 @@ every artefact of a process and a device. Nothing here touches the disk cache; s
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -152,15 +153,33 @@ def driver_needed(device_type: str) -> int | None:
 
 
 def driver_problem(needed: int | None) -> str | None:
-    """Why this machine's driver does not run code that needs such a driver, or None."""
-    import torch
-
+    """Why this machine's driver does not run code that needs such a driver; None also where that can't be told."""
     if needed is None:
         return None
-    found = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0  # type: ignore[attr-defined]
-    if found >= needed:
+    found = driver_version()
+    if found is None or found >= needed:
         return None
-    return f"it needs a driver for CUDA {needed // 1000}.{needed % 1000 // 10}, found one for {found // 1000}"
+    return f"it needs a driver for CUDA {_cuda_version(needed)}, found one for CUDA {_cuda_version(found)}"
+
+
+@functools.cache
+def driver_version() -> int | None:
+    """The newest CUDA that NVIDIA's driver runs, as CUDA writes versions; None without such a driver.
+
+    torch does not tell it (torch 2.11); `cuDriverGetVersion` of CUDA's driver API does, without touching a card.
+    """
+    found = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        failed = driver.cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):  # no such library, or one without that function
+        return None
+    return None if failed else found.value
+
+
+def _cuda_version(number: int) -> str:
+    """13000 is 13.0, 12080 is 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _with_index(device_type: str) -> str:

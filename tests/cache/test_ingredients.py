@@ -210,12 +210,19 @@ def test_an_artefact_says_for_whom_it_was_made(tmp_path: Path) -> None:
 
 def test_an_artefact_for_a_newer_driver_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "driver_needed", lambda _device: 99000)
+    monkeypatch.setattr(key, "driver_version", lambda: 13010)
     with graphs_as_they_are():
         report_after(tmp_path, Net(), X)
         build._loaded.clear()
         after = report_after(tmp_path, Net(), X)
-    assert any("needs a driver for CUDA 99.0" in note for note in after["notes"])
+    assert any("needs a driver for CUDA 99.0, found one for CUDA 13.1" in note for note in after["notes"])
     assert after["artefacts_loaded"] == 0
+
+
+@pytest.mark.gpu
+def test_the_driver_of_a_card_that_torch_can_use_is_new_enough() -> None:
+    found, needed = key.driver_version(), key.driver_needed("cuda")
+    assert found is not None and needed is not None and found >= needed and key.driver_problem(needed) is None
 
 
 def test_an_artefact_whose_scalars_differ_is_not_used(tmp_path: Path) -> None:
