@@ -42,8 +42,8 @@ def count_for(jobs: int, device: str) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if jobs < 2 or cores < 2 or (cores < 4 and jobs < 4):
         return 0
-    spare = max(2, cores - 2)  # one core captures, one is the user's
-    workers = min(jobs, spare, _MOST, max(0, _free_memory() // _MEMORY))
+    # as many as cores: workers give way to the process that captures, which is done before they are
+    workers = min(jobs, cores, _MOST, max(0, _free_memory() // _MEMORY))
     if device == "cuda":
         import torch
 
@@ -236,6 +236,8 @@ def _started(arguments: list[str], **pipes: Any) -> subprocess.Popen[str]:
     # one thread each: a worker must not start a pool of compiler processes of its own
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep forked processes from the device
+    # sizes as expressions are most of the work, and SymPy forgets all but its last thousand: a tenth of the time
+    environment.setdefault("SYMPY_CACHE_SIZE", "100000")
     package_root = str(Path(__file__).resolve().parent.parent)
     path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])

@@ -39,6 +39,7 @@ _LATE = (
     "triton.compiler.code_generator",
     "triton.experimental.gluon",
 )
+_NICENESS = 5  # give way to the process that captures and to what the user does
 FORK, LINE = "--fork", "--line"
 
 
@@ -192,6 +193,8 @@ def _serve_socket(number: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Serve jobs until there are no more."""
+    if hasattr(os, "nice") and arguments[:1] != [LINE]:  # that one was forked from one that did so
+        os.nice(_NICENESS)
     if arguments[:1] == [FORK]:
         return _fork(arguments[1], [int(number) for number in arguments[2:]])
     _import_compiler()
