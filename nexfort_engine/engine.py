@@ -95,13 +95,17 @@ class Engine:
     def prepare(self, device: torch.device) -> None:
         """Start what the first step will need while the host still loads the model; nothing is compiled yet.
 
-        device: where the model will run. Workers are started only where the store has nothing made for this model.
+        device: where the model will run. What the store has for this model is made ready to load; where it has nothing,
+            workers are started.
         """
         import_ahead()
         if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
             return
         key = self.model_key(device)
-        if all(row["info"].get("model") != key for row in self.store.rows()):
+        there = [row["primary"] for row in self.store.rows() if row["info"].get("model") == key]
+        if there:
+            threading.Thread(target=self.store.ahead, args=(there,), name="nexfort-ahead", daemon=True).start()
+        else:
             pool.expect(device.type, self.store.root)
 
     def model_key(self, device: torch.device) -> str:

@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
+from nexfort_engine import build, lower, pool
 from nexfort_engine import compile as nexfort_compile
-from nexfort_engine import lower, pool
+from nexfort_engine import compiled as compiled_module
 from nexfort_engine.flags import snapshot, without_device
 
 OPTIONS: dict[str, object] = {"max_autotune": False}
@@ -28,6 +30,14 @@ def _lowered(helpers: pool.Pool, folder: Path, probe: Probe, device: str = "cpu"
     answers: queue.Queue[str | None] = queue.Queue()
     helpers.submit(probe.captured, folder, [], OPTIONS, device, answers.put, lambda: "done here")
     return answers.get(timeout=300)
+
+
+def _soon(condition: Callable[[], Any]) -> bool:
+    """Whether it becomes true."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
 
 
 def _payload_agrees(folder: Path, probe: Probe) -> None:
@@ -120,7 +130,14 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     with torch.no_grad():
         assert torch.allclose(compiled(torch.ones(2, 8)), block(torch.ones(2, 8)), atol=1e-6)
     assert compiled.report.as_dict()["artefacts_compiled"] == 1 and len(gone) == 1, "its workers were not taken"
-    assert nexfort_compile(block) is not None and len(gone) == 1, "its artefacts are there"
+    build._loaded.clear()
+    compiled_module._stores.clear()  # as in a new process
+    again = nexfort_compile(block)
+    assert len(gone) == 1, "its artefacts are there"
+    assert _soon(lambda: again._nexfort_engine.store._copies._unused), "and are not made ready"
+    with torch.no_grad():
+        again(torch.ones(2, 8))
+    assert again.report.as_dict()["artefacts_loaded"] == 1 and not again._nexfort_engine.store._copies._unused
     wider = nexfort_compile(torch.nn.Linear(8, 9).eval().requires_grad_(False))
     assert len(gone) == 2
     monkeypatch.setenv(pool.VARIABLE, "0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,21 +31,34 @@ class Copies:
         self._staging = staging
         self._folder: Path | None = None
         self._of: dict[tuple[Path, tuple[int, int] | None], Path] = {}
+        self._unused: set[Path] = set()  # copies that nothing was loaded from yet
+        self._lock = threading.Lock()
+
+    def ahead(self, entry: Entry) -> None:
+        """Make the copy of an entry that will be asked for soon; raises what `of` raises."""
+        with self._lock:
+            if (entry.path, entry.seen) not in self._of:
+                entry.check_place()
+                self._unused.add(self._new(entry))
 
     def of(self, entry: Entry) -> Path:
         """The copy of an entry's payload; TornError, DistrustError, OSError if it must not or cannot be loaded."""
-        entry.check_place()
-        place = (entry.path, entry.seen)
-        known = self._of.get(place)
-        if known is not None and _is_sound(known, entry):
-            return known
+        with self._lock:
+            entry.check_place()
+            known = self._of.get((entry.path, entry.seen))
+            if known is not None and (known in self._unused or _is_sound(known, entry)):
+                self._unused.discard(known)
+                return known
+            return self._new(entry)
+
+    def _new(self, entry: Entry) -> Path:
         try:
             copy = self._copy(entry, self._new_folder)
         except OSError as error:
             log.info("%s is copied to the temporary directory instead: %s", entry.id, error)
             self._folder = None
             copy = self._copy(entry, self._staging.elsewhere)
-        self._of[place] = copy
+        self._of[(entry.path, entry.seen)] = copy
         return copy
 
     def _copy(self, entry: Entry, new_folder: Callable[[], Path]) -> Path:

@@ -140,6 +140,15 @@ class Store:
             self._shelf_of(entry).skip.add((str(entry.path), entry.seen))
             raise StoreError(f"it cannot be made ready to load: {error}") from error
 
+    def ahead(self, primaries: Iterable[str]) -> None:
+        """Make ready what is there for these keys, for whoever asks soon. Never raises: `ready` says what is wrong."""
+        for primary in dict.fromkeys(primaries):
+            for entry in self.candidates(primary):
+                try:
+                    self._copies.ahead(entry)
+                except (TornError, DistrustError, OSError) as error:
+                    log.debug("%s is not made ready ahead: %s", entry.id, error)
+
     def touch(self, entry: Entry) -> None:
         """Records that an artefact was loaded from `entry` now. Never raises: only eviction depends on it."""
         self._used.add(entry.id)

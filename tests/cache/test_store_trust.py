@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from stores import KEY, OTHER, loaded, make_base, put, snapshot
 
-from nexfort_engine.cache import index, trust
+from nexfort_engine.cache import copies, index, trust
 from nexfort_engine.cache.place import base_root
 from nexfort_engine.cache.store import Store, StoreError
 
@@ -214,6 +214,29 @@ def test_what_loading_leaves_is_neither_stored_nor_loaded_again(store: Store) ->
     (entry.payload / "triton").mkdir()
     (entry.payload / "triton" / "kernel.cubin").write_bytes(b"not listed")
     assert "triton/kernel.cubin" not in loaded(Store(store.root), entry)
+
+
+def test_what_is_made_ready_ahead_is_the_checked_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {"ab/kernel.py": b"code", "artefact.bin": b"codecode"}
+    entry = put(store)
+    late = Store(store.root)
+    late.ahead([KEY, KEY])
+    with monkeypatch.context() as patch:
+        patch.setattr(copies.payload, "copy", None)
+        patch.setattr(copies.payload, "check", None)
+        copy = late.ready(entry)  # nothing is left to do
+    assert snapshot(copy) == stored
+    (copy / "ab" / "kernel.py").write_bytes(b"laid out by loading")
+    assert snapshot(late.ready(entry)) == stored, "what loading left was given again"
+
+
+def test_what_must_not_be_loaded_is_not_made_ready_ahead(store: Store) -> None:
+    entry = put(store)
+    late = Store(store.root)
+    (entry.payload / "artefact.bin").write_bytes(b"codeCODE")
+    late.ahead([KEY, "0" * 32])
+    with pytest.raises(StoreError, match="artefact"):
+        late.ready(entry)
 
 
 def test_a_full_disk_while_copying_is_not_held_against_the_entry(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
