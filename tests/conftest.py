@@ -88,6 +88,7 @@ def import_comfyui(root: Path) -> None:
         ) from error
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
 def pytest_xdist_auto_num_workers() -> int:
     """How many processes `-n auto` means: each may start a compiler of its own, with a gigabyte or two."""
     return min(os.cpu_count() or 1, MOST_PROCESSES)
