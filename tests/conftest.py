@@ -27,6 +27,9 @@ HOW_TO_GIVE_ONE = (
 # Threads that wait for work spin by default, and take the processor from compilers and tests beside them: up to half
 # of all its time. Read when torch is loaded, also in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Inductor would try out the processor's vector instructions for each empty cache, a quarter of a minute of compiling.
+# It still asks the processor for them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # no test is judged by its time, and on a busy machine the first draw of a strategy is slow
 hypothesis.settings.register_profile("nexfort", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -47,6 +50,8 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", str(folder))
         patch.delenv("NEXFORT_DISABLE", raising=False)
+        if "PYTEST_XDIST_WORKER" in os.environ and "NEXFORT_WORKERS" not in os.environ:
+            patch.setenv("NEXFORT_WORKERS", "0")  # the tests themselves fill the machine
         yield folder
 
 

@@ -7,6 +7,7 @@ The engine is tested in its own rooms; here its promises go through loaders, sam
 from __future__ import annotations
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -365,11 +366,14 @@ def by_id(server: ComfyServer, ids: list[str]) -> dict[str, Any]:
     return dict(server.get("/nexfort/cache"))
 
 
-def test_prune_and_clear(comfyui: Path, base: Path, tmp_path: Path) -> None:
+def test_prune_and_clear(server: ComfyServer, comfyui: Path, base: Path, cache: Path, tmp_path: Path) -> None:
+    server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
     with served.server(comfyui, base, tmp_path / "cache") as running:
         empty = running.post("/nexfort/cache/prune", {"max_bytes": 0})
         assert empty == {"removed": 0, "freed": 0, "count": 0, "size": 0}
+        shutil.copytree(cache / "entries", tmp_path / "cache" / "entries", dirs_exist_ok=True)
         running.run(served.tiny_workflow("flux_compile_model"), timeout=300)
+        assert total(running, "artefacts_loaded") > 0 and total(running, "artefacts_compiled") == 0
         full = running.get("/nexfort/cache")
         kept = running.post("/nexfort/cache/prune", {"max_bytes": full["size"]})
         assert kept == {"removed": 0, "freed": 0, "count": full["count"], "size": full["size"]}
