@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two blocks for a GPU, captured without one: a residual block and a transformer's, in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nexfort_engine.capture import Captured
+from nexfort_engine.conditions import Conditions
+
+CHANNELS, WIDTH, EMBEDDING = 64, 128, 256
+Tensors = list[torch.Tensor]
+
+
+def residual(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    h = functional.conv2d(functional.silu(functional.group_norm(x, 32, w[0], w[1])), w[2], w[3], padding=1)
+    h = h + functional.linear(functional.silu(embedding), w[4], w[5])[:, :, None, None]
+    return x + functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding=1)
+
+
+def transformer(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    batch, tokens, width = x.shape
+    parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
+    q, k, v = (part.view(batch, tokens, width // 64, 64).transpose(1, 2) for part in parts)
+    seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+    x = x + functional.linear(seen, w[3], w[4])
+    return x + functional.linear(
+        functional.gelu(functional.linear(functional.layer_norm(x, [width], w[5], w[6]), w[7], w[8])), w[9], w[10]
+    )
+
+
+C, D, E = CHANNELS, WIDTH, EMBEDDING
+# function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols
+BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], list[Any]]] = {
+    "residual": (
+        residual,
+        torch.half,
+        [(C,), (C,), (C, C, 3, 3), (C,), (C, E), (C,), (C,), (C,), (C, C, 3, 3), (C,)],
+        [((2, C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
+    ),
+    "transformer": (
+        transformer,
+        torch.bfloat16,
+        [(D,), (D,), (3 * D, D), (D, D), (D,), (D,), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,)],
+        [((2, 4096, D), (0, 1))],
+    ),
+}
+
+
+class _Lifted(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, weights: Tensors, inputs: Tensors) -> Tensors:
+        return [self.function(weights, *inputs)]
+
+
+def captured(kind: str) -> Captured:
+    """A block's graph as a process with a GPU captures it."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    function, dtype, weights, inputs = BLOCKS[kind]
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        args = tuple(
+            [torch.empty(shape, dtype=dtype, device="cuda:0") for shape in shapes]
+            for shapes in (weights, [shape for shape, _ in inputs])
+        )
+    free = [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs]
+    dims = ([{} for _ in weights], free)
+    with torch.no_grad():
+        graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
+    return Captured(graph, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
