@@ -138,8 +138,11 @@ BACKBONES = {
 }  # fmt: skip
 
 
-def state_dict(backbone: Backbone, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights (seed 0) in the backbone's dtype on `device`. ComfyUI must be importable."""
+def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Random weights (seed 0) in the backbone's dtype, drawn on `device` and kept there or on `keep`.
+
+    A processor takes minutes to draw what a GPU draws in a second, and draws other numbers. ComfyUI must be importable.
+    """
     import importlib
 
     import comfy.ops
@@ -152,7 +155,8 @@ def state_dict(backbone: Backbone, device: torch.device) -> dict[str, torch.Tens
         with torch.device("meta"):
             module = cls(**settings)
     torch.manual_seed(0)
-    return {name: _random(name, like, backbone.dtype, device) for name, like in module.state_dict().items()}
+    keep = keep or device
+    return {name: _random(name, like, backbone.dtype, device).to(keep) for name, like in module.state_dict().items()}
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -60,7 +60,8 @@ def main() -> int:
     if args.dynamic_vram:
         use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
-    weights = state_dict(backbone, torch.device("cpu") if args.dynamic_vram else device)
+    weights = state_dict(backbone, device, torch.device("cpu") if args.dynamic_vram else None)
+    torch.cuda.empty_cache()
     patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
     del weights
     model = prepare(patcher, args.way, args.options)
