@@ -34,6 +34,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM, its default on NVIDIA"
     )
+    parser.add_argument(
+        "--budget", type=float, default=0.0, help="GiB of the card that are left free, weights included"
+    )
+    parser.add_argument("--lora", action="store_true", help="also: seconds of the step after a LoRA's strength changed")
     parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
     return parser.parse_args(argv)
 
@@ -60,14 +64,25 @@ def main() -> int:
     if args.dynamic_vram:
         use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
-    weights = state_dict(backbone, device, torch.device("cpu") if args.dynamic_vram else None)
+    elsewhere = args.dynamic_vram or args.budget
+    weights = state_dict(backbone, device, torch.device("cpu") if elsewhere else None)
     torch.cuda.empty_cache()
+    ballast = fill_card(args.budget) if args.budget else None
     patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
     del weights
     model = prepare(patcher, args.way, args.options)
     comfy.model_management.load_models_gpu([model])
     print(json.dumps(measure(model, backbone, args)), flush=True)
+    del ballast
     return 0
+
+
+def fill_card(left: float) -> Any:
+    """Take the card's memory but for so many GiB, so that ComfyUI and others find a small card. Keep the result."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return torch.empty(max(0, free - int(left * 2**30)), dtype=torch.uint8, device="cuda")
 
 
 def use_dynamic_vram(index: int) -> None:
@@ -126,17 +141,23 @@ def use_only_efficient_attention() -> None:
     comfy.ops.scaled_dot_product_attention = attention
 
 
-def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """First step, steady step (median), peak memory and the final latent of one model."""
-    import comfy.sample
-    import torch
+class Sampling:
+    """Euler on a backbone's inputs at one seed, with the time of each step."""
 
-    generator = torch.Generator().manual_seed(7)
-    positive, negative = backbone.conditioning(generator), backbone.conditioning(generator)
-    height, width = map(int, args.size.split("x")) if args.size else backbone.size
-    latent = backbone.latent(height, width)
+    def __init__(self, backbone: Any, size: str) -> None:
+        import torch
 
-    def run(steps: int, latent: torch.Tensor, times: list[float] | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7)
+        self.backbone = backbone
+        self.positive, self.negative = backbone.conditioning(generator), backbone.conditioning(generator)
+        self.size = tuple(map(int, size.split("x"))) if size else backbone.size
+
+    def __call__(self, model: Any, steps: int, size: Any = None, times: list[float] | None = None) -> Any:
+        """The latent after so many steps; `times` gets the seconds of each but the first."""
+        import comfy.sample
+        import torch
+
+        latent = self.backbone.latent(*(size or self.size))
         noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         last = [0.0]
 
@@ -148,21 +169,34 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
             last[0] = now
 
         return comfy.sample.sample(
-            model, noise, steps, backbone.cfg, "euler", backbone.scheduler, positive, negative, latent,
-            callback=after, disable_pbar=True, seed=1,
+            model, noise, steps, self.backbone.cfg, "euler", self.backbone.scheduler, self.positive, self.negative,
+            latent, callback=after, disable_pbar=True, seed=1,
         )  # fmt: skip
 
-    torch.cuda.synchronize()
+    def first(self, model: Any, size: Any = None) -> float:
+        """Seconds of one picture of one step."""
+        import torch
+
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self(model, 1, size)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """First step, steady step (median), peak memory and the final latent of one model."""
+    import torch
+
+    sampling = Sampling(backbone, args.size)
+    height, width = sampling.size
     torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    run(1, latent)
-    torch.cuda.synchronize()
-    first = time.perf_counter() - began
+    first = sampling.first(model)
     compiling_peak = torch.cuda.max_memory_allocated()
-    run(2, latent)
+    sampling(model, 2)
     torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
-    out = run(args.steps, latent, times)
+    out = sampling(model, args.steps, times=times)
     found = {
         "backbone": backbone.name,
         "way": args.way,
@@ -185,26 +219,51 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
     if args.latent:
         torch.save(out, args.latent)
     if args.sweep:
-        found["sweep"] = {size: sweep(run, backbone, size) for size in args.sweep.split(",")}
+        found["sweep"] = {size: sweep(sampling, model, size) for size in args.sweep.split(",")}
         if args.way == "nexfort":
             found["compiled_after_sweep"] = report_of(model).as_dict()["artefacts_compiled"]
+    if args.lora:
+        compiled = found.get("report", {}).get("artefacts_compiled", 0)
+        found["lora_s"] = lora_change(sampling, model)
+        if args.way == "nexfort":
+            found["compiled_by_lora"] = report_of(model).as_dict()["artefacts_compiled"] - compiled
     if args.profile:
-        profile(lambda: run(2, latent))
+        profile(lambda: sampling(model, 2))
     return found
 
 
-def sweep(run: Any, backbone: Any, size: str) -> list[float]:
+def sweep(sampling: Sampling, model: Any, size: str) -> list[float]:
     """Seconds of the first step and milliseconds of the steady step at another size."""
+    height_width = tuple(map(int, size.split("x")))
+    first = sampling.first(model, height_width)
+    times: list[float] = []
+    sampling(model, 6, height_width, times)
+    return [round(first, 3), round(sorted(times)[len(times) // 2] * 1e3, 2)]
+
+
+def lora_change(sampling: Sampling, model: Any) -> list[float]:
+    """Seconds of a step right after a LoRA on every matrix went to strength 0.5, 0.8 and 0.3; ends without it."""
+    import comfy.lora
+    import comfy.sd
     import torch
 
-    latent = backbone.latent(*map(int, size.split("x")))
-    began = time.perf_counter()
-    run(1, latent)
-    torch.cuda.synchronize()
-    first = time.perf_counter() - began
-    times: list[float] = []
-    run(6, latent, times)
-    return [round(first, 3), round(sorted(times)[len(times) // 2] * 1e3, 2)]
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    shapes = {name: tuple(like.shape) for name, like in model.model.state_dict().items()}
+    generator = torch.Generator().manual_seed(3)
+    file = {}
+    for alias, name in keys.items():
+        if isinstance(name, str) and len(shapes.get(name, ())) == 2 and alias.startswith("lora_unet_"):
+            out, wide = shapes[name]
+            file[f"{alias}.lora_up.weight"] = torch.randn((out, 16), generator=generator) * 0.01
+            file[f"{alias}.lora_down.weight"] = torch.randn((16, wide), generator=generator) / wide**0.5
+            file[f"{alias}.alpha"] = torch.tensor(16.0)
+    assert file, "no matrix of this model has a name that a LoRA could give"
+    found = []
+    for strength in (0.5, 0.8, 0.3):
+        patched, _ = comfy.sd.load_lora_for_models(model, None, file, strength, 0)
+        found.append(round(sampling.first(patched), 3))
+    sampling(model, 1)
+    return found
 
 
 def profile(run: Any) -> None:

@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--log", default="", help="folder for the full output of each run")
     parser.add_argument("--sweep", default="")
     parser.add_argument("--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM on; the ways say so")
+    parser.add_argument("--budget", type=float, default=0.0, help="GiB of the card that are left free; the ways say so")
+    parser.add_argument("--lora", action="store_true", help="also print the seconds of steps after a strength changed")
     args = parser.parse_args()
     rows = []
     for backbone in args.backbones:
@@ -56,7 +58,7 @@ def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[
         row.update({k: v for k, v in found.items() if k in COLUMNS})
         report = found.get("report") or {}
         row.update(
-            way=f"{way}, dynamic VRAM" if args.dynamic_vram else way,
+            way=", ".join([way, *_conditions(args)]),
             backbone=backbone,
             date=datetime.date.today().isoformat(),
             commit=commit(args.commit),
@@ -67,10 +69,17 @@ def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[
         row["error_to_eager"] = error(folder, way, "eager")
         rows.append(row)
         shown = {k: row[k] for k in COLUMNS[4:] if row[k] != "" and k != "command"}
-        print(json.dumps(shown), *(found.get(k, "") for k in ("sweep", "compiled_after_sweep")), flush=True)
+        more = ("sweep", "compiled_after_sweep", "lora_s", "compiled_by_lora")
+        print(json.dumps(shown), *(f"{k}={found[k]}" for k in more if k in found), flush=True)
         for reason in report.get("eager", []) + report.get("variants", []) + report.get("notes", []):
             print("   ", reason, flush=True)
     return rows
+
+
+def _conditions(args: argparse.Namespace) -> list[str]:
+    """Under what a way was run, where it is not a card that holds all."""
+    found = ["dynamic VRAM"] if args.dynamic_vram else []
+    return found + ([f"{args.budget:g} GiB"] if args.budget else [])
 
 
 def run(backbone: str, way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -78,6 +87,8 @@ def run(backbone: str, way: str, args: argparse.Namespace, folder: Path) -> dict
     real = "nexfort" if way in ("cold", "warm") else way
     command = [sys.executable, "-m", "benchmarks.one_run", backbone, real, "--steps", str(args.steps)]
     command += ["--latent", str(folder / f"{way}.pt"), *(["--dynamic-vram"] if args.dynamic_vram else [])]
+    command += ["--budget", str(args.budget)] if args.budget else []
+    command += ["--lora"] if args.lora else []
     if real == "nexfort":
         command += ["--options", args.options]
         command += ["--sweep", args.sweep] if args.sweep else []
@@ -118,6 +129,8 @@ def command_line(backbone: str, args: argparse.Namespace) -> str:
     """The command that gives such rows again."""
     options = f" --options '{args.options}'" if args.options else ""
     options += " --dynamic-vram" if args.dynamic_vram else ""
+    options += f" --budget {args.budget}" if args.budget else ""
+    options += " --lora" if args.lora else ""
     return f"python -m benchmarks.record {backbone} --ways {args.ways} --steps {args.steps}{options}"
 
 
