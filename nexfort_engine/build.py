@@ -32,6 +32,7 @@ from .dispatch import Ineligible, Region, device_of
 from .guards import checker
 from .lowering import Job, lower_all
 from .modulestate import matches_text
+from .report import named
 from .signature import Flat, Unsupported, flatten_call, normalised
 from .sources import sources_changed
 
@@ -215,7 +216,7 @@ class Builder:
             artefact = Artefact(entry.id, entry.primary, entry.manifest)
         except Exception as error:
             # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
-            self.engine.store.set_aside(entry, f"{type(error).__name__}: {error}")
+            self.engine.store.set_aside(entry, named(error))
             return None
         artefact.entry = entry
         return artefact
@@ -239,7 +240,7 @@ class Builder:
             problem = str(error)
         except Exception as error:
             # a file that is sound by its hashes and still does not load: another torch build, a missing operator
-            problem = f"{type(error).__name__}: {error}"
+            problem = named(error)
         if problem is not None:
             store.set_aside(entry, problem)
             self.engine.report.note(f"an artefact of {path} is not used: {problem}")
@@ -282,7 +283,7 @@ class Builder:
                 raise
             # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
             log.debug("Nexfort: planning failed", exc_info=True)
-            self.engine.report.note(f"planning ahead failed ({type(error).__name__}: {str(error)[:200]})")
+            self.engine.report.note(f"planning ahead failed ({named(error)})")
             return
         self._make_all(found)
 
@@ -375,7 +376,7 @@ class Builder:
             artefact.entry = entry
             self._load_code(artefact, entry)
         except Exception as error:
-            self._refuse(wanted, None, f"its artefact does not load: {type(error).__name__}: {error}")
+            self._refuse(wanted, None, f"its artefact does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
         self._made[wanted.primary] += 1

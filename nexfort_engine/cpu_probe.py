@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,10 +19,8 @@ from typing import Any
 
 import torch
 
-from .cache.disk import make_private, replace_file
+from .cache.beside import recall, remember
 from .cache.key import cpu_facts
-
-log = logging.getLogger("nexfort")
 
 _FILE = "cpu_probes.json"
 _folder: Path | None = None
@@ -60,31 +57,22 @@ def remembered_probes() -> Iterator[None]:
     finally:
         VecISA.check_build = original  # type: ignore[method-assign]
         if len(answers) > known:
-            _write(answers)
+            remember(_folder, _FILE, answers)
 
 
 def _key(isa: Any, code: str) -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("cl") or ""
-    stamp = os.stat(compiler).st_mtime if os.path.isfile(compiler) else 0
-    parts = [torch.__version__, *cpu_facts(), compiler, stamp, type(isa).__name__, isa._arch_flags, code]
+    parts = [torch.__version__, *cpu_facts(), *cpp_compiler(), type(isa).__name__, isa._arch_flags, code]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+def cpp_compiler() -> tuple[str, float]:
+    """Path and time of the C++ compiler that Inductor uses; it raises what Inductor raises where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    path = shutil.which(get_cpp_compiler()) or ""
+    return path, os.stat(path).st_mtime if path else 0.0
+
+
 def _read() -> dict[str, bool]:
-    if _folder is None:
-        return {}
-    try:
-        found = json.loads((_folder / _FILE).read_text())
-    except (OSError, ValueError):
-        return {}
+    found = recall(_folder, _FILE)
     return {k: v for k, v in found.items() if isinstance(v, bool)} if isinstance(found, dict) else {}
-
-
-def _write(answers: dict[str, bool]) -> None:
-    if _folder is None:
-        return
-    try:
-        make_private(_folder)
-        replace_file(_folder / _FILE, json.dumps(answers, indent=1).encode(), _folder)
-    except OSError as error:
-        log.debug("Nexfort: what was probed about this CPU could not be stored: %s", error)

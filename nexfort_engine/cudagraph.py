@@ -25,6 +25,7 @@ from .artefact import Binding
 from .guards import checker, to_json
 from .modulestate import WeightSlots, any_replaced
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
+from .report import named
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
 
 if TYPE_CHECKING:
@@ -255,9 +256,8 @@ class StepGraphs:
                 raise
             # code of the host that waits for the GPU or copies from the CPU cannot be captured
             self._steps.pop(key, None)
-            first = (str(error).strip().splitlines() or [""])[0][:200]
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
-            return self._refuse(key, f"capturing it failed: {type(error).__name__}: {first}", spec, flat, plain)
+            return self._refuse(key, f"capturing it failed: {named(error)}", spec, flat, plain)
         step.graph, step.slots, step.outputs, step.output = graph, slots, outputs.tensors, output
         return self._replay(step, flat)
 

@@ -19,6 +19,7 @@ from .artefact import Artefact, Binding
 from .loans import Layers, Loan, NotLent
 from .modulestate import WeightSlots, foreign, structure
 from .regions import RegionSpec
+from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Region:
             raise  # the host has its own remedies: unloading, tiling
         except Exception as error:
             # whatever it was, the step must complete; the region stays eager from here on and says why
-            self.latched = f"its artefact failed: {type(error).__name__}: {_first_line(error)}"
+            self.latched = f"its artefact failed: {named(error)}"
             log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, self.latched)
             return self._eager(plain, args, kwargs, session, self.latched)
 
@@ -255,7 +256,3 @@ def _weight_problem(weights: list[Any]) -> str | None:
     if any(w.device.type == "meta" for w in weights):
         return "its weights are not loaded"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]

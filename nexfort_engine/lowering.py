@@ -26,6 +26,7 @@ from . import lower, pool, readset
 from .cache.store import Entry, Store
 from .capture import Captured
 from .progress import Tracker
+from .report import named
 from .session import entered
 
 log = logging.getLogger("nexfort")
@@ -124,15 +125,10 @@ def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
         job.problem, job.guards = str(refusal), getattr(refusal, "guards", None)
     except Exception as error:
         # torch's tracing may fail in any way on code of others; the block then runs eager with this as its reason
-        job.problem = f"capturing it failed: {type(error).__name__}: {first_line(error)}"
+        job.problem = f"capturing it failed: {named(error)}"
         job.guards = getattr(error, "guards", None)
         log.debug("Nexfort: capturing %s failed", job.name, exc_info=True)
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a report."""
-    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def _failed(what: str, problem: str) -> str:
@@ -156,7 +152,7 @@ def _start(
                 torch.cuda.set_device(current)
             _lower_and_store(job, captured, manifest, options(job.device))
         except Exception as error:
-            job.problem = _failed("lowering", f"{type(error).__name__}: {first_line(error)}")
+            job.problem = _failed("lowering", named(error))
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
         finally:
             job.finished.set()
@@ -197,7 +193,7 @@ def _submit(
                 else:
                     job.problem = _failed("lowering", problem)
         except Exception as error:
-            job.problem = _failed("storing", f"{type(error).__name__}: {first_line(error)}")
+            job.problem = _failed("storing", named(error))
         finally:
             job.finished.set()
 
@@ -206,7 +202,7 @@ def _submit(
         try:
             lower.lower(captured, staged / "payload", options(job.device))
         except Exception as error:
-            return f"{type(error).__name__}: {first_line(error)}"
+            return named(error)
         return None
 
     helpers.submit(captured, staged, captured.modules, options(job.device), device, then, instead)

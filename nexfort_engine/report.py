@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 _LISTS = ("regions", "artefacts", "variants", "eager", "notes")
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """What an error says, short enough for a report."""
+    return (str(error).strip().splitlines() or [""])[0][:most]
+
+
+def named(error: BaseException) -> str:
+    """An error's class and what it says, for a report."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 @dataclass(frozen=True)
 class Mark:
     """A point in the life of one report. Opaque: hand it to `Report.since`."""

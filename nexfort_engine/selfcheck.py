@@ -13,6 +13,7 @@ from . import lower
 from .capture import Example, capture
 from .config import CompileConfig
 from .modulestate import WeightSlots
+from .report import named
 from .signature import Flat, flatten_call
 
 
@@ -36,8 +37,7 @@ def run(device_type: str) -> str | None:
             return _check(device_type, Path(folder) / "payload")
     except Exception as error:
         # the question is whether it works; whatever goes wrong is the answer
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        return f"{type(error).__name__}: {first}"
+        return named(error)
 
 
 def _check(device_type: str, payload: Path) -> str | None:

@@ -9,21 +9,17 @@ it passed is remembered beside the artefacts, for this very engine, torch, devic
 from __future__ import annotations
 
 import functools
-import json
-import logging
-import os
 import re
-import shutil
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from .cache.disk import make_private, replace_file
+from .cache.beside import recall, remember
 from .cache.key import environment_parts, primary_key
+from .cpu_probe import cpp_compiler
 from .lower import wait_for_import
-
-log = logging.getLogger("nexfort")
+from .report import first_line
 
 OLDEST = (2, 11)
 REFERENCE = (2, 11)
@@ -67,7 +63,9 @@ def _checked(device_type: str, folder: Path | None) -> str | None:
 
     here, passed = "", list[str]()
     if folder is not None:
-        here = primary_key({**environment_parts(device_type), "compiler": _compiler(device_type)})
+        here = primary_key(
+            {**environment_parts(device_type), "compiler": cpp_compiler() if device_type == "cpu" else ()}
+        )
         passed = _passed(folder)
         if here in passed:
             return None
@@ -75,31 +73,14 @@ def _checked(device_type: str, folder: Path | None) -> str | None:
     if problem:
         return f"the self-check of torch {torch.__version__} on {device_type} failed: {problem}"
     if folder is not None:
-        try:
-            make_private(folder)
-            replace_file(folder / _PASSED, json.dumps([*passed, here][-_MOST_PASSED:]).encode(), folder)
-        except OSError as error:
-            log.debug("Nexfort: that the self-check passed could not be stored: %s", error)
+        remember(folder, _PASSED, [*passed, here][-_MOST_PASSED:])
     return None
 
 
 def _passed(folder: Path) -> list[str]:
     """The keys of machines on which the self-check passed."""
-    try:
-        found = json.loads((folder / _PASSED).read_text())
-    except (OSError, ValueError):  # never written, or damaged: the check is made again
-        return []
+    found = recall(folder, _PASSED)
     return [key for key in found if isinstance(key, str)] if isinstance(found, list) else []
-
-
-def _compiler(device_type: str) -> list[object]:
-    """What compiles for a device besides what the key of an environment has: the C++ compiler, by path and time."""
-    if device_type != "cpu":
-        return []
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    path = shutil.which(get_cpp_compiler()) or ""
-    return [path, os.stat(path).st_mtime if path else 0]
 
 
 def torch_version() -> tuple[int, int]:
@@ -128,9 +109,9 @@ def no_cpp_compiler() -> str | None:
     try:
         get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        what = first_line(error, 120) or type(error).__name__
         return (
-            f"no C++ compiler was found ({first[:120]}), and compiling for the CPU needs one; install gcc (g++) or "
+            f"no C++ compiler was found ({what}), and compiling for the CPU needs one; install gcc (g++) or "
             "clang, or name one in the variable CXX"
         )
     return None

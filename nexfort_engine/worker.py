@@ -24,6 +24,7 @@ import torch
 
 from . import flags
 from .capture import Captured
+from .report import named
 
 # imported by Inductor and Triton when they come to a first kernel
 _LATE = (
@@ -94,8 +95,7 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
             answer: dict[str, Any] = {"ok": True}
         except Exception as error:
             # whatever went wrong is the answer: the parent reports it for the region
-            first = (str(error).strip().splitlines() or [""])[0][:300]
-            answer = {"ok": False, "error": f"{type(error).__name__}: {first}"}
+            answer = {"ok": False, "error": named(error)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
