@@ -139,7 +139,7 @@ def test_a_pass_is_remembered_and_a_failure_is_not(
     assert "broken again" in str(in_a_new_process()), "a damaged file is not believed"
     answers += [None, "another compiler"]
     assert in_a_new_process() is None
-    monkeypatch.setattr(support, "_compiler", lambda _kind: ["/another/c++", 1.0])
+    monkeypatch.setattr(support, "cpp_compiler", lambda: ("/another/c++", 1.0))
     assert "another compiler" in str(in_a_new_process())
 
 
