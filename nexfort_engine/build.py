@@ -30,7 +30,7 @@ from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
 from .guards import checker
-from .lowering import Job, lower_all
+from .lowering import Job, await_left, lower_all
 from .modulestate import matches_text
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, normalised
@@ -105,6 +105,8 @@ class Builder:
 
     def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
         binding, misfit = self._bind(wanted)
+        if binding is None and await_left(self.engine.cancel):
+            binding, misfit = self._bind(wanted)
         if binding is None and not session.planned and self._may_make(wanted, misfit):
             self._plan(session)
             binding, again = self._bind(wanted)

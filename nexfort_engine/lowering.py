@@ -33,6 +33,8 @@ log = logging.getLogger("nexfort")
 
 _WATCH = 0.1  # seconds between two looks at the host's cancel
 
+_left: list[Job] = []  # what a cancelled call left to be lowered in this process
+
 
 @dataclass
 class Job:
@@ -102,7 +104,11 @@ def _run(
             running.append(job)
         else:
             _start(job, *captured, options)
-            _wait(job, cancel, tracker)
+            try:
+                _wait(job, cancel, tracker)
+            except BaseException:
+                _left.append(job)
+                raise
             collect(job)
         for finished in [j for j in running if j.finished.is_set()]:
             running.remove(finished)
@@ -114,6 +120,19 @@ def _run(
             continue
         running.remove(ended)
         collect(ended)
+
+
+def await_left(cancel: Callable[[], None]) -> bool:
+    """Wait for what a cancelled call left to this process; whether there was any. cancel raises to stop waiting.
+
+    Nothing may be captured meanwhile: tracing and lowering share state of torch's that is the process's own.
+    """
+    waited = bool(_left)
+    while _left:
+        while not _left[0].finished.wait(_WATCH):
+            cancel()
+        _left.pop(0)
+    return waited
 
 
 def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:

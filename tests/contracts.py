@@ -31,6 +31,7 @@ from subjects import (
     cold_subject,
     distance,
     equal_bits,
+    graph_subject,
     graphs_as_they_are,
     names,
     new_since,
@@ -39,7 +40,7 @@ from subjects import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nexfort_engine import dispatch, engine, lower
+from nexfort_engine import dispatch, engine, lower, lowering
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 every = pytest.mark.parametrize("name", names())
@@ -350,16 +351,19 @@ def test_failing_region_is_latched_and_the_step_completes(tiny: Subject) -> None
 
 
 class SlowLowering:
-    """Stands for a lowering that takes a minute; `began` says when it is under way."""
+    """Stands for a lowering that takes a minute; `began` says when it is under way, `then` is what it does at last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[..., None] | None = None) -> None:
         self.began, self.release = threading.Event(), threading.Event()
+        self._then = then
         monkeypatch.setenv("NEXFORT_WORKERS", "0")
         monkeypatch.setattr(lower, "lower", self._lower)
 
-    def _lower(self, *_: Any) -> None:
+    def _lower(self, *args: Any) -> None:
         self.began.set()
         self.release.wait(60)
+        if self._then is not None:
+            return self._then(*args)
         raise lower.LoweringFailed("it was only a test")
 
 
@@ -412,13 +416,43 @@ def test_cancelled_compile_is_taken_up_again(threads: int) -> None:
     assert not cold.report.as_dict()["eager"]
 
 
+def test_nothing_is_captured_while_a_cancelled_call_is_still_lowered(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without workers both would be at it in one process, where tracing and lowering share torch's own state."""
+    cancelled, captured = threading.Event(), threading.Event()
+
+    def cancel() -> None:
+        if cancelled.is_set():
+            raise Interrupt("cancelled")
+
+    with graphs_as_they_are():
+        lowered, capture = lower.lower, lowering._captured
+        slow = SlowLowering(monkeypatch, lowered)
+        cold = cold_subject(make("torch_dit"), cancel=cancel)
+        threading.Thread(target=lambda: (slow.began.wait(60), cancelled.set()), daemon=True).start()
+        with pytest.raises(Interrupt):
+            cold.run()
+        cancelled.clear()
+        monkeypatch.setattr(lowering, "_captured", lambda job: (captured.set(), capture(job))[1])
+        beside = threading.Thread(target=cold.run, daemon=True)
+        beside.start()
+        assert not captured.wait(1.0), "it was captured while the other was lowered"
+        slow.release.set()
+        beside.join(60)
+        assert captured.is_set() and not beside.is_alive()
+        assert cold.same() < TOLERANCE
+        found = cold.report.as_dict()
+        assert not found["eager"] and found["artefacts_loaded"] == 1, "what was left was lowered again"
+
+
 # ---- what changes between two runs ----------------------------------------------------------------------------
 
 
 @with_options
 def test_options_added_later_act_as_in_eager(host: str) -> None:
     with graphs_as_they_are():
-        cold = cold_subject(make(host))
+        cold = graph_subject(host)
         before, wanted = cold.run(), cold.eager()
         for label, edit in cold.tiny.kind.edits.items():
             options: dict[str, Any] = {}
@@ -514,23 +548,23 @@ def test_changed_weights_are_honoured_and_cost_nothing(tiny: Subject, change: Ca
 
 
 @every
-def test_changed_attribute_of_a_block_is_honoured(tiny: Subject) -> None:
-    before, wanted = tiny.run(), tiny.eager()
-    tiny = tiny.again()
-    tiny.run()
-    for sub, name in _numbers(tiny):
-        value = getattr(sub, name)
-        setattr(sub, name, value + 0.7)
-        try:
-            changed = tiny.eager()
-            if distance(changed, wanted) > MOVES:
-                assert distance(tiny.run(), changed) < TOLERANCE, f"{name} of a {type(sub).__name__}"
-                break
-        finally:
-            setattr(sub, name, value)
-    else:
-        pytest.fail("no number that a block reads matters to the network")
-    assert equal_bits(tiny.run(), before)
+def test_changed_attribute_of_a_block_is_honoured(host: str) -> None:
+    with graphs_as_they_are():
+        tiny = graph_subject(host)
+        before, wanted = tiny.run(), tiny.eager()
+        for sub, name in _numbers(tiny):
+            value = getattr(sub, name)
+            setattr(sub, name, value + 0.7)
+            try:
+                changed = tiny.eager()
+                if distance(changed, wanted) > MOVES:
+                    assert distance(tiny.run(), changed) < TOLERANCE, f"{name} of a {type(sub).__name__}"
+                    break
+            finally:
+                setattr(sub, name, value)
+        else:
+            pytest.fail("no number that a block reads matters to the network")
+        assert equal_bits(tiny.run(), before)
 
 
 def _numbers(tiny: Subject) -> Iterator[tuple[nn.Module, str]]:
@@ -554,7 +588,7 @@ def _in_bfloat16(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
 @every
 def test_changed_dtype_is_honoured(host: str) -> None:
     with graphs_as_they_are():
-        cold = cold_subject(make(host))
+        cold = graph_subject(host)
         exact = cold.eager()
         assert distance(cold.run(), exact) < TOLERANCE
         cold.tiny.to(torch.bfloat16)

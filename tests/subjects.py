@@ -147,6 +147,13 @@ def graphs_as_they_are() -> Iterator[None]:
         yield
 
 
+def graph_subject(name: str) -> Subject:
+    """A backbone of its own after its first call, inside `graphs_as_they_are`; what is captured is shared."""
+    made = Subject(make(name))
+    made.run()
+    return made
+
+
 def cold_subject(tiny: Tiny, **engine: Any) -> Subject:
     """A backbone whose engine has an empty cache; keywords go to Engine."""
     store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))

@@ -124,10 +124,10 @@ COMPILE = """
 import torch, nexfort_engine
 from nexfort_engine.compiled import store_at
 torch.manual_seed(0)
-module = nexfort_engine.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
+module = nexfort_engine.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
 with torch.no_grad():
     module(torch.ones(2, 8))
-    again = nexfort_engine.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
+    again = nexfort_engine.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
     again(torch.ones(3, 8))
 facts = module.report.as_dict()
 print(json.dumps({"compiled": facts["artefacts_compiled"], "eager": facts["eager"], "root": str(store_at().root),

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from subjects import graphs_as_they_are
 
 import nexfort_engine
 from nexfort_engine.compiled import CompiledModule
@@ -15,6 +17,13 @@ diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 TOLERANCE = 1e-3  # of the picture after a few steps and the VAE, in fp32
 MOVES = 100 * TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    """How graphs are lowered is tested with the demo's pipeline and with the networks by themselves."""
+    with graphs_as_they_are():
+        yield
 
 
 def pipeline() -> Any:
