@@ -158,7 +158,7 @@ class _Maker:
 
 def _watch(control: Any, maker: _Maker) -> None:
     """Have a control object's networks compiled when it makes them, and those of its copies."""
-    kind = type(control)
+    kind: Any = type(control)
     control.__class__ = _watched(getattr(kind, "nexfort_watches", kind))
     control.__dict__[_MAKER] = maker
 
