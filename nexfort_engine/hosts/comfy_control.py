@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import flags
 from ..artefact import Known
+from ..compiled import CompiledModule
 from ..config import CompileConfig
 from ..modulestate import replaced_forward
 from ..report import Report
@@ -66,12 +67,12 @@ def report_of(control: Any) -> Report | None:
     """The report of a control net that `attach_control` returned or of a copy of it, empty before it has run."""
     if _MAKER in vars(control):
         return control.__dict__[_MAKER].report  # type: ignore[no-any-return]
-    reports = [value.report for value in vars(control).values() if hasattr(value, "uncompiled")]
+    reports = [value.report for value in vars(control).values() if isinstance(value, CompiledModule)]
     return reports[0] if reports else None
 
 
-def _plain(network: Any) -> Any:
-    return network.uncompiled() if hasattr(network, "uncompiled") else network
+def _plain(network: nn.Module) -> nn.Module:
+    return network.uncompiled() if isinstance(network, CompiledModule) else network
 
 
 def _compiled(control: Any, network: nn.Module, config: CompileConfig) -> Any:
@@ -144,7 +145,8 @@ class _Maker:
         if not made:
             self._nothing_found()
         for name, network in made.items():
-            if not _stays_plain(network, self.report):
+            kept = isinstance(vars(control)[name], CompiledModule)  # it was there before, and this run uses it again
+            if not kept and not _stays_plain(network, self.report):
                 engine = comfy.new_engine(network, self.config, network, known=self._known, **_given(control))
                 engine.name, engine.report = self.name, self.report
                 setattr(control, name, comfy.wrapped(network, engine, _CALLED, **_given(control)))
