@@ -131,3 +131,32 @@ def under(
 def picture(patcher: Any, *links: Any, call: dict[str, Any] | None = None, **given: Any) -> torch.Tensor:
     """The latent under these control nets. given: `under`'s keywords; call: those of `sample`."""
     return sample(patcher, edit=under(*links, **given) if links else None, **(call or {}))
+
+
+def qwen_fun() -> Any:
+    """A ControlNet of Qwen-Image that is given the whole model as an argument."""
+    import comfy.controlnet
+    import comfy.ldm.qwen_image.controlnet
+
+    network = comfy.ldm.qwen_image.controlnet.QwenImageFunControlNetModel(
+        **{**_cpu(), "control_in_features": 64, "inner_dim": 32, "num_attention_heads": 2, "attention_head_dim": 16},
+        **{"num_control_blocks": 2, "main_model_double": 4, "injection_layers": (0, 2)},
+    )
+    cpu = torch.device("cpu")
+    return comfy.controlnet.QwenFunControlNet(
+        with_weights(network, "control_qwen_fun"), compression_ratio=1, load_device=cpu, extra_conds=[]
+    )
+
+
+def called(control: Any, model: Any, batch: int = 2, size: tuple[int, int] = (16, 16)) -> list[torch.Tensor]:
+    """What one step of a sampler asks of a control net, for models that patchers.py has no sampling of."""
+    draw = torch.Generator().manual_seed(7)
+    applied = control.copy().set_cond_hint(torch.rand(1, 16, *size, generator=draw))
+    x, words = torch.randn(batch, 4, 1, *size, generator=draw), torch.randn(batch, 20, 16, generator=draw)
+    with torch.inference_mode():
+        applied.pre_run(model, lambda percent: 1.0 - percent)
+        try:
+            found = applied.get_control(x, torch.full((batch,), 0.5), {"c_crossattn": words}, batch, {})
+        finally:
+            applied.cleanup()
+    return [tensor for tensors in found.values() for tensor in tensors if tensor is not None]

@@ -12,14 +12,17 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import control_nets
 import pytest
 import torch
+from backbones import make
 from control_nets import HOLDS_ITS_OWN, KINDS, hint, model_for, picture
 from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, nothing_new, sample
 from restarted import counting
+from subjects import distance as tensors_distance
 from subjects import graphs_as_they_are
 
 from nexfort_engine import engine as engine_module
@@ -255,6 +258,24 @@ def test_a_control_lora_that_is_run_often_reports_each_artefact_once() -> None:
     assert new["calls"] == 3 * STEPS and not new["regions"]
     nothing_new(new)
     assert [name for name, one in host.reports() if one is pair.report] == ["ControlLora"]
+
+
+def test_a_control_net_that_is_given_the_model_as_an_argument() -> None:
+    plain = control_nets.qwen_fun()
+    sampling = model_for("flux").model.model_sampling
+    model = SimpleNamespace(model_sampling=sampling, diffusion_model=make("comfy_qwen").module)
+    compiled = comfy_control.attach_control(plain, CONFIG)
+    report = comfy_control.report_of(compiled)
+    assert report is not None
+    wanted = control_nets.called(plain, model)
+    assert len(wanted) > 1 and all(bool(tensor.abs().max() > 0) for tensor in wanted)
+    assert tensors_distance(control_nets.called(compiled, model), wanted) < TOLERANCE
+    assert report.as_dict()["calls"] == 1 and report.as_dict()["regions"] and not report.as_dict()["eager"]
+    mark = report.mark()
+    for given in ({"batch": 1}, {"size": (16, 24)}, {"batch": 3, "size": (24, 16)}):
+        found = control_nets.called(compiled, model, **given)
+        assert tensors_distance(found, control_nets.called(plain, model, **given)) < TOLERANCE
+    nothing_new(report.since(mark))
 
 
 def test_weights_that_are_cast_on_the_way() -> None:
