@@ -9,8 +9,9 @@ artefact serves every module of the same structure; a `Binding` ties it to one o
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -115,6 +116,23 @@ class Artefact:
             return Misfit("the options answer differently from the captured call")
         reason = self.conditions.broken([t.shape for t in (*flat.tensors, *extra)], flat.ints)
         return Misfit(reason, True, self.check) if reason else None
+
+
+Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
+
+
+@dataclass
+class Known:
+    """What an engine knows that would be as true of another network of the same kind. It holds no module.
+
+    artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
+    out. reported: the artefacts that the report has.
+    """
+
+    artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
+    refusals: dict[str, list[Refusal]] = field(default_factory=dict)
+    made: Counter[str] = field(default_factory=Counter)
+    reported: set[str] = field(default_factory=set)
 
 
 class Binding:

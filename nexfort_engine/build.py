@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from . import lower
-from .artefact import Artefact, Binding, Misfit, manifest_of
+from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .cache.key import driver_problem, environment_parts, primary_key
 from .cache.store import Entry, StoreError
 from .capture import LOCK, Captured, Example, capture, spec_key
@@ -47,7 +46,6 @@ log = logging.getLogger("nexfort")
 MOST_VARIANTS = 8
 _MOST_STORED = 64
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
-Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
 
@@ -67,11 +65,10 @@ class Builder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.artefacts: dict[str, list[Artefact]] = {}
-        self.refusals: dict[str, list[Refusal]] = {}
-        self._made: Counter[str] = Counter()  # artefacts by primary key, those that were there before left out
+        known = engine.known
+        self.artefacts, self.refusals = known.artefacts, known.refusals
+        self._made, self._reported = known.made, known.reported
         self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
-        self._reported: set[str] = set()  # artefacts that the report has
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
     # -- a call whose artefact is not known --------------------------------------------------------------

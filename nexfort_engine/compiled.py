@@ -73,8 +73,9 @@ def compile(
 class CompiledModule:
     """What compiled modules are besides instances of their own class. Made by `compile`, never directly."""
 
-    __slots__ = ("_nexfort_engine",)
+    __slots__ = ("_nexfort_again", "_nexfort_engine")
     _nexfort_engine: Engine
+    _nexfort_again: Callable[[nn.Module], Any]
 
     @property
     def report(self) -> Report:
@@ -86,18 +87,18 @@ class CompiledModule:
         return self._nexfort_engine.root
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _again(type(self), copy.deepcopy(self.uncompiled(), memo), self._nexfort_engine.config)
+        return self._nexfort_again(copy.deepcopy(self.uncompiled(), memo))
 
     def __copy__(self) -> Any:
-        return _again(type(self), copy.copy(self.uncompiled()), self._nexfort_engine.config)
+        return self._nexfort_again(copy.copy(self.uncompiled()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         methods = type(self).nexfort_methods  # type: ignore[attr-defined]
         return _rebuild, (self.uncompiled(), self._nexfort_engine.config.as_dict(), methods)
 
 
-def _again(kind: Any, module: nn.Module, config: CompileConfig) -> Any:
-    return wrap_methods(module, Engine(module, config, store_at()), kind.nexfort_methods)
+def _again(methods: tuple[str, ...], config: CompileConfig, module: nn.Module) -> Any:
+    return wrap_methods(module, Engine(module, config, store_at()), methods)
 
 
 def _rebuild(module: nn.Module, options: dict[str, Any], methods: tuple[str, ...]) -> Any:
@@ -105,16 +106,23 @@ def _rebuild(module: nn.Module, options: dict[str, Any], methods: tuple[str, ...
 
 
 def wrap_methods(
-    module: nn.Module, engine: Engine, methods: tuple[str, ...], *, around: Callable[..., Any] | None = None
+    module: nn.Module,
+    engine: Engine,
+    methods: tuple[str, ...],
+    *,
+    around: Callable[..., Any] | None = None,
+    again: Callable[[nn.Module], Any] | None = None,
 ) -> Any:
     """A module object with the same attribute table, whose `methods` run inside the engine.
 
     around: a decorator for those calls, for what a host wants to be true during each.
+    again: wraps a copy of the module as this one is wrapped; without it the copy's engine knows no host.
     """
     kind = _compiled_class(type(module), methods, around)  # type: ignore[arg-type]  # classes are hashable
     wrapper = kind.__new__(kind)
     object.__setattr__(wrapper, "__dict__", module.__dict__)
     object.__setattr__(wrapper, "_nexfort_engine", engine)
+    object.__setattr__(wrapper, "_nexfort_again", again or functools.partial(_again, methods, engine.config))
     return wrapper
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from . import pool
+from .artefact import Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
@@ -51,6 +52,7 @@ class Engine:
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
     apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
+    known: what engines of networks alike share, where a host makes its network anew for each run.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Engine:
         lender: Lender | None = None,
         stops: Callable[[], tuple[type[BaseException], ...]] = tuple,
         apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        known: Known | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
@@ -74,6 +77,7 @@ class Engine:
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
         self.report = Report(config, str(store.root))
+        self.known = known or Known()
         self.builder = Builder(self)
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None

@@ -6,11 +6,17 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .cache_manager import NexfortCacheManager
+from .compile_controlnet import NexfortCompileControlNet
 from .compile_model import NexfortCompileModel
 from .compile_vae import NexfortCompileVAE
 from .routes import register_routes
 
-NODES: list[type[io.ComfyNode]] = [NexfortCompileModel, NexfortCompileVAE, NexfortCacheManager]
+NODES: list[type[io.ComfyNode]] = [
+    NexfortCompileModel,
+    NexfortCompileVAE,
+    NexfortCompileControlNet,
+    NexfortCacheManager,
+]
 
 
 class NexfortExtension(ComfyExtension):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The widgets that both compile nodes share, and how their values become one `CompileConfig`.
+"""What the compile nodes share: their widgets, how those become one `CompileConfig`, and the way to the engine.
 
-It knows no model and no VAE, and imports the engine only when a value has to be read.
+It knows no model, VAE or control net, and imports the engine only when a value has to be read.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
@@ -44,7 +45,7 @@ Switch it off to compare with the uncompiled result; nothing compiled is lost.""
 
 
 def shared_inputs(*, memory_format: str, memory_format_tooltip: str) -> list[io.Input]:
-    """The widgets after the model or VAE, in order. Those an API workflow may leave out are optional."""
+    """The widgets after what is to be compiled, in order. Those an API workflow may leave out are optional."""
     return [
         io.Combo.Input("mode", options=MODES, default=MODES[0], tooltip=MODE_TOOLTIP),
         io.Boolean.Input("dynamic", default=True, tooltip=DYNAMIC_TOOLTIP),
@@ -52,6 +53,23 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str) -> list[io.
         io.String.Input("options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP),
         io.Boolean.Input("enabled", default=True, optional=True, advanced=True, tooltip=ENABLED_TOOLTIP),
     ]
+
+
+def compiled(
+    given: Any,
+    attach: Callable[[Any, CompileConfig], Any],
+    where: str,
+    widgets: tuple[str, bool, str, str | None],
+    enabled: bool,
+) -> io.NodeOutput:
+    """A node's output: what came in with the engine attached, or itself where the node is switched off.
+
+    widgets: mode, dynamic, memory_format and options. Raises ValueError as `read_config`.
+    """
+    if not enabled:
+        return io.NodeOutput(given)
+    config = read_config(*widgets, where)
+    return io.NodeOutput(given if config.disable else attach(given, config))
 
 
 def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None, where: str) -> CompileConfig:

@@ -6,9 +6,14 @@ It only hands over: what is compiled, and when, is the engine's.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from comfy_api.latest import io
 
-from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
+from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
+
+if TYPE_CHECKING:
+    from nexfort_engine.config import CompileConfig
 
 WHERE = "a ComfyUI model"
 
@@ -67,11 +72,10 @@ class NexfortCompileModel(io.ComfyNode):
         enabled: bool = True,
     ) -> io.NodeOutput:
         """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
-        if not enabled:
-            return io.NodeOutput(model)
-        config = read_config(mode, dynamic, memory_format, options, WHERE)
-        if config.disable:
-            return io.NodeOutput(model)
-        from nexfort_engine.hosts import comfy
+        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled)
 
-        return io.NodeOutput(comfy.attach(model, config))
+
+def _attach(model: Any, config: CompileConfig) -> Any:
+    from nexfort_engine.hosts import comfy
+
+    return comfy.attach(model, config)

@@ -6,9 +6,14 @@ It only hands over: what is compiled, and when, is the engine's.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from comfy_api.latest import io
 
-from .compile_inputs import CATEGORY, check_options, read_config, shared_inputs
+from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
+
+if TYPE_CHECKING:
+    from nexfort_engine.config import CompileConfig
 
 WHERE = "a ComfyUI VAE"
 
@@ -62,11 +67,10 @@ class NexfortCompileVAE(io.ComfyNode):
         enabled: bool = True,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first decode."""
-        if not enabled:
-            return io.NodeOutput(vae)
-        config = read_config(mode, dynamic, memory_format, options, WHERE)
-        if config.disable:
-            return io.NodeOutput(vae)
-        from nexfort_engine.hosts import comfy
+        return compiled(vae, _attach, WHERE, (mode, dynamic, memory_format, options), enabled)
 
-        return io.NodeOutput(comfy.attach_vae(vae, config))
+
+def _attach(vae: Any, config: CompileConfig) -> Any:
+    from nexfort_engine.hosts import comfy
+
+    return comfy.attach_vae(vae, config)

@@ -24,7 +24,7 @@ from inputs import Call, Draw, Size, latent_call, sampler_options, tensors_of
 from torch import nn
 from torch_dit import TorchDiT
 
-__all__ = ["BACKBONES", "Backbone", "Tiny", "make", "tensors_of"]
+__all__ = ["BACKBONES", "Backbone", "Tiny", "make", "tensors_of", "with_weights"]
 
 EVEN = ((16, 16), (16, 24), (24, 16), (20, 28), (12, 12))
 ODD = ((16, 16), (16, 24), (24, 16), (20, 28), (17, 23))  # what does not fill whole patches is padded
@@ -55,7 +55,7 @@ class Tiny:
 
     def __init__(self, kind: Backbone, depth: int) -> None:
         self.kind, self.name = kind, kind.name
-        self.module = _with_weights(kind.build(depth), kind.name)
+        self.module = with_weights(kind.build(depth), kind.name)
 
     def to(self, dtype: torch.dtype) -> None:
         """Bring the weights to a dtype, as the host does it."""
@@ -90,7 +90,7 @@ def make(name: str, depth: int = 2) -> Tiny:
     return Tiny(BACKBONES[name], depth)
 
 
-def _with_weights(module: nn.Module, name: str) -> nn.Module:
+def with_weights(module: nn.Module, name: str) -> nn.Module:
     """Weights scaled by their fan-in, norms' near one, the same in every process."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     tables = [(n, p) for n, p in module.named_parameters() if p.is_floating_point()]

@@ -20,7 +20,7 @@ from nexfort_engine.headless import ComfyServer, find_comfyui
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "workflows" / "api"
 LOADERS = {"CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader"}
-COMPILE_NODES = {"NexfortCompileModel", "NexfortCompileVAE"}
+COMPILE_NODES = {"NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet"}
 
 # Which tiny files stand for a family's, and what its text encoder gives. SDXL's sizes cannot be tiny.
 TINY: dict[str, dict[str, Any]] = {

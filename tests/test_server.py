@@ -25,6 +25,7 @@ pytestmark = pytest.mark.comfy
 NODES = {
     "NexfortCompileModel": "Nexfort Compile Model",
     "NexfortCompileVAE": "Nexfort Compile VAE",
+    "NexfortCompileControlNet": "Nexfort Compile ControlNet",
     "NexfortCacheManager": "Nexfort Cache Manager",
 }
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
@@ -98,7 +99,7 @@ def test_object_info_shows_the_node(server: ComfyServer, name: str) -> None:
     assert all(len(options) > 1 and options[1].get("tooltip") for options in inputs.values()), inputs
 
 
-@pytest.mark.parametrize("name", ["NexfortCompileModel", "NexfortCompileVAE"])
+@pytest.mark.parametrize("name", ["NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet"])
 def test_object_info_shows_the_dropdowns(server: ComfyServer, name: str) -> None:
     shown = server.get(f"/object_info/{name}")[name]["input"]
     assert list(shown["required"])[1:] == ["mode", "dynamic", "memory_format"]

@@ -84,6 +84,18 @@ def sd15_unet(seed: int) -> dict[str, Any]:
     return _weights(unet, seed)
 
 
+def sd15_controlnet(seed: int) -> dict[str, Any]:
+    """The first half of `sd15_unet` with its zero convolutions, which are not zero here."""
+    from comfy.cldm.cldm import ControlNet
+
+    control = _network(
+        ControlNet, image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1, 1],
+        channel_mult=[1, 1], transformer_depth=[0, 1], transformer_depth_middle=1, num_heads=8, num_head_channels=-1,
+        use_spatial_transformer=True, context_dim=768, use_linear_in_transformer=False, legacy=False,
+    )  # fmt: skip
+    return _weights(control, seed)
+
+
 def flux_unet(seed: int) -> dict[str, Any]:
     """Two double and two single blocks of one head. Detection wants heads of 128."""
     from comfy.ldm.flux.model import Flux
@@ -240,6 +252,7 @@ FILES: dict[str, Tiny] = {
     "sd3_unet": Tiny("diffusion_models", sd3_unet, "SD3 transformer"),
     "wan_unet": Tiny("diffusion_models", wan_unet, "Wan 2.1 text-to-video transformer"),
     "pixart_unet": Tiny("diffusion_models", pixart_unet, "PixArt Sigma transformer"),
+    "sd15_controlnet": Tiny("controlnet", sd15_controlnet, "ControlNet for sd15_unet"),
     "clip_l": Tiny("text_encoders", clip_l, "CLIP-L text encoder, full size"),
     "taesd": Tiny("vae", taesd(4), "small autoencoder, 4 channels"),
     "taesd_flux": Tiny("vae", taesd(16), "small autoencoder, 16 channels"),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one file that knows ComfyUI: engines on model patchers and VAEs, its cache folder, cancel and progress.
+"""ComfyUI as the engine sees it: engines on model patchers and VAEs, its cache folder, cancel and progress.
 
 A model patcher's clone gets one APPLY_MODEL wrapper, which sees the BaseModel that really runs; engines are kept on
 that model's network, one for each config, so that a node that runs again finds its artefacts. Nothing of ComfyUI is
-replaced, and a clone without the wrapper runs the plain network at all times.
+replaced, and a clone without the wrapper runs the plain network at all times. ControlNets are in comfy_control.py,
+weights that ComfyUI moves, casts or patches in comfy_weights.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from .. import flags, progress
@@ -33,7 +35,16 @@ KEY = "nexfort"
 _CORE_S_KEY = "torch.compile"  # of the wrapper of core's compile node
 _ENGINES = "_nexfort_engines"
 _HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Told(Protocol):
+    """Whatever has something to tell of one network, or of those that are made anew for each run."""
+
+    name: str
+    report: Report
+
+
+_live: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
 class _Engines(dict):
@@ -116,23 +127,38 @@ def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None
     return None
 
 
-def engine_for(network: nn.Module, config: CompileConfig, model: Any, *, whole: bool = True) -> Engine:
+def engine_for(network: nn.Module, config: CompileConfig, model: Any, **given: Any) -> Engine:
     """The engine of a network and config; made on first use and kept as long as the network lives.
 
-    model: what the host holds the network in, or the network itself.
+    model: what the host holds the network in, or the network itself. given: more of what `new_engine` takes.
     """
     engines = network.__dict__.get(_ENGINES)
     if engines is None:
         engines = network.__dict__[_ENGINES] = _Engines()
     engine = engines.get(config)
     if engine is None:
-        hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": _plain_call, "others_code": _others_code}
-        hooks |= {"stops": _stops, "apart": _apart}
-        engine = Engine(network, config, store_at(cache_root()), whole=whole, lender=ComfyWeights(model), **hooks)
-        engine.name = type(model).__name__
-        engines[config] = engine
-        _live.add(engine)
+        engine = engines[config] = new_engine(network, config, model, **given)
+        tell_of(engine)
     return engine
+
+
+def new_engine(
+    network: nn.Module, config: CompileConfig, model: Any, *, computing: torch.dtype | None = None, **given: Any
+) -> Engine:
+    """An engine that asks ComfyUI what only it knows.
+
+    computing: the dtype to compute in, where `model` does not say it. given: more of what Engine takes.
+    """
+    hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": plain_call, "others_code": _others_code}
+    hooks |= {"stops": _stops, "apart": _apart, **given}
+    engine = Engine(network, config, store_at(cache_root()), lender=ComfyWeights(model, computing), **hooks)
+    engine.name = type(model).__name__
+    return engine
+
+
+def tell_of(told: Told) -> None:
+    """Have `reports` list this one as long as it lives."""
+    _live.add(told)
 
 
 def attach_vae(vae: Any, config: CompileConfig) -> Any:
@@ -151,8 +177,20 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     if hasattr(vae, "device"):  # where it will run; its weights may still lie elsewhere
         engine.prepare(vae.device)
     copied = copy.copy(vae)
-    copied.first_stage_model = wrap_methods(original, engine, ("decode", "encode"), around=_with_progress)
+    copied.first_stage_model = wrapped(original, engine, ("decode", "encode"), whole=False)
     return copied
+
+
+def wrapped(network: nn.Module, engine: Engine, methods: tuple[str, ...], **given: Any) -> Any:
+    """The network as an object whose methods run in the engine and show progress; copies of it get an engine too.
+
+    given: what that engine takes besides.
+    """
+
+    def again(copied: nn.Module) -> Any:
+        return wrapped(copied, engine_for(copied, engine.config, copied, **given), methods, **given)
+
+    return wrap_methods(network, engine, methods, around=_with_progress, again=again)
 
 
 def _with_progress(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +214,7 @@ def report_of(value: Any) -> Report | None:
 
 def reports() -> list[tuple[str, Report]]:
     """Name and report of every engine that is alive."""
-    return [(engine.name, engine.report) for engine in list(_live)]
+    return [(told.name, told.report) for told in list(_live)]
 
 
 def _cancel() -> None:
@@ -197,7 +235,7 @@ def _apart() -> contextlib.AbstractContextManager[Any]:
     return pause() if pause is not None else contextlib.nullcontext()
 
 
-def _plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The network's arguments without other packs' wrappers and patches, which may count their calls."""
     options = kwargs.get("transformer_options")
     if not isinstance(options, dict):

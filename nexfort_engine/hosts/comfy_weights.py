@@ -26,13 +26,17 @@ _NAMES = ("weight", "bias")
 
 
 class ComfyWeights:
-    """The lender of one BaseModel."""
+    """The lender of one network.
+
+    model: what ComfyUI holds it in, and may say on what dtype to compute in. computing: that dtype where it says so
+    elsewhere.
+    """
 
     hidden: ClassVar[Mapping[str, Any]] = {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
     signs = (*hidden, "_v")  # the last is dynamic VRAM's
 
-    def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
+        self._model, self._computing = weakref.ref(model), computing
 
     def lends(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way. Others have code of their own, which is traced as it is."""
@@ -55,7 +59,7 @@ class ComfyWeights:
 
         A weight that dynamic VRAM left in the file may have another dtype there than in the model.
         """
-        computing = getattr(self._model(), "manual_cast_dtype", None)
+        computing = self._computing or getattr(self._model(), "manual_cast_dtype", None)
         own = getattr(layer, f"{name}_comfy_model_dtype", None) if "_v" in layer.__dict__ else None
         return computing or own or getattr(layer, name).dtype
 

@@ -125,16 +125,18 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, CompileC
 
     host = types.ModuleType("nexfort_engine.hosts.comfy")
     host.attach = host.attach_vae = attach  # type: ignore[attr-defined]
+    host.attach_control = attach  # type: ignore[attr-defined]
     package = types.ModuleType("nexfort_engine.hosts")
-    package.comfy = host  # type: ignore[attr-defined]
+    package.comfy = package.comfy_control = host  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", package)
     monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy_control", host)
     yield calls
 
 
 # ---- the compile nodes -------------------------------------------------------------------------------------
 
-COMPILE = ("NexfortCompileModel", "NexfortCompileVAE")
+COMPILE = ("NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet")
 
 
 @pytest.mark.comfy
