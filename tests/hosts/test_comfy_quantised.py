@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from card_memory import loaded_in_part, unload
+from card_memory import PagedMemory, loaded_in_part, page, unload
 from patchers import CONFIG, MOVES, TOLERANCE, distance
 from patchers import sample as sample_any
 from quantised import CHANNELS, FORMATS, load, plain_weights, quantised_weights
@@ -182,6 +182,44 @@ def test_a_model_that_is_loaded_in_part_runs_the_same_artefacts(
         unload()
     mark = mark_of(clone)
     assert torch.equal(sample(clone), before) and torch.equal(sample(patcher), plain)
+    nothing_new(clone, mark)
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "nvfp4"])
+def test_under_dynamic_vram_the_same_artefacts_run(
+    pair: Callable[[str], Pair], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.utils
+    from comfy.model_patcher import LowVramPatch
+
+    patcher, clone = pair(form)
+    mark, memory = mark_of(clone), PagedMemory(1 << 22)
+    layers = page(patcher, memory, monkeypatch)
+    paged = sample(clone)
+    assert distance(paged, sample(patcher)) < TOLERANCE and memory.faults >= len(layers) > 20
+    for fits in (memory.fits, 0):
+        memory.take_away()
+        memory.fits = fits
+        assert torch.equal(sample(clone), paged) and not +memory.pins, fits
+    memory.fits = 1 << 22
+    patches = with_lora(patcher, 1.0).patches
+    for layer in layers:
+        key = f"{layer.seed_key}.weight"
+        layer.weight_lowvram_function = LowVramPatch(key, patches) if key in patches else None
+        layer._v_signature = None  # as a patcher's load leaves it when its patches changed
+    found = sample(clone)
+    assert torch.equal(sample(clone), found) and not +memory.pins
+    kept = {layer: layer.weight for layer in layers if layer.weight_lowvram_function is not None}
+    for layer, weight in kept.items():  # without a GPU eager does not patch: it is given what ComfyUI makes there
+        patched = layer.weight_lowvram_function(weight.dequantize())
+        words = {"scale": "recalculate", "stochastic_rounding": comfy.utils.string_to_seed(layer.seed_key)}
+        layer.weight = torch.nn.Parameter(weight.requantize_from_float(patched, **words), requires_grad=False)
+    wanted = sample(patcher)
+    assert distance(wanted, paged) > MOVES and distance(found, wanted) < TOLERANCE
+    for layer in layers:
+        layer.weight = kept.get(layer, layer.weight)
+        layer.weight_lowvram_function = layer._v_signature = None
+    assert torch.equal(sample(clone), paged)
     nothing_new(clone, mark)
 
 
