@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised checkpoints through ComfyUI's own loader: each format compiled, and what changes then is followed.
 
-On a CPU ComfyUI multiplies int8 natively and computes the other formats in full; the GPU test at the end is about
-native fp8.
+On a CPU ComfyUI multiplies int8 natively and computes the other formats in full. Native fp8 is asked for with the one
+operator that a CPU lacks put in, and on a card by the GPU test.
 """
 
 from __future__ import annotations
@@ -75,6 +75,14 @@ def with_lora(patcher: Any, strength: float) -> Any:
     return clone
 
 
+def noise_floor(patcher: Any, wanted: torch.Tensor, **change: Any) -> float:
+    """How far eager is from itself with another attention kernel."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return distance(sample(patcher, **change), wanted)
+
+
 def mark_of(clone: Any) -> Any:
     return host.report_of(clone).mark()  # type: ignore[union-attr]
 
@@ -117,11 +125,24 @@ def test_a_lora_on_quantised_weights_compiles_nothing_and_leaves_nothing(
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "int8_tensorwise", "nvfp4"])
 def test_lowered_code_gives_eager_s_picture(form: str) -> None:
+    """To the tolerance where products are computed in full. Inputs that are quantised flip a digit for any rounding:
+    there, to twice what the attention kernel makes of eager.
+    """
     patcher = load(quantised_weights(form))
-    clone = host.attach(patcher, CONFIG)
-    for change in ({}, *CHANGES[:2]):
-        assert distance(sample(clone, **change), sample(patcher, **change)) < TOLERANCE, change
-    assert not reported(clone)["eager"], reported(clone)["eager"]
+    in_full = patcher.model.diffusion_model.double_blocks[0].img_mlp[0]._full_precision_mm
+    with torch.inference_mode():
+        clone = host.attach(patcher, CONFIG)
+        found, noise = [], []
+        for change in ({}, *CHANGES):
+            wanted = sample(patcher, **change)
+            noise.append(noise_floor(patcher, wanted, **change))
+            found.append(distance(sample(clone, **change), wanted))
+        if in_full:
+            assert max(found) < TOLERANCE, found
+        else:  # which digits flip is chance in one call
+            assert sum(noise) > TOLERANCE * len(noise), "no digit flips: the tolerance would do"
+            assert sum(found) <= 2 * sum(noise), (found, noise)
+        assert not reported(clone)["eager"], reported(clone)["eager"]
 
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "nvfp4"])
@@ -271,8 +292,6 @@ def test_native_fp8_multiplication_has_dynamic_sizes(pair: Callable[[str], Pair]
 @pytest.mark.gpu
 def test_native_fp8_on_a_card_is_as_near_to_eager_as_attention_kernels_are() -> None:
     """Twice the distance between two eager runs that differ in the attention kernel, in bf16 with fp8 products."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     card = torch.device("cuda")
     patcher = load(quantised_weights("float8_e4m3fn"), load_device=card)
     if patcher.model.diffusion_model.double_blocks[0].img_mlp[0]._full_precision_mm:
@@ -281,8 +300,7 @@ def test_native_fp8_on_a_card_is_as_near_to_eager_as_attention_kernels_are() -> 
         clone = host.attach(patcher, CONFIG)
         for change in ({}, *CHANGES[:2]):
             wanted = sample(patcher, **change)
-            with sdpa_kernel(SDPBackend.MATH):
-                noise = distance(sample(patcher, **change), wanted)
+            noise = noise_floor(patcher, wanted, **change)
             found = distance(sample(clone, **change), wanted)
             assert noise > 0.0 and found <= 2 * noise, (change, found, noise)
         assert not reported(clone)["eager"], reported(clone)["eager"]
