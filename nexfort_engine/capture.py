@@ -32,11 +32,13 @@ from .effects import mapping_writes, refuse_random
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
+from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
+from .subclasses import own_operators
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
@@ -61,8 +63,9 @@ class Example:
 class Captured:
     """A graph and everything that must be checked before its artefact is used.
 
-    graph inputs, in order: the weights in `weights` (indices of WeightSlots), `constants`, the tensors in `tensors`
-    (indices of the call's), the option tensors in `options` (paths), the ints in `ints` (indices).
+    graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
+    apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
+    ints in `ints` (indices).
     """
 
     graph: torch.fx.GraphModule
@@ -87,7 +90,10 @@ class _Trace:
     def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
         self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
-        self.weights = [_plain(w) for w in given]
+        self.parts = Parts.of(given)  # None: all of them are plain
+        plain = self.parts.take(given) if self.parts is not None else given
+        assert plain is not None, "they come apart as they just did"
+        self.weights = [w.detach() for w in plain]
         self.reads: Reads = {}
         self.log = ReadSet({})
         self.recordings: list[readset.Recording] = []
@@ -129,9 +135,10 @@ class _Lifted(nn.Module):
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         try:
-            shadow = Shadow(trace.block, weights, trace.hidden)
+            whole = trace.parts.together(weights) if trace.parts is not None else weights
+            shadow = Shadow(trace.block, whole, trace.hidden)
             trace.reads = shadow.reads
-            with walked() as trace.files, SizesKeptFree():
+            with walked() as trace.files, SizesKeptFree(), own_operators():
                 result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
@@ -255,12 +262,6 @@ def _guards_so_far(trace: _Trace) -> list[list[Any]]:
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch.Tensor:
     """The tensor at a path of the call's mappings, as an input of the graph."""
     return readset.look(list(mappings), path).detach().contiguous()
-
-
-def _plain(weight: torch.Tensor) -> torch.Tensor:
-    if type(weight) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        raise Refused(f"a weight is a {type(weight).__qualname__}, not a plain tensor")
-    return weight.detach()
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:

@@ -24,6 +24,7 @@ from . import readset
 from .artefact import Binding
 from .guards import checker, to_json
 from .modulestate import WeightSlots, any_replaced
+from .parts import places
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
 from .report import named
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
@@ -44,7 +45,7 @@ class _Step:
 
     check: Callable[[list[Any]], bool]
     bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
-    pointers: list[int]
+    pointers: list[Any]
     glue: _Glue
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
@@ -152,10 +153,10 @@ class StepGraphs:
         maps = flat.mappings[:1] * 4
         return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
 
-    def _pointers(self) -> list[int]:
+    def _pointers(self) -> list[Any]:
         if self._weights is None:
             self._weights = WeightSlots(self.engine.root)
-        return [w.data_ptr() if w is not None else 0 for w in self._weights.read()]
+        return places(self._weights.read())
 
     # -- the three ways ----------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ import torch
 from .artefact import Artefact, Binding
 from .loans import Layers, Loan, NotLent
 from .modulestate import WeightSlots, foreign, structure
+from .parts import Parts
+from .readset import Refused
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -45,6 +47,7 @@ class Region:
         self._ids: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._device: torch.device | None = None
+        self._parts: Parts | None = None  # how weights come apart that are not plain
         self._structure: list[Any] | None = None
         self._problem: str | None = None
         self._layers: Layers | None = None
@@ -159,11 +162,12 @@ class Region:
             weights, loan = self.layers.borrow(due, raw, device_of([t.device for t in (*tensors, *raw)]))
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
-        problem = _weight_problem(weights)
-        if problem is not None:
+        plain = self._parts.take(weights) if self._parts is not None else weights
+        problem = _weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
+        if problem is not None or plain is None:
             loan.give_back()
             raise Ineligible(problem)
-        return weights, loan
+        return plain, loan
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
@@ -177,13 +181,29 @@ class Region:
             weights = self.slots.read()
         if self._problem is not None:
             raise Ineligible(self._problem)
-        return weights
+        return weights if self._parts is None else self._apart(weights)
+
+    def _apart(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The plain tensors that the weights hold. Raises Ineligible."""
+        for _ in range(2):
+            plain = self._parts.take(weights) if self._parts is not None else weights
+            if plain is not None:
+                return plain
+            self._inspect(weights)  # a weight was changed in its place: another scale or layout
+            if self._problem is not None:
+                raise Ineligible(self._problem)
+        raise Ineligible("a weight that is not a plain tensor changes while it is looked at")
 
     def _inspect(self, weights: list[torch.Tensor]) -> None:
         if any(w is None for w in weights):  # the tree changed its weights: a slot went away
             self.slots, self._layers = WeightSlots(self.module), None
             weights = self.slots.read()
-        self._problem = _weight_problem(weights)
+        try:
+            self._parts = Parts.of(weights)
+            plain = self._parts.take(weights) if self._parts is not None else weights
+            self._problem = _weight_problem(plain) if plain is not None else None
+        except Refused as reason:
+            self._parts, self._problem = None, str(reason)
         before = self._structure
         self._structure = None
         if self._problem is None or self.engine.lender is not None:
@@ -206,8 +226,12 @@ class Region:
     def structure(self) -> list[Any]:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
         if self._structure is None:
-            strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in self.slots.read()]
+            weights = self.slots.read()
+            plain = (self._parts.take(weights) if self._parts is not None else None) or weights
+            strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
             self._structure = [structure(self.module, self._lent), strides]
+            if self._parts is not None:
+                self._structure.append(self._parts.text)
         return self._structure
 
     def remember(self, key: Any, binding: Binding) -> None:
@@ -246,11 +270,7 @@ def _size_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride(), type(tensor))
 
 
-def _weight_problem(weights: list[Any]) -> str | None:
-    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    for weight in weights:
-        if type(weight) not in kinds and type(weight).__module__ != "torch.nn.parameter":
-            return f"a weight is a {type(weight).__qualname__}, not a plain tensor"
+def _weight_problem(weights: list[torch.Tensor]) -> str | None:
     if len({w.device for w in weights}) > 1:
         return "its weights are on different devices (partly offloaded)"
     if any(w.device.type == "meta" for w in weights):

@@ -43,7 +43,7 @@ class Lender(Protocol):
 
     @property
     def hidden(self) -> Mapping[str, Any]:
-        """What a resident layer shows to code that decides."""
+        """What a resident layer shows to code that decides; modulestate.ABSENT: what it has not."""
 
     @property
     def signs(self) -> tuple[str, ...]:

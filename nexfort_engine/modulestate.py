@@ -27,6 +27,7 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MISSING = object()
 Slot = tuple[dict[str, Any], str]
+ABSENT = object()  # a hidden attribute that is not there at all
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .modulestate import INTERNAL, Hidden, WeightSlots
+from .modulestate import ABSENT, INTERNAL, Hidden, WeightSlots
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -49,7 +49,10 @@ class Shadow:
             copied.__dict__[_MARK] = (self.reads, path)
         for sub in module.modules():
             _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
-            copies[id(sub)].__dict__.update(hidden.get(id(sub), {}))
+            own = copies[id(sub)].__dict__
+            own.update(hidden.get(id(sub), {}))
+            for name in [name for name, value in own.items() if value is ABSENT]:
+                del own[name]
         self.module = copies[id(module)]
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):

@@ -71,6 +71,7 @@ def sample(
     length: int = 64,
     cfg: float = 4.0,
     steps: int = STEPS,
+    channels: int = 4,
     edit: Callable[[Conditions, Conditions], tuple[Conditions, Conditions]] | None = None,
 ) -> torch.Tensor:
     """The latent of two steps of ComfyUI's sampler. With cfg 1 the network sees batch 1, else prompt and negative.
@@ -79,7 +80,7 @@ def sample(
     """
     import comfy.sample
 
-    noise = torch.randn(1, 4, *size, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed))
     words = torch.Generator().manual_seed(100 + prompt)
     positive, negative = (
         [[torch.randn(1, length, 16, generator=words), {"pooled_output": torch.randn(1, 8, generator=words)}]]

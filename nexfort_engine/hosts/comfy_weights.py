@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from ..loans import NotLent
+from ..modulestate import ABSENT
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
+_QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
 _NAMES = ("weight", "bias")
 
 
@@ -32,33 +34,45 @@ class ComfyWeights:
     elsewhere.
     """
 
-    hidden: ClassVar[Mapping[str, Any]] = {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
-    signs = (*hidden, "_v")  # the last is dynamic VRAM's
+    signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v")  # the last is dynamic VRAM's
+    hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
 
     def lends(self, layer: nn.Module) -> bool:
-        """Layers of comfy.ops that cast in the plain way. Others have code of their own, which is traced as it is."""
+        """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.
+
+        Others have code of their own, which is traced as it is.
+        """
         kind = type(layer)
         for base in kind.__mro__:
+            if base.__module__ == "comfy.ops" and base.__qualname__.endswith(_QUANTISED):
+                own = ("forward", "forward_comfy_cast_weights", "_forward")
+                return all(getattr(kind, n) is getattr(base, n) for n in own)
             if base.__module__ == "comfy.ops" and base.__qualname__.startswith(_PLAIN):
                 same = ("forward", "forward_comfy_cast_weights")
                 return "Embedding" not in base.__qualname__ and all(getattr(kind, n) is getattr(base, n) for n in same)
         return False
 
     def due(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks."""
+        """As the layer's own forward asks. Raises NotLent."""
         own = layer.__dict__
         if own.get("weight_function") or own.get("bias_function"):
+            if _is_quantised(layer):
+                # it would compute with the weight in full, which is other code than that of its quantised self
+                raise NotLent("a quantised weight is patched on its way to the GPU, as not all of the model fits there")
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
 
     def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
         """The dtype that ComfyUI computes in where it is not that of the weights.
 
-        A weight that dynamic VRAM left in the file may have another dtype there than in the model.
+        A weight that dynamic VRAM left in the file may have another dtype there than in the model. A layer with a
+        quantised weight casts by itself what it takes.
         """
+        if _is_quantised(layer):
+            return getattr(layer, name).dtype
         computing = self._computing or getattr(self._model(), "manual_cast_dtype", None)
         own = getattr(layer, f"{name}_comfy_model_dtype", None) if "_v" in layer.__dict__ else None
         return computing or own or getattr(layer, name).dtype
@@ -92,6 +106,7 @@ class ComfyWeights:
             device=device,
             bias_dtype=dtypes.get("bias", dtypes["weight"]),
             offloadable=True,
+            **_as_it_is(layer, dtypes["weight"]),
         )
         found = {name: value for name, value in zip(_NAMES, (weight, bias), strict=True) if value is not None}
         if ticket is not None and ticket[0] is not None:
@@ -123,13 +138,24 @@ class ComfyWeights:
         found = []
         for layer in layers:
             dtypes = [self.dtype(layer, name) if getattr(layer, name, None) is not None else None for name in _NAMES]
-            weight, bias = resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], None, False)
+            words = {"compute_dtype": None, "want_requant": False, **_as_it_is(layer, dtypes[0])}
+            weight, bias = resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], **words)
             found.append({n: value for n, value in zip(_NAMES, (weight, bias), strict=True) if value is not None})
             # a copy was cast or patched for this call, and what has no place of its own goes with the call
             loan.kept &= weight is getattr(layer, "_v_weight", None) and bias is getattr(layer, "_v_bias", None)
             loan.kept &= layer._prefetch["signature"] is not None
         loan.kept &= len(loan.pages) == len(layers)
         return found
+
+
+def _is_quantised(layer: nn.Module) -> bool:
+    """Whether the layer computes with its weight as it is stored."""
+    return hasattr(getattr(layer, "weight", None), "__tensor_flatten__")
+
+
+def _as_it_is(layer: nn.Module, dtype: Any) -> dict[str, Any]:
+    """What ComfyUI's function is asked so that a quantised weight comes back as one, patched or not."""
+    return {"compute_dtype": dtype, "want_requant": True} if _is_quantised(layer) else {}
 
 
 def _is_paged(layer: nn.Module, device: torch.device) -> bool:
