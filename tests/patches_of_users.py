@@ -6,6 +6,7 @@ No test lives here. ComfyUI must be imported first (the fixture `comfyui` in con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,14 +90,17 @@ def control_of(name: str) -> Callable[..., Any]:
             given = before.get_control(x, t, cond, batched, options) if before is not None else None
             if t[0] > self.timestep_range[0] or t[0] < self.timestep_range[1]:
                 return given
+            inner = [side // 2 for side in x.shape[-2:]]
             draw, made = torch.Generator().manual_seed(self.seed), {"input": [], "middle": [], "output": []}
             if name == "comfy_unet":
-                made["middle"] = [3 * torch.randn(x.shape[0], 64, 8, 8, generator=draw)]
+                made["middle"] = [3 * torch.randn(x.shape[0], 64, *inner, generator=draw)]
                 made["output"] = [3 * torch.randn(x.shape[0], 1, 1, 1, generator=draw) for _ in range(3)]
             else:
-                width = {"comfy_flux": 32, "comfy_sd3": 128}[name]
-                places = ("input", "output") if name == "comfy_flux" else ("output",)
-                made |= {place: [3 * torch.randn(x.shape[0], 64, width, generator=draw)] for place in places}
+                width = 128 if name == "comfy_sd3" else 32
+                places = {"comfy_flux": ("input", "output"), "comfy_qwen": ("input",)}.get(name, ("output",))
+                made |= {
+                    place: [3 * torch.randn(x.shape[0], math.prod(inner), width, generator=draw)] for place in places
+                }
             return self.control_merge(made, given, None)
 
     return Control
