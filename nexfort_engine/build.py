@@ -108,14 +108,16 @@ class Builder:
             self._plan(session)
             binding, again = self._bind(wanted)
             misfit = misfit or again
-        if binding is None and self._may_make(wanted, misfit):
+        if binding is None and self._may_make(wanted, misfit, first=session.planned):
             binding = self._make(wanted, misfit)
         if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _may_make(self, wanted: Wanted, misfit: Misfit | None) -> bool:
+    def _may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
+
+        first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
 
         What stands between the blocks costs little to run eager, and a later resolution must not wait for a compiler.
         But blocks that a plan did not see, such as one that a patch calls in another way, may have been captured at
@@ -125,7 +127,7 @@ class Builder:
             return False
         if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
             return True
-        return self.engine.is_block(wanted.region) and (misfit.narrow or self.engine.report.calls == 0)
+        return self.engine.is_block(wanted.region) and (first or misfit.narrow or self.engine.report.calls == 0)
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""

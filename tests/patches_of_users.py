@@ -38,7 +38,7 @@ def flipped(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def stronger(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """A block replacement that calls the original."""
     out = extra["original_block"](args)
-    return {**out, "img": out["img"] * 2.0}
+    return {**out, "img": out["img"] * -2.0}
 
 
 def skipped(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

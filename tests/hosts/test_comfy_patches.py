@@ -254,7 +254,7 @@ def follows(at: Pair, edit: Edit, **call: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_area_conditions(pair: MakePair, name: str) -> None:
-    nothing_new(follows(pair(name), left_half))
+    nothing_new(follows(pair(name), left_half, cfg=24.0))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")])
@@ -296,7 +296,10 @@ def test_reference_latents_of_qwen(pair: MakePair, method: str) -> None:
         new = follows(at, with_values(reference_latents=pictures[:count], reference_latents_method=method))
         assert not new["eager"], new
         made.append(new["artefacts"])
-    assert not made[1] and (not made[0] or method == "index_timestep_zero"), made
+    # two times a row: what is captured at batch 2 does not serve batch 1, so that the first such step makes both
+    assert not made[1] and {row["region"] for row in made[0]} == (
+        {"transformer_blocks.0"} if method == "index_timestep_zero" else set()
+    ), made
 
 
 # ---- core's own compiling in the same graph --------------------------------------------------------------------------

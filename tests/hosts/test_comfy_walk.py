@@ -49,7 +49,6 @@ class Walk:
         self.pictures: dict[State, tuple[Any, Any]] = {}
         self.told: list[str] = []
         self.moved, self.seen, self.done = Counter[bool](), Counter[str](), Counter[str]()
-        self.turned = set()
         self.last = self.look()
 
     # -- what a user does --
@@ -70,7 +69,6 @@ class Walk:
     def turn(self, which: int, way: int) -> None:
         count, before = len(self.knobs.rows[which].settings), self.state[which]
         setting = 0 if before and way >= count - 1 else (before + 1 + way % (count - 1)) % count
-        self.turned.add((which, setting))
         self.go((*self.state[:which], setting, *self.state[which + 1 :]))
 
     def go(self, state: State) -> None:
@@ -144,8 +142,6 @@ class Walk:
             assert any(words in row["reason"] for words in reasons), (self.told, row)
         explained = {row["region"] for row in self.at.report.as_dict()["variants"]}
         assert {row["region"] for row in new["artefacts"]} <= explained, (self.told, new)
-        if isinstance(wanted, tuple):
-            print("RAISED", wanted, self.told[-1:])
         self.seen["raised" if isinstance(wanted, tuple) else "the same" if self.state in self.pictures else "new"] += 1
         if self.share == 1.0 and not isinstance(wanted, tuple):
             if self.state in self.pictures:
@@ -240,7 +236,6 @@ def test_a_walk_of_sixty_operations(make_pair: Callable[[str], Pair], name: str)
 
     walked()
     walk = done[-1]
-    print(name, len(walk.told), walk.moved, walk.seen, len(walk.pictures), walk.done, len(walk.turned), walk.at.report)
     assert len(walk.told) > LENGTH - 3 and set(walk.done) == {"knob", *MOMENTS}
     assert walk.moved[True] > 5 * walk.moved[False], "most of what is changed has to be seen"
     assert walk.seen["the same"] > 10 and not walk.seen["raised"]
