@@ -162,7 +162,7 @@ def _flux() -> list[Knob]:
     pictures = [9 * torch.randn(1, 4, *size, generator=draw) for size in ((24, 24), (8, 24))]
     references = [
         with_values(reference_latents=some, reference_latents_method=method)
-        for some, method in ((pictures[:1], "offset"), ([-9 * picture for picture in pictures], "uxo"))
+        for some, method in ((pictures[:1], "offset"), ([20 * picture.abs() for picture in pictures], "index"))
     ]
     patches = [flux_attention_patch, lambda q, k, v, *_, **__: {"q": q, "k": k, "v": v * 3.0}]
     return _dit(
