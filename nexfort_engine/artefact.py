@@ -81,10 +81,14 @@ def _spec_from_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why an artefact may not serve a call; sizes: everything but the sizes fits."""
+    """Why an artefact may not serve a call.
+
+    sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more.
+    """
 
     reason: str
     sizes: bool = False
+    narrow: bool = False
     check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
 
 
@@ -114,8 +118,9 @@ class Artefact:
             return Misfit("an option that was a tensor is none")
         if not self.check(flat.mappings):
             return Misfit("the options answer differently from the captured call")
-        reason = self.conditions.broken([t.shape for t in (*flat.tensors, *extra)], flat.ints)
-        return Misfit(reason, True, self.check) if reason else None
+        shapes = [t.shape for t in (*flat.tensors, *extra)]
+        reason = self.conditions.broken(shapes, flat.ints)
+        return Misfit(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
 
 
 Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason

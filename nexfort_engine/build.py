@@ -108,22 +108,26 @@ class Builder:
             self._plan(session)
             binding, again = self._bind(wanted)
             misfit = misfit or again
-        if binding is None and self._may_make(wanted, misfit):
+        if binding is None and self._may_make(wanted, misfit, first=session.planned):
             binding = self._make(wanted, misfit)
         if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _may_make(self, wanted: Wanted, misfit: Misfit | None) -> bool:
+    def _may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
 
+        first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
+
         What stands between the blocks costs little to run eager, and a later resolution must not wait for a compiler.
+        But blocks that a plan did not see, such as one that a patch calls in another way, may have been captured at
+        batch 1. What is made for a larger batch serves all that follow, and without it they run eager for good.
         """
         if self._refused(wanted) is not None:
             return False
         if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
             return True
-        return self.engine.is_block(wanted.region) and self.engine.report.calls == 0
+        return self.engine.is_block(wanted.region) and (first or misfit.narrow or self.engine.report.calls == 0)
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
@@ -177,7 +181,7 @@ class Builder:
             if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):
                 misfit = Misfit("an attribute of the block differs from the captured one")
             if misfit is not None:
-                nearest = misfit if nearest is None or misfit.sizes else nearest
+                nearest = _nearer(nearest, misfit)
             elif self._has_code(artefact, wanted):
                 binding = Binding(artefact, region.module, hidden)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
@@ -399,6 +403,13 @@ class Builder:
         check = checker(guards or [])
         self.refusals.setdefault(wanted.primary, []).append((check, reason))
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+
+def _nearer(one: Misfit | None, other: Misfit) -> Misfit:
+    """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
+    if one is None:
+        return other
+    return max(other, one, key=lambda misfit: (misfit.sizes, misfit.sizes and not misfit.narrow))
 
 
 def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:

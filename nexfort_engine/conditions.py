@@ -179,5 +179,14 @@ class Conditions:
                 return f"the relation {guard} does not hold"
         return None
 
+    def narrow(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
+        """Whether a size of 1 was taken for a constant where the call has more."""
+        both = zip(shapes, self.shapes, strict=True)
+        return any(
+            expected == 1 and size > 1
+            for shape, captured in both
+            for size, expected in zip(shape, captured, strict=False)  # ranks are for `broken`
+        )
+
     def as_json(self) -> dict[str, Any]:
         return {"shapes": self.shapes, "ints": self.ints, "ranges": self.ranges, "guards": self.guards}

@@ -38,21 +38,31 @@ _FOUND = {
     },
     "Flux": {"depth": 2, "depth_single_blocks": 2, "hidden_size": 32},
     "SD3": {"depth": 2, "num_blocks": 2},
+    "Lumina2": {"n_layers": 2, "n_refiner_layers": 1, "dim": 32},
 }
-FAMILIES = {"comfy_unet": "SD15", "comfy_flux": "Flux", "comfy_sd3": "SD3"}  # backbones.py -> supported_models.py
+FAMILIES = {  # backbones.py -> supported_models.py
+    **{"comfy_unet": "SD15", "comfy_flux": "Flux", "comfy_sd3": "SD3"},
+    **{"comfy_wan": "WAN21_T2V", "comfy_qwen": "QwenImage", "comfy_lumina": "Lumina2"},
+}
+_BASE_MODELS = {"SD15": "BaseModel", "WAN21_T2V": "WAN21"}  # where model_base.py calls it otherwise
+_FRAMES = {"WAN21": (3,), "QwenImage": (1,)}  # of the latents of families that have time
 
 
 def patcher_around(network: nn.Module, *, flux: bool = False, family: str = "") -> Any:
     """A ModelPatcher as a loader makes it, with the family's sampling and conditioning; `flux` is that family."""
+    import comfy.latent_formats
     import comfy.model_base
     import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models
 
     family = "Flux" if flux else family or "SD15"
-    found = {"disable_unet_model_creation": True, "in_channels": 4, "out_channels": 4, **_FOUND[family]}
+    found = {"disable_unet_model_creation": True, "in_channels": 4, "out_channels": 4, **_FOUND.get(family, {})}
     config = getattr(comfy.supported_models, family)(found)
-    kind = comfy.model_base.BaseModel if family == "SD15" else getattr(comfy.model_base, family)
+    kind = getattr(comfy.model_base, _BASE_MODELS.get(family, family))
+    if kind.__name__ in _FRAMES:  # their own formats scale sixteen channels, one by one
+        config.latent_format = comfy.latent_formats.LatentFormat()
+        config.latent_format.latent_dimensions = 3
     model = kind(config, device="cpu")
     if not hasattr(network, "dtype"):
         network.dtype = torch.float32  # type: ignore[assignment]  # what every network of ComfyUI has
@@ -62,25 +72,37 @@ def patcher_around(network: nn.Module, *, flux: bool = False, family: str = "") 
     return comfy.model_patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 
+def another(name: str, seed: int = 7) -> Any:
+    """A second checkpoint of a family: the same network with other weights."""
+    network = make(name).module
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(1.0 + 0.5 * torch.randn(weight.shape, generator=generator))
+    return patcher_around(network, family=FAMILIES[name])
+
+
 def sample(
     patcher: Any,
     *,
     seed: int = 0,
     prompt: int = 0,
     size: tuple[int, int] = (16, 16),
+    batch: int = 1,
     length: int = 64,
     cfg: float = 4.0,
     steps: int = STEPS,
     channels: int = 4,
     edit: Callable[[Conditions, Conditions], tuple[Conditions, Conditions]] | None = None,
 ) -> torch.Tensor:
-    """The latent of two steps of ComfyUI's sampler. With cfg 1 the network sees batch 1, else prompt and negative.
+    """The latent of two steps of ComfyUI's sampler. With cfg 1 the network sees `batch` rows, else twice as many.
 
     edit: what nodes between the prompts and the sampler make of positive and negative.
     """
     import comfy.sample
 
-    noise = torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed))
+    frames = _FRAMES.get(type(patcher.model).__name__, ())
+    noise = torch.randn(batch, channels, *frames, *size, generator=torch.Generator().manual_seed(seed))
     words = torch.Generator().manual_seed(100 + prompt)
     positive, negative = (
         [[torch.randn(1, length, 16, generator=words), {"pooled_output": torch.randn(1, 8, generator=words)}]]
@@ -135,6 +157,22 @@ def with_option(name: str, value: Any) -> Change:
         return clone
 
     return change
+
+
+def in_the_middle(patcher: Any, action: Callable[[], None]) -> Any:
+    """A clone in whose sampling something happens between the first and the second step."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone, steps = patcher.clone(), []
+
+    def predict(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(steps) == 1:
+            action()
+        steps.append(1)
+        return executor(*args, **kwargs)
+
+    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "a test's", predict)
+    return clone
 
 
 # ---- before and after a change ---------------------------------------------------------------------------------------

@@ -17,7 +17,19 @@ import pytest
 import torch
 from backbones import make
 from card_memory import loaded_in_part, unload
-from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Pair, distance, nothing_new, patcher_around, sample
+from patchers import (
+    CONFIG,
+    FAMILIES,
+    MOVES,
+    TOLERANCE,
+    Pair,
+    another,
+    distance,
+    in_the_middle,
+    nothing_new,
+    patcher_around,
+    sample,
+)
 from subjects import graphs_as_they_are
 
 from nexfort_engine.config import CompileConfig
@@ -26,16 +38,6 @@ from nexfort_engine.hosts import comfy as host
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 every = pytest.mark.parametrize("name", FAMILIES)
 one = pytest.mark.parametrize("name", ["comfy_flux"])
-
-
-def another(name: str, seed: int = 7) -> Any:
-    """A second checkpoint of a family: the same network with other weights."""
-    network = make(name).module
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.mul_(1.0 + 0.5 * torch.randn(weight.shape, generator=generator))
-    return patcher_around(network, family=FAMILIES[name])
 
 
 @every
@@ -86,22 +88,6 @@ def test_a_model_that_was_unloaded_is_loaded_again(pair: Callable[[str], Pair], 
     plain, before = sample(at.patcher), sample(at.clone)
     unload()
     at.is_left_by(plain, before)
-
-
-def in_the_middle(patcher: Any, action: Callable[[], None]) -> Any:
-    """A clone in whose sampling something happens between the first and the second step."""
-    from comfy.patcher_extension import WrappersMP
-
-    clone, steps = patcher.clone(), []
-
-    def predict(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(steps) == 1:
-            action()
-        steps.append(1)
-        return executor(*args, **kwargs)
-
-    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "a test's", predict)
-    return clone
 
 
 @every

@@ -18,7 +18,6 @@ from patchers import (
     MOVES,
     TOLERANCE,
     Change,
-    Conditions,
     Pair,
     distance,
     eager_only,
@@ -28,6 +27,19 @@ from patchers import (
     sample,
     with_method,
     with_option,
+)
+from patches_of_users import (
+    Adapter,
+    Edit,
+    chained,
+    control_of,
+    flipped,
+    function_wrapper,
+    left_half,
+    skipped,
+    stronger,
+    with_values,
+    wrapped,
 )
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
@@ -49,25 +61,6 @@ def one_variant_a_kind(new: dict[str, Any], pair: Pair, eager: set[str] = frozen
 
 
 # ---- patches of a UNet's attention -----------------------------------------------------------------------------------
-
-
-class Adapter:
-    """As IPAdapter: it stands for the attention of a block, holds tensors and a scale, and is changed between runs."""
-
-    def __init__(self, scale: float, seed: int = 5) -> None:
-        self.scale = scale
-        self.tokens = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(seed))
-
-    def __call__(self, q: Any, k: Any, v: Any, extra: dict[str, Any]) -> torch.Tensor:
-        from comfy.ldm.modules.attention import optimized_attention
-
-        image = self.tokens[..., : q.shape[-1]].expand(q.shape[0], -1, -1)
-        own = optimized_attention(q, k, v, extra["n_heads"])
-        return own + self.scale * optimized_attention(q, image, image, extra["n_heads"])
-
-
-def flipped(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return attention(*args, **kwargs).flip(1)
 
 
 IN_EVERY_ATTENTION: dict[str, Change] = {
@@ -157,17 +150,6 @@ def test_an_adapter_that_changes_between_runs_is_followed(pair: MakePair) -> Non
 # ---- patches of other families ---------------------------------------------------------------------------------------
 
 
-def stronger(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """A block replacement that calls the original."""
-    out = extra["original_block"](args)
-    return {**out, "img": out["img"] * 2.0}
-
-
-def skipped(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """A block replacement that does without it."""
-    return args
-
-
 _SKIP = {"start_percent": 0.0, "end_percent": 1.0, "rescaling_scale": 0.0, "scale": 9.0}
 IN_A_DIT: dict[str, Change] = {
     "replaced": with_method("set_model_patch_replace", stronger, "dit", "double_block", 0),
@@ -178,7 +160,7 @@ IN_A_DIT: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3"])
+@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3", "comfy_qwen"])
 @pytest.mark.parametrize("change", IN_A_DIT.values(), ids=IN_A_DIT)
 def test_blocks_of_a_dit_that_are_replaced_stay_compiled_inside(pair: MakePair, change: Change, name: str) -> None:
     new = pair(name).honours(change)
@@ -190,10 +172,21 @@ def test_blocks_of_a_dit_that_are_replaced_stay_compiled_inside(pair: MakePair, 
         nothing_new(new)
 
 
-@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3"])
+def test_a_replaced_block_that_is_first_called_at_batch_one_is_compiled_for_larger_ones(pair: MakePair) -> None:
+    at, change = pair("comfy_wan"), IN_A_DIT["replaced"]
+    first = at.honours(change, cfg=1.0)  # the plan sees no code of others, so that this is captured as it is called
+    assert [row["region"] for row in first["artefacts"]] == ["blocks.0"] and not first["eager"], first
+    second = at.honours(change)
+    assert [row["region"] for row in second["artefacts"]] == ["blocks.0"] and not second["eager"], second
+    assert "where 1 was captured" in second["variants"][0]["reason"]
+    for call in ({"cfg": 1.0}, {"cfg": 1.0, "batch": 3}, {"batch": 2}, {"size": (24, 16)}):
+        nothing_new(at.honours(change, **call))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "comfy_unet"])
 def test_an_attention_override_of_a_dit(pair: MakePair, name: str) -> None:
     at = pair(name)
-    blocks = {region for region in regions_of(at) if "blocks" in region}
+    blocks = {region for region in regions_of(at) if re.search(r"blocks|layers|refiner", region)}
     eager_only(at.honours(with_option("optimized_attention_override", flipped)), blocks, "optimized_attention_override")
 
 
@@ -208,24 +201,6 @@ def test_an_attention_patch_of_flux(pair: MakePair) -> None:
 
 
 # ---- around the network ----------------------------------------------------------------------------------------------
-
-
-def wrapped(kind: str) -> Change:
-    """What caching packs and many others do."""
-
-    def louder(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        return executor(*args, **kwargs) * 1.5
-
-    def change(patcher: Any) -> Any:
-        clone = patcher.clone()
-        clone.add_wrapper_with_key(kind, "another pack", louder)
-        return clone
-
-    return change
-
-
-def function_wrapper(apply: Callable[..., Any], args: dict[str, Any]) -> Any:
-    return apply(args["input"] * 1.2, args["timestep"], **args["c"]) * 0.7
 
 
 AROUND = {
@@ -264,19 +239,6 @@ def test_caching_of_steps(pair: MakePair, name: str, kind: str) -> None:
 
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
-Edit = Callable[[Conditions, Conditions], tuple[Conditions, Conditions]]
-
-
-def with_values(**values: Any) -> Edit:
-    """Values set on the prompt, as nodes set them; the negative stays."""
-
-    def edit(positive: Conditions, negative: Conditions) -> tuple[Conditions, Conditions]:
-        import node_helpers
-
-        return node_helpers.conditioning_set_values(positive, values), negative
-
-    return edit
-
 
 def follows(at: Pair, edit: Edit, **call: Any) -> dict[str, Any]:
     """Assert the contract of a change of the conditions; what the report gained."""
@@ -292,53 +254,12 @@ def follows(at: Pair, edit: Edit, **call: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_area_conditions(pair: MakePair, name: str) -> None:
-    def left_half(positive: Conditions, negative: Conditions) -> tuple[Conditions, Conditions]:
-        import node_helpers
-
-        there = {"area": (16, 8, 0, 0), "strength": 1.0, "set_area_to_bounds": False}
-        other = [[words.flip(1) * 8, {"pooled_output": -9 * more["pooled_output"]}] for words, more in positive]
-        return positive + node_helpers.conditioning_set_values(other, there), negative
-
-    nothing_new(follows(pair(name), left_half))
+    nothing_new(follows(pair(name), left_half, cfg=24.0))
 
 
-def control_of(name: str) -> Callable[..., Any]:
-    """A ControlNet whose network is a few random numbers for each place where its family takes some."""
-    import comfy.controlnet
-
-    class Control(comfy.controlnet.ControlBase):
-        def __init__(self, seed: int, strength: float = 1.0, span: tuple[float, float] = (0.0, 1.0)) -> None:
-            super().__init__()
-            self.seed = seed
-            self.set_cond_hint(torch.zeros(1, 3, 128, 128), strength, span)
-
-        def get_control(self, x: Any, t: Any, cond: Any, batched: int, options: Any) -> Any:
-            before = self.previous_controlnet
-            given = before.get_control(x, t, cond, batched, options) if before is not None else None
-            if t[0] > self.timestep_range[0] or t[0] < self.timestep_range[1]:
-                return given
-            draw, made = torch.Generator().manual_seed(self.seed), {"input": [], "middle": [], "output": []}
-            if name == "comfy_unet":
-                made["middle"] = [3 * torch.randn(x.shape[0], 64, 8, 8, generator=draw)]
-                made["output"] = [3 * torch.randn(x.shape[0], 1, 1, 1, generator=draw) for _ in range(3)]
-            else:
-                width = {"comfy_flux": 32, "comfy_sd3": 128}[name]
-                places = ("input", "output") if name == "comfy_flux" else ("output",)
-                made |= {place: [3 * torch.randn(x.shape[0], 64, width, generator=draw)] for place in places}
-            return self.control_merge(made, given, None)
-
-    return Control
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")])
 def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: str) -> None:
     at, control = pair(name), control_of(name)
-
-    def chained(*links: Any) -> Edit:
-        for link, before in zip(links[1:], links, strict=False):
-            link.set_previous_controlnet(before)
-        return with_values(control=links[-1], control_apply_to_uncond=False)
-
     rows = {
         "one": chained(control(1)),
         "weaker": chained(control(1, 0.4)),
@@ -363,6 +284,22 @@ def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
         edit = with_values(reference_latents=pictures[:count], reference_latents_method=method)
         new = follows(at, edit)
         nothing_new(new)
+
+
+@pytest.mark.parametrize("method", ["index", "negative_index", "index_timestep_zero"])
+def test_reference_latents_of_qwen(pair: MakePair, method: str) -> None:
+    at = pair("comfy_qwen")
+    draw = torch.Generator().manual_seed(8)
+    pictures = [9 * torch.randn(1, 4, 1, *size, generator=draw) for size in ((24, 24), (8, 24))]
+    made = []
+    for count in (1, 2):
+        new = follows(at, with_values(reference_latents=pictures[:count], reference_latents_method=method))
+        assert not new["eager"], new
+        made.append(new["artefacts"])
+    # two times a row: what is captured at batch 2 does not serve batch 1, so that the first such step makes both
+    assert not made[1] and {row["region"] for row in made[0]} == (
+        {"transformer_blocks.0"} if method == "index_timestep_zero" else set()
+    ), made
 
 
 # ---- core's own compiling in the same graph --------------------------------------------------------------------------
