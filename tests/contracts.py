@@ -416,9 +416,7 @@ def test_cancelled_compile_is_taken_up_again(threads: int) -> None:
     assert not cold.report.as_dict()["eager"]
 
 
-def test_nothing_is_captured_while_a_cancelled_call_is_still_lowered(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_captured_while_a_cancelled_call_is_still_lowered(threads: int) -> None:
     """Without workers both would be at it in one process, where tracing and lowering share torch's own state."""
     cancelled, captured = threading.Event(), threading.Event()
 
@@ -426,15 +424,16 @@ def test_nothing_is_captured_while_a_cancelled_call_is_still_lowered(
         if cancelled.is_set():
             raise Interrupt("cancelled")
 
-    with graphs_as_they_are():
+    # undone before the graphs are lowered again, or what stands for lowering here would be put back after that
+    with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
         lowered, capture = lower.lower, lowering._captured
-        slow = SlowLowering(monkeypatch, lowered)
+        slow = SlowLowering(patch, lowered)
         cold = cold_subject(make("torch_dit"), cancel=cancel)
         threading.Thread(target=lambda: (slow.began.wait(60), cancelled.set()), daemon=True).start()
         with pytest.raises(Interrupt):
             cold.run()
         cancelled.clear()
-        monkeypatch.setattr(lowering, "_captured", lambda job: (captured.set(), capture(job))[1])
+        patch.setattr(lowering, "_captured", lambda job: (captured.set(), capture(job))[1])
         beside = threading.Thread(target=cold.run, daemon=True)
         beside.start()
         assert not captured.wait(1.0), "it was captured while the other was lowered"
