@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two blocks for a GPU, captured without one: a residual block and a transformer's, in half precision."""
+"""Two blocks for a GPU: a residual block and a transformer's, in half precision. Captured and lowered without one."""
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nexfort_engine import pool
 from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions
+from nexfort_engine.config import CompileConfig
 
 CHANNELS, WIDTH, EMBEDDING = 64, 128, 256
 Tensors = list[torch.Tensor]
@@ -77,3 +81,21 @@ def captured(kind: str) -> Captured:
     with torch.no_grad():
         graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
     return Captured(graph, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
+
+
+OPTIONS = CompileConfig.parse(None).inductor_options("cuda")
+
+
+def lowered(folder: Path, module: str) -> dict[str, Path]:
+    """The payload of each block, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
+    answers: queue.Queue[str | None] = queue.Queue()
+    with pool.Pool(1, "cuda", None) as helpers:
+        for kind in BLOCKS:
+            (folder / kind).mkdir()
+            helpers.submit(captured(kind), folder / kind, [module], OPTIONS, "cuda:0", answers.put, _never)
+        assert [answers.get(timeout=300) for _ in BLOCKS] == [None] * len(BLOCKS)
+    return {kind: folder / kind / "payload" for kind in BLOCKS}
+
+
+def _never() -> str:
+    raise AssertionError("the worker did not do it")

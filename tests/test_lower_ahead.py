@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -14,39 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, captured
+from gpu_blocks import BLOCKS, OPTIONS, lowered
 
-from nexfort_engine import flags, pool
-from nexfort_engine.config import CompileConfig
+from nexfort_engine import flags
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
 TESTS = Path(__file__).resolve().parent
-OPTIONS = CompileConfig.parse(None).inductor_options("cuda")
-
-
-def _never() -> str:
-    raise AssertionError("the worker did not do it")
 
 
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each block lowered by one forked worker, which has never seen a device."""
     folder = tmp_path_factory.mktemp("lowered")
-    answers: queue.Queue[str | None] = queue.Queue()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
-        with pool.Pool(1, "cuda", None) as helpers:
-            for kind in BLOCKS:
-                (folder / kind).mkdir()
-                helpers.submit(
-                    captured(kind), folder / kind, ["pretended_worker"], OPTIONS, "cuda:0", answers.put, _never
-                )
-            assert [answers.get(timeout=300) for _ in BLOCKS] == [None] * len(BLOCKS)
-    return {kind: folder / kind / "payload" for kind in BLOCKS}
+        return lowered(folder, "pretended_worker")
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
