@@ -94,6 +94,7 @@ def use_dynamic_vram(index: int) -> None:
     works = control.init_device(index)
     if not works:
         raise SystemExit("comfy-aimdo does not work on this device; leave --dynamic-vram out")
+    control.set_log_info()  # it begins by saying every page fault
     comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
     comfy.memory_management.aimdo_enabled = True
 

@@ -118,7 +118,7 @@ class Engine:
             parts = {
                 "environment": environment_parts(str(device)),
                 "config": self.config.lowering_key(),
-                "structure": structure(self.root),
+                "structure": structure(self.root, besides=self.lender.copies if self.lender is not None else ()),
             }
             self._model_keys[device.type] = primary_key(parts)
         return self._model_keys[device.type]

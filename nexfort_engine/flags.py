@@ -118,17 +118,20 @@ def without_device() -> Iterator[None]:
     """Lower for a GPU without touching it, for a process that only compiles. Not for one in which kernels run.
 
     A context costs about half a GiB of the device's memory, and Inductor makes one in passing: for fake tensors, whose
-    backward pass would want it, for literals of the graph and of its own patterns, and to load each kernel as soon as
-    it is compiled. What is only asked about the device (its name, its figures) makes none.
+    backward pass would want it, for literals of the graph and of its own patterns, to trace its patterns of random
+    permutations (which no backbone has; they are left out), and to load each kernel as soon as it is compiled. What is
+    only asked about the device (its name, its figures) makes none.
     """
     import torch
     import torch._subclasses.fake_tensor as fake_tensor
+    from torch._inductor.fx_passes import misc_patterns
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     nothing, always = (lambda *_: None), property(lambda _: True)
     replaced: list[tuple[Any, str, object]] = [
         (fake_tensor, "init_gpu_context", nothing),
         (CachingAutotuner, "_make_launchers", nothing),
+        (misc_patterns, "_misc_patterns_init", nothing),
         (fake_tensor.FakeTensorMode, "avoid_device_init", always),  # literals stay on the CPU, as if there was no GPU
         # that mode then counts devices, after which a forked process could not ask about them
         (torch._C, "_ensureCUDADeviceGuardSet", nothing),

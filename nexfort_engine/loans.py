@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .modulestate import ABSENT
+
 
 class NotLent(Exception):
     """The host does not give this layer's weights away now. The text is the reason."""
@@ -46,6 +48,10 @@ class Lender(Protocol):
         """What a resident layer shows to code that decides; modulestate.ABSENT: what it has not."""
 
     @property
+    def copies(self) -> frozenset[str]:
+        """Attributes in which the host keeps copies of a layer's weights. They are no weights of the block."""
+
+    @property
     def signs(self) -> tuple[str, ...]:
         """Attributes of which at least one is set in a layer, or its class, that is not resident."""
 
@@ -66,7 +72,7 @@ class Layers:
     """The layers of one block that a host may lend, and where their weights stand in the block's list."""
 
     def __init__(self, lender: Lender, module: nn.Module, names: list[str]) -> None:
-        self.lender = lender
+        self.lender, self._module = lender, module
         places = {name: i for i, name in enumerate(names)}
         self._all: list[tuple[nn.Module, dict[str, int]]] = []
         for path, sub in module.named_modules():
@@ -80,8 +86,10 @@ class Layers:
         self._last: tuple[Loan, list[tuple[int, torch.Tensor]]] | None = None
 
     def hidden(self) -> dict[int, Mapping[str, Any]]:
-        """id(layer) -> the attributes that a capture is shown in the place of its own."""
-        return {id(layer): self.lender.hidden for layer, _ in self._all}
+        """id(submodule) -> the attributes that a capture is shown in the place of its own."""
+        copies = dict.fromkeys(self.lender.copies, ABSENT)
+        everywhere: dict[int, Mapping[str, Any]] = {id(sub): copies for sub in self._module.modules()}
+        return everywhere | {id(layer): {**copies, **self.lender.hidden} for layer, _ in self._all}
 
     def resident(self) -> bool:
         """Whether no layer has to be borrowed. Asked on every call: flat, and without a call for each layer."""

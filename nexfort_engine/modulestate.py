@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,36 +35,44 @@ class WeightSlots:
     """Where a module tree's tensors live: dictionaries and names, so that a list of them costs 60 ns a weight.
 
     names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order.
+    besides: names of tensors that are no weights.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, besides: Collection[str] = ()) -> None:
         self.names: list[str] = []
         self.slots: list[Slot] = []
         for path, sub in module.named_modules():
-            for table in (sub._parameters, sub._buffers, sub.__dict__):
-                for name, value in table.items():
-                    if isinstance(value, torch.Tensor) and name not in INTERNAL:
-                        self.names.append(f"{path}.{name}" if path else name)
-                        self.slots.append((table, name))
+            for table, name, _ in _tensors_of(sub, besides):
+                self.names.append(f"{path}.{name}" if path else name)
+                self.slots.append((table, name))
 
     def read(self) -> list[torch.Tensor]:
         """The tensors as they are now. A slot that lost its tensor gives None."""
         return [table.get(name) for table, name in self.slots]  # type: ignore[misc]
 
 
-def structure(module: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None) -> list[list[Any]]:
+def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The tensors of one module: the dictionary that each lies in, its name there, itself."""
+    for table in (module._parameters, module._buffers, module.__dict__):
+        for name, value in table.items():
+            if isinstance(value, torch.Tensor) and name not in INTERNAL and name not in besides:
+                yield table, name, value
+
+
+def structure(
+    module: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None, besides: Collection[str] = ()
+) -> list[list[Any]]:
     """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able.
 
-    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one.
+    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one. besides:
+    names of tensors that are no weights.
     """
     rows: list[list[Any]] = []
     dtypes, place = dtypes or {}, itertools.count()
     for path, sub in module.named_modules():
         weights = [
             [name, list(value.shape), str(dtypes.get(next(place), value.dtype))]
-            for table in (sub._parameters, sub._buffers, sub.__dict__)
-            for name, value in table.items()
-            if isinstance(value, torch.Tensor) and name not in INTERNAL
+            for _, name, value in _tensors_of(sub, besides)
         ]
         rows.append([path, class_name(type(sub)), weights])
     return rows

@@ -35,6 +35,7 @@ class ComfyWeights:
     """
 
     signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v")  # the last is dynamic VRAM's
+    copies = frozenset({"_v_weight", "_v_bias"})  # what lies in the pages of a layer, as it was fetched last
     hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:

@@ -211,6 +211,24 @@ def test_pages_that_stay_are_filled_once(
     nothing_new(clone, mark)
 
 
+def test_what_lies_in_pages_is_no_weight_of_a_block(monkeypatch: pytest.MonkeyPatch, compiled: tuple[Any, Any]) -> None:
+    """A model under dynamic VRAM from its first step, part of it fetched by its own code before it is compiled."""
+    known = {row["key"] for row in reported(compiled[1])["artefacts"]}
+    patcher = patcher_around(make("comfy_flux").module, flux=True)
+    with graphs_as_they_are():
+        wanted = sample(patcher)
+        memory = PagedMemory(1 << 20)
+        layers = page(patcher, memory, monkeypatch)
+        clone = host.attach(patcher, CONFIG)
+        fetched = [layer for layer in layers if ComfyWeights(patcher.model).lends(layer)][::2]
+        ComfyWeights(patcher.model).lend(fetched, torch.device("cpu")).give_back()
+        assert all(isinstance(vars(layer)["_v_weight"], torch.Tensor) for layer in fetched)
+        for _ in range(2):  # after the first every layer has its copies
+            assert distance(sample(clone), wanted) < TOLERANCE and settled(memory, layers)
+        found = reported(clone)
+        assert not found["eager"] and {row["key"] for row in found["artefacts"]} == known
+
+
 def test_pages_that_went_away_are_filled_anew(paged: tuple[Any, Any, PagedMemory, list[Any]]) -> None:
     _, clone, memory, layers = paged
     mark, before = host.report_of(clone).mark(), sample(clone)  # type: ignore[union-attr]
