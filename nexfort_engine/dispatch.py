@@ -9,8 +9,9 @@ every time.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class Region:
         self._problem: str | None = None
         self._layers: Layers | None = None
         self._due: list[Any] = []
+        self._sound: Loan | None = None  # what it lends is as artefacts want it, with the other weights as they are
         self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
 
     # -- the call ----------------------------------------------------------------------------------------
@@ -146,6 +148,7 @@ class Region:
         raw = self.slots.read()
         changed = list(map(id, raw)) != self._ids or [w.dtype for w in raw] != self._dtypes
         if changed or due is not self._due:
+            self._sound = None
             lent = layers.dtypes(due, raw) if layers is not None else {}
             self._due = due
             if lent != self._lent:
@@ -157,10 +160,14 @@ class Region:
 
     def _borrow(self, due: list[Any], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Loan]:
         """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
-        raw = self.slots.read()
-        assert self.layers is not None, "layers are due"
+        raw, layers = self.slots.read(), self.layers
+        assert layers is not None, "layers are due"
+        device = device_of(t.device for t in itertools.chain(tensors, raw))
+        kept = layers.again(due, raw, device)
+        if kept is not None and kept.loan is self._sound:
+            return kept.given, kept.loan
         try:
-            weights, loan = self.layers.borrow(due, raw, device_of([t.device for t in (*tensors, *raw)]))
+            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device)
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
         plain = self._parts.take(weights) if self._parts is not None else weights
@@ -168,6 +175,7 @@ class Region:
         if problem is not None or plain is None:
             loan.give_back()
             raise Ineligible(problem)
+        self._sound = loan if plain is weights else None
         return plain, loan
 
     def weights(self) -> list[torch.Tensor]:
@@ -252,9 +260,15 @@ class Region:
         return foreign(self.module)
 
 
-def device_of(devices: list[torch.device]) -> torch.device:
-    """Where a call runs, from the devices of what it is given and then of its weights."""
-    return next((device for device in devices if device.type != "cpu"), devices[0])
+def device_of(devices: Iterable[torch.device]) -> torch.device:
+    """Where a call runs, from the devices of what it is given and then of its weights. At least one is wanted."""
+    first = None
+    for device in devices:
+        if device.type != "cpu":
+            return device
+        first = first or device
+    assert first is not None, "a block has an input or a weight"
+    return first
 
 
 class Ineligible(Exception):

@@ -10,6 +10,8 @@ looks at to decide is hidden from the capture (shadow.py): it always sees a resi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +70,19 @@ class Lender(Protocol):
         """The layers' weights on a device. Raises NotLent."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What a block borrowed and the host keeps in its place.
+
+    own: the block's own weights, as they were. given: with those on loan in their places.
+    """
+
+    device: torch.device
+    loan: Loan
+    own: list[torch.Tensor]
+    given: list[torch.Tensor]
+
+
 class Layers:
     """The layers of one block that a host may lend, and where their weights stand in the block's list."""
 
@@ -79,11 +94,13 @@ class Layers:
             if lender.lends(sub):
                 own = {name: places[f"{path}.{name}" if path else name] for name in _weights_of(sub)}
                 self._all.append((sub, own))
-        self._signs = [(layer.__dict__, name) for layer, _ in self._all for name in lender.signs]
+        # in two lists, because `map` over them takes half the time of a comprehension
+        self._owns = [layer.__dict__ for layer, _ in self._all for _ in lender.signs]
+        self._names = [name for _ in self._all for name in lender.signs]
         self._by_class = any(getattr(type(layer), name, None) for layer, _ in self._all for name in lender.signs)
         self._seen: list[Any] = []
         self._due: list[tuple[nn.Module, dict[str, int]]] = []
-        self._last: tuple[Loan, list[tuple[int, torch.Tensor]]] | None = None
+        self._last: _Kept | None = None
 
     def hidden(self) -> dict[int, Mapping[str, Any]]:
         """id(submodule) -> the attributes that a capture is shown in the place of its own."""
@@ -93,11 +110,11 @@ class Layers:
 
     def resident(self) -> bool:
         """Whether no layer has to be borrowed. Asked on every call: flat, and without a call for each layer."""
-        return not self._by_class and not any([own.get(name) for own, name in self._signs])
+        return not self._by_class and not any(map(dict.get, self._owns, self._names))
 
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """The layers that have to be borrowed now; the same list as long as nothing changed. Raises NotLent."""
-        signs = [own.get(name) for own, name in self._signs]
+        signs = list(map(dict.get, self._owns, self._names))
         if not self._by_class and not any(signs):
             return []
         if not self._seen or signs != self._seen:
@@ -111,25 +128,25 @@ class Layers:
         lent = {i: self.lender.dtype(layer, name) for layer, places in due for name, i in places.items()}
         return {i: dtype for i, dtype in lent.items() if weights[i] is not None and dtype != weights[i].dtype}
 
+    def again(self, due: list[Any], weights: list[torch.Tensor], device: torch.device) -> _Kept | None:
+        """What was borrowed last, taken out once more, if nothing changed since."""
+        last = self._last
+        if last is None or due is not self._due or last.device != device:
+            return None
+        return last if all(map(is_, weights, last.own)) and last.loan.again() else None
+
     def borrow(
         self, due: list[Any], weights: list[torch.Tensor], device: torch.device
     ) -> tuple[list[torch.Tensor], Loan]:
         """The block's weights with those of the layers `due` on a device, until the loan ends. Raises NotLent."""
-        if self._last is not None and due is self._due and self._last[0].again():
-            loan, lent = self._last
-        else:
-            loan = self.lender.lend([layer for layer, _ in due], device)
-            rows = zip(due, loan.tensors, strict=True)
-            lent = [(i, tensors[name]) for (_, places), tensors in rows for name, i in places.items()]
-            lent = [(i, tensor) for i, tensor in lent if tensor is not weights[i]]
-            turned = [(i, _laid_out(tensor, weights[i])) for i, tensor in lent]
-            # nothing but what the host keeps anyway is held on to between calls
-            keep = loan.kept and all(now is then for (_, now), (_, then) in zip(turned, lent, strict=True))
-            self._last, lent = (loan, lent) if keep and due is self._due else None, turned
-        weights = list(weights)
-        for i, tensor in lent:
-            weights[i] = tensor
-        return weights, loan
+        loan = self.lender.lend([layer for layer, _ in due], device)
+        given, keep = list(weights), loan.kept and due is self._due
+        for (_, places), tensors in zip(due, loan.tensors, strict=True):
+            for name, i in places.items():
+                given[i] = _laid_out(tensors[name], weights[i])
+                keep &= given[i] is tensors[name]  # nothing but what the host keeps anyway is held on to between calls
+        self._last = _Kept(device, loan, list(weights), given) if keep else None
+        return given, loan
 
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """The block's weights as they would be borrowed, without their data."""

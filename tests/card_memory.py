@@ -47,10 +47,14 @@ def unload() -> None:
 class PagedMemory:
     """A stretch of memory. fits: how many of its bytes may be resident at once.
 
-    faults, pins: what was asked for, and the pins that were not given back, by place.
+    faults, pins: what was asked for, and the pins that were not given back, by place. base_addr, max_size,
+    get_nr_pages: as a ModelVBAR has them.
     """
 
+    base_addr = 0
+
     def __init__(self, size: int, fits: int | None = None) -> None:
+        self.max_size = size
         self.bytes = torch.zeros(size, dtype=torch.uint8)
         self.fits = size if fits is None else fits
         self.faults = 0
@@ -58,6 +62,9 @@ class PagedMemory:
         self._next = 0
         self._filled: dict[int, int] = {}  # page -> how often it was made resident
         self._resident: set[int] = set()
+
+    def get_nr_pages(self) -> int:
+        return -(-self.max_size // PAGE)
 
     def place(self, size: int) -> tuple[PagedMemory, int, int]:
         """A place for `size` bytes, as `ModelVBAR.alloc` gives it."""
@@ -84,6 +91,16 @@ class PagedMemory:
         """Give a pin back."""
         self.pins[place[1], place[2]] -= 1
         assert self.pins[place[1], place[2]] >= 0, "a place was given back twice"
+
+    def pinned(self, page: int) -> bool:
+        """Whether a place on this page is in use."""
+        return any(at // PAGE <= page <= (at + size - 1) // PAGE for at, size in +self.pins)
+
+    def take_away_page(self, page: int) -> None:
+        """Somebody else needs the memory of this page."""
+        assert not self.pinned(page), "a page is taken away while it is in use"
+        self._resident.discard(page)
+        self.bytes[page * PAGE : (page + 1) * PAGE] = 0x7F
 
     def take_away(self) -> None:
         """Somebody else needs the memory: every page goes, and with it what lay there."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..loans import NotLent
 from ..modulestate import ABSENT
+from .comfy_pages import Pages
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
@@ -175,8 +176,7 @@ class _Loan:
         self.pages: list[Any] = []
         self.device: torch.device | None = None
         self.stream: Any = None
-        self._claims: list[tuple[dict[str, Any], Any, Any]] = []  # (attributes of a layer, place, its pages)
-        self._held: list[Any] = []
+        self._held = Pages()
         self._finish: Callable[[], None] = self._give_back_fetched
 
     def give_back(self) -> None:
@@ -185,24 +185,10 @@ class _Loan:
 
     def again(self) -> bool:
         """Hold the same pages once more, if ComfyUI moved none and changed no weight since."""
-        if not self.kept:
-            return False
-        from comfy_aimdo import model_vbar
-
-        for own, place, pages in self._claims:
-            # another signature object: the layer was filled anew; none: what it holds is out of date
-            found = (
-                model_vbar.vbar_fault(place) if own.get("_v_signature") is pages and "_prefetch" not in own else None
-            )
-            if found is not None:
-                self._held.append(place)
-            if found is None or not model_vbar.vbar_signature_compare(found, pages):
-                self._let_go()
-                return False
-        return True
+        return self.kept and self._held.take_again()
 
     def _give_back_fetched(self) -> None:
-        self._finish = self._let_go
+        self._finish = self._held.let_go
         if not self.pages:
             return
         import comfy.model_management as management
@@ -216,18 +202,8 @@ class _Loan:
                 if patch is not None:
                     patch.clear_prepared()
             if prefetch["signature"] is not None:
-                self._held.append(layer._v)
-                self._claims.append((layer.__dict__, layer._v, layer.__dict__.get("_v_signature")))
+                self._held.took(layer)
             del layer._prefetch
-        self._let_go()
+        self._held.let_go()
         if self.stream is not None:
             self.stream.wait_stream(management.current_stream(self.device))
-
-    def _let_go(self) -> None:
-        if not self._held:
-            return
-        from comfy_aimdo import model_vbar
-
-        for place in self._held:
-            model_vbar.vbar_unpin(place)
-        self._held.clear()

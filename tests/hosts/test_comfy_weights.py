@@ -14,7 +14,7 @@ import pytest
 import torch
 from backbones import make
 from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
-from patchers import CONFIG, MOVES, TOLERANCE, distance, patcher_around, sample
+from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, sample
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
@@ -206,7 +206,9 @@ def test_pages_that_stay_are_filled_once(
     assert distance(sample(clone), wanted) < TOLERANCE
     assert memory.faults >= len(layers) > 10 and settled(memory, layers)
     monkeypatch.setattr(comfy.ops, "cast_modules_with_vbar", None)  # nothing is fetched any more
+    before, blocks = memory.faults, len(patcher.model.diffusion_model.single_blocks) * 2 + 4
     again = sample(clone)
+    assert blocks * STEPS <= memory.faults - before < len(layers) * STEPS, "layers that share a page are asked for once"
     assert distance(again, wanted) < TOLERANCE and settled(memory, layers)
     nothing_new(clone, mark)
 

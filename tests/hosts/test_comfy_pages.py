@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of dynamic VRAM: few questions that see whatever happened to any of them. ComfyUI is not needed."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from card_memory import ALIGNED, PAGE, PagedMemory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nexfort_engine.hosts.comfy_pages import Pages, _enough
+
+SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
+
+
+def filled(memory: Any, sizes: list[int]) -> list[Any]:
+    """Layers of these sizes whose places were asked for and filled."""
+    layers = [SimpleNamespace(_v=memory.place(size)) for size in sizes]
+    for layer in layers:
+        layer._v_signature = memory.fault(layer._v)
+    return layers
+
+
+def memory_for(sizes: list[int], **words: Any) -> PagedMemory:
+    return PagedMemory(sum(size + ALIGNED for size in sizes) + PAGE, **words)
+
+
+def touched(places: list[Any]) -> set[int]:
+    return {page for _, at, size in places for page in range(at // PAGE, (at + size - 1) // PAGE + 1)}
+
+
+@pytest.fixture(autouse=True)
+def aimdo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two functions that are asked, on the pretended memory that each place names."""
+    package, module = ModuleType("comfy_aimdo"), ModuleType("comfy_aimdo.model_vbar")
+    module.vbar_fault = lambda place: place[0].fault(place)  # type: ignore[attr-defined]
+    module.vbar_unpin = lambda place: place[0].unpin(place)  # type: ignore[attr-defined]
+    package.model_vbar = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comfy_aimdo", package)
+    monkeypatch.setitem(sys.modules, "comfy_aimdo.model_vbar", module)
+
+
+@given(SIZES)
+def test_the_places_that_are_asked_for_touch_every_page_and_none_is_in_vain(sizes: list[int]) -> None:
+    layers = filled(memory_for(sizes), sizes)
+    chosen = [place for place, _ in _enough([(vars(one), one._v, one._v_signature) for one in layers])]
+    assert touched(chosen) == touched([layer._v for layer in layers])
+    for i, place in enumerate(chosen):
+        assert touched([place]) - touched(chosen[:i]), "it adds nothing to those before it"
+
+
+def test_a_memory_that_does_not_tell_its_pages_is_asked_for_every_place() -> None:
+    silent = SimpleNamespace()
+    rows = [({}, (silent, i * 8, 8), b"\0\0\0\1") for i in range(5)]
+    assert [place for place, _ in _enough(rows)] == [place for _, place, _ in rows]
+
+
+@given(SIZES, st.data())
+def test_a_page_that_went_away_is_noticed_whichever_it_was(sizes: list[int], data: st.DataObject) -> None:
+    memory, pages = memory_for(sizes), Pages()
+    layers = filled(memory, sizes)
+    for layer in layers:
+        pages.took(layer)
+    pages.let_go()
+    assert pages.take_again() and {page for page in range(memory.get_nr_pages()) if memory.pinned(page)} == touched(
+        [layer._v for layer in layers]
+    )
+    pages.let_go()
+    gone = data.draw(st.sampled_from(sorted(touched([layer._v for layer in layers]))))
+    memory.take_away_page(gone)
+    assert not pages.take_again() and not +memory.pins
+
+
+@given(SIZES, st.data())
+def test_a_layer_that_was_filled_anew_is_noticed(sizes: list[int], data: st.DataObject) -> None:
+    memory, pages = memory_for(sizes), Pages()
+    layers = filled(memory, sizes)
+    for layer in layers:
+        pages.took(layer)
+    pages.let_go()
+    assert pages.take_again()
+    pages.let_go()
+    other = data.draw(st.sampled_from(layers))
+    other._v_signature = data.draw(st.sampled_from([None, other._v_signature[:]]))
+    assert not pages.take_again() and not +memory.pins
+
+
+def test_layers_that_disagree_about_a_page_are_all_asked() -> None:
+    memory, pages = PagedMemory(4 * PAGE), Pages()
+    first, second = (SimpleNamespace(_v=memory.place(8)) for _ in range(2))
+    first._v_signature = memory.fault(first._v)
+    memory.unpin(first._v)
+    memory.take_away()
+    second._v_signature = memory.fault(second._v)
+    memory.fault(first._v)
+    for layer in (first, second):
+        pages.took(layer)
+    pages.let_go()
+    assert not pages.take_again() and not +memory.pins
