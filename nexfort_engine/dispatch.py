@@ -154,7 +154,8 @@ class Region:
             if lent != self._lent:
                 self._lent, self._structure = lent, None
                 self.forget()
-        if changed and due:
+        if changed and due and layers is not None:
+            layers.forget()
             self._inspect(raw)
         return due
 
@@ -163,7 +164,7 @@ class Region:
         raw, layers = self.slots.read(), self.layers
         assert layers is not None, "layers are due"
         device = device_of(t.device for t in itertools.chain(tensors, raw))
-        kept = layers.again(due, raw, device)
+        kept = layers.again(due, device)
         if kept is not None and kept.loan is self._sound:
             return kept.given, kept.loan
         try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -74,12 +73,11 @@ class Lender(Protocol):
 class _Kept:
     """What a block borrowed and the host keeps in its place.
 
-    own: the block's own weights, as they were. given: with those on loan in their places.
+    given: the block's weights with those on loan in their places.
     """
 
     device: torch.device
     loan: Loan
-    own: list[torch.Tensor]
     given: list[torch.Tensor]
 
 
@@ -128,12 +126,16 @@ class Layers:
         lent = {i: self.lender.dtype(layer, name) for layer, places in due for name, i in places.items()}
         return {i: dtype for i, dtype in lent.items() if weights[i] is not None and dtype != weights[i].dtype}
 
-    def again(self, due: list[Any], weights: list[torch.Tensor], device: torch.device) -> _Kept | None:
+    def again(self, due: list[Any], device: torch.device) -> _Kept | None:
         """What was borrowed last, taken out once more, if nothing changed since."""
         last = self._last
         if last is None or due is not self._due or last.device != device:
             return None
-        return last if all(map(is_, weights, last.own)) and last.loan.again() else None
+        return last if last.loan.again() else None
+
+    def forget(self) -> None:
+        """The block's weights are no longer those with which something was borrowed."""
+        self._last = None
 
     def borrow(
         self, due: list[Any], weights: list[torch.Tensor], device: torch.device
@@ -145,7 +147,7 @@ class Layers:
             for name, i in places.items():
                 given[i] = _laid_out(tensors[name], weights[i])
                 keep &= given[i] is tensors[name]  # nothing but what the host keeps anyway is held on to between calls
-        self._last = _Kept(device, loan, list(weights), given) if keep else None
+        self._last = _Kept(device, loan, given) if keep else None
         return given, loan
 
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -3,13 +3,15 @@
 
 Each layer has a place in a stretch of memory whose pages go away when something else needs the room. Asking for a place
 (`vbar_fault`) makes its pages resident, pins them, and tells a number for each: another number than before means that
-the page went away in between, and with it what it held. Small layers share a page and a large one has several, so a few
-places hold the pages of a whole block; only those are asked for, because each question costs as much as a kernel's
-launch.
+the page went away in between, and with it what it held. Each question costs as much as the launch of a kernel, and a
+block has many more layers than runs of pages: it is the runs that are asked for.
 """
 
 from __future__ import annotations
 
+from array import array
+from itertools import repeat
+from operator import contains, is_
 from typing import Any
 
 Place = tuple[Any, int, int]  # (memory, address, bytes), as ComfyUI keeps it in a layer's `_v`
@@ -19,29 +21,33 @@ class Pages:
     """The pages of some layers as they were when the layers' weights were put there."""
 
     def __init__(self) -> None:
-        self._filled: list[tuple[dict[str, Any], Place, Any]] = []  # (attributes of a layer, place, numbers)
-        self._enough: list[tuple[Place, bytes]] | None = None
+        self._layers: list[dict[str, Any]] = []  # attributes
+        self._filled: list[tuple[Place, Any]] = []  # place and its pages' numbers, of each layer
+        self._stretches: list[tuple[Place, bytes]] | None = None
+        self._numbers: list[Any] = []
         self._held: list[Place] = []
 
     def took(self, layer: Any) -> None:
         """ComfyUI's code asked for this layer's place and filled it. `let_go` gives it back."""
         self._held.append(layer._v)
-        self._filled.append((layer.__dict__, layer._v, layer.__dict__.get("_v_signature")))
-        self._enough = None
+        self._layers.append(layer.__dict__)
+        self._filled.append((layer._v, layer.__dict__.get("_v_signature")))
+        self._stretches = None
 
     def take_again(self) -> bool:
         """Hold all of them once more. False, and nothing is held: a page went away, or a layer was filled anew."""
         from comfy_aimdo import model_vbar
 
-        if any([own.get("_v_signature") is not numbers or "_prefetch" in own for own, _, numbers in self._filled]):
+        if self._stretches is None:
+            self._stretches, self._numbers = _stretches(self._filled), [numbers for _, numbers in self._filled]
+        numbers_now = map(dict.get, self._layers, repeat("_v_signature"))
+        if not all(map(is_, numbers_now, self._numbers)) or any(map(contains, self._layers, repeat("_prefetch"))):
             return False
-        if self._enough is None:
-            self._enough = _enough(self._filled)
-        for place, numbers in self._enough:
+        for place, numbers in self._stretches:
             found = model_vbar.vbar_fault(place)
             if found is not None:
                 self._held.append(place)
-            if found is None or bytes(found) != numbers:
+            if found is None or not bytes(found).startswith(numbers):  # it has room to spare
                 self.let_go()
                 return False
         return True
@@ -57,35 +63,50 @@ class Pages:
         self._held.clear()
 
 
-def _enough(filled: list[tuple[dict[str, Any], Place, Any]]) -> list[tuple[Place, bytes]]:
-    """The fewest places found that touch every page, each with its pages' numbers. All of them if layers disagree."""
-    every = [(place, bytes(numbers)) for _, place, numbers in filled]
-    touched: list[tuple[list[tuple[int, int]], tuple[Place, bytes]]] = []
-    numbers_of: dict[tuple[int, int], int] = {}
-    for row, (_, place, numbers) in zip(every, filled, strict=True):
-        pages = _pages_of(place)
-        if pages is None:
-            return every
-        for page, number in zip(pages, numbers, strict=False):  # numbers has room to spare
-            if numbers_of.setdefault(page, number) != number:
-                return every
-        touched.append((pages, row))
-    chosen: list[tuple[Place, bytes]] = []
-    seen: set[tuple[int, int]] = set()
-    for pages, row in sorted(touched, key=lambda one: -len(one[0])):
-        if not seen.issuperset(pages):
-            seen.update(pages)
-            chosen.append(row)
-    return chosen
+def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:
+    """Places that together touch the same pages, one for each run of them, with the pages' numbers.
+
+    The places as they are where the memory does not tell its pages' size, or layers disagree about a page's number.
+    """
+    pages: dict[tuple[int, int], tuple[Any, int]] = {}  # (memory, page) -> the memory, the page's number
+    for place, numbers in filled:
+        memory, address, size = place
+        length = _page_length(memory)
+        if length is None:
+            break
+        first, last = (address - memory.base_addr) // length, (address - memory.base_addr + max(1, size) - 1) // length
+        for page, number in zip(range(first, last + 1), numbers, strict=False):  # numbers has room to spare
+            if pages.setdefault((id(memory), page), (memory, number))[1] != number:
+                length = None
+        if length is None:
+            break
+    else:
+        return _runs(pages)
+    return [(place, bytes(numbers)) for place, numbers in filled]
 
 
-def _pages_of(place: Place) -> list[tuple[int, int]] | None:
-    """The pages that a place touches: (memory, page). None where the memory does not tell its pages' size."""
-    memory, address, size = place
+def _runs(pages: dict[tuple[int, int], tuple[Any, int]]) -> list[tuple[Place, bytes]]:
+    found: list[tuple[Place, bytes]] = []
+    runs: list[list[tuple[int, int]]] = []
+    for key in sorted(pages):
+        if runs and (key[0], key[1] - 1) == runs[-1][-1]:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    for run in runs:
+        memory, length = pages[run[0]][0], _page_length(pages[run[0]][0])
+        assert length is not None, "it told its pages' size before"
+        start, end = run[0][1] * length, min((run[-1][1] + 1) * length, int(memory.max_size))
+        numbers = array("I", [pages[key][1] for key in run])
+        found.append(((memory, memory.base_addr + start, end - start), numbers.tobytes()))
+    return found
+
+
+def _page_length(memory: Any) -> int | None:
+    """Bytes of a page: a power of two, of which the last page may be cut short. None where the memory does not tell."""
     try:
-        count, length, start = memory.get_nr_pages(), memory.max_size, memory.base_addr
+        count, size = memory.get_nr_pages(), int(memory.max_size)
+        memory.base_addr  # noqa: B018  # asked for whether it is there
     except AttributeError:
         return None
-    page = 1 << max(0, -(-int(length) // count) - 1).bit_length()  # a power of two; the last page may be cut short
-    first, last = (address - start) // page, (address - start + max(1, size) - 1) // page
-    return [(id(memory), number) for number in range(first, last + 1)]
+    return 1 << (-(-size // count) - 1).bit_length()

@@ -12,7 +12,7 @@ from card_memory import ALIGNED, PAGE, PagedMemory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexfort_engine.hosts.comfy_pages import Pages, _enough
+from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches
 
 SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
 
@@ -45,18 +45,24 @@ def aimdo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(SIZES)
-def test_the_places_that_are_asked_for_touch_every_page_and_none_is_in_vain(sizes: list[int]) -> None:
+def test_what_is_asked_for_touches_every_page_once(sizes: list[int]) -> None:
     layers = filled(memory_for(sizes), sizes)
-    chosen = [place for place, _ in _enough([(vars(one), one._v, one._v_signature) for one in layers])]
-    assert touched(chosen) == touched([layer._v for layer in layers])
-    for i, place in enumerate(chosen):
-        assert touched([place]) - touched(chosen[:i]), "it adds nothing to those before it"
+    chosen = [place for place, _ in _stretches([(one._v, one._v_signature) for one in layers])]
+    pages = [page for place in chosen for page in touched([place])]
+    assert sorted(pages) == sorted(touched([layer._v for layer in layers]))
+    assert all(page + 1 not in touched(chosen[i + 1 :]) for i, place in enumerate(chosen) for page in touched([place]))
 
 
 def test_a_memory_that_does_not_tell_its_pages_is_asked_for_every_place() -> None:
     silent = SimpleNamespace()
-    rows = [({}, (silent, i * 8, 8), b"\0\0\0\1") for i in range(5)]
-    assert [place for place, _ in _enough(rows)] == [place for _, place, _ in rows]
+    rows = [((silent, i * 8, 8), b"\0\0\0\1") for i in range(5)]
+    assert [place for place, _ in _stretches(rows)] == [place for place, _ in rows]
+
+
+@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE, 157 * PAGE, 157 * PAGE + 8])
+def test_the_length_of_a_page_is_found(size: int) -> None:
+    length = _page_length(PagedMemory(size))
+    assert length == PAGE or (size < PAGE and length is not None and length >= size)
 
 
 @given(SIZES, st.data())
