@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: one artefact cache, the ComfyUI of this machine, and what is said when there is none.
+"""What all tests share: one artefact cache, compiled kernels, the ComfyUI of this machine, what is said without one.
 
-The cache lies below .pytest_cache and stays from run to run, so that a second run compiles next to nothing;
-`pytest --cache-clear` begins anew. A test that is about cold starts takes a directory of its own.
+Both caches lie below .pytest_cache and stay from run to run, so that a second run compiles next to nothing;
+`pytest --cache-clear` begins anew. A test that is about cold starts takes a cache directory of its own; there too the
+C++ compiler (compiler/g++) makes a kernel only once.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,10 +47,14 @@ def pytest_configure() -> None:
 def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory that NEXFORT_CACHE_DIR names during the session."""
     kept = getattr(request.config, "cache", None)
-    folder = Path(kept.mkdir("nexfort")) if kept is not None else tmp_path_factory.mktemp("nexfort")
+    made = kept.mkdir if kept is not None else tmp_path_factory.mktemp
+    folder, kernels = Path(made("nexfort")), Path(made("kernels"))
     os.chmod(folder, 0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", str(folder))
+        if "CXX" not in os.environ and shutil.which("g++"):
+            patch.setenv("CXX", str(Path(__file__).with_name("compiler") / "g++"))
+            patch.setenv("NEXFORT_TEST_KERNELS", str(kernels))
         patch.delenv("NEXFORT_DISABLE", raising=False)
         if "PYTEST_XDIST_WORKER" in os.environ and "NEXFORT_WORKERS" not in os.environ:
             patch.setenv("NEXFORT_WORKERS", "0")  # the tests themselves fill the machine
