@@ -13,6 +13,7 @@ import csv
 import datetime
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,12 +69,24 @@ def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[
         row["error_to_fp32"] = error(folder, way, "fp32")
         row["error_to_eager"] = error(folder, way, "eager")
         rows.append(row)
+        if found.get("lora_s"):
+            rows.append(lora_row(row, found))
         shown = {k: row[k] for k in COLUMNS[4:] if row[k] != "" and k != "command"}
         more = ("sweep", "compiled_after_sweep", "lora_s", "compiled_by_lora")
         print(json.dumps(shown), *(f"{k}={found[k]}" for k in more if k in found), flush=True)
         for reason in report.get("eager", []) + report.get("variants", []) + report.get("notes", []):
             print("   ", reason, flush=True)
     return rows
+
+
+def lora_row(row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """A row whose first step is the one after a LoRA's strength changed: the median, weights patched anew included."""
+    kept = {name: row[name] for name in COLUMNS[:7]} | {name: row[name] for name in ("options", "command")}
+    way = f"{row['way']}, LoRA's strength changed"
+    compiled = found.get("compiled_by_lora", "")
+    return dict.fromkeys(COLUMNS, "") | kept | {
+        "way": way, "first_s": statistics.median(found["lora_s"]), "ms": row["ms"], "compiled": compiled,
+    }  # fmt: skip
 
 
 def _conditions(args: argparse.Namespace) -> list[str]:
