@@ -37,7 +37,7 @@ def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:
     for row in all_rows:
         ways_of.setdefault((row["backbone"], row["commit"]), set()).add(row["way"])
     together = [key for key, ways in ways_of.items() if ways >= {"eager", "core", "cold", "warm"}]
-    newest = {backbone: commit for backbone, commit in together}  # the file grows at its end
+    newest = dict(together)  # the file grows at its end
     found: dict[str, dict[str, dict[str, str]]] = {}
     for last in (False, True):
         for row in all_rows:

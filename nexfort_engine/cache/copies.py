@@ -46,7 +46,7 @@ class Copies:
         with self._lock:
             entry.check_place()
             known = self._of.get((entry.path, entry.seen))
-            if known is not None and (known in self._unused or _is_sound(known, entry)):
+            if known is not None and ((known in self._unused and known.is_dir()) or _is_sound(known, entry)):
                 self._unused.discard(known)
                 return known
             return self._new(entry)

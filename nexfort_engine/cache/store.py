@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +81,7 @@ class Store:
         self._staging = Staging(self.root / "staging")
         self._attic = Attic(self.root / "broken", self._staging)
         beside = (self._staging.folder, self._attic.broken)
+        self._one_at_a_time = threading.RLock()
         self._own = Shelf(self.root, trust.own(), folders=beside, torn=self._set_aside)
         self._library = Library(self._own, self.base)
         folders = (self._own.entries, *beside)
@@ -333,15 +335,16 @@ class Store:
     def _set_aside(self, path: Path, seen: Seen, reason: str) -> None:
         if (str(path), seen) in self._own.skip:
             return
-        if identity(path) != seen:
-            log.debug("%s was replaced by another process in the meantime; it stays", path)
-            return
-        log.warning("the cache entry %s is set aside: %s", path.name, reason)
-        try:
-            self._attic.move(path, reason)
-        except OSError as error:
-            self._own.skip.add((str(path), seen))
-            log.info("the cache entry %s stays where it is and is skipped: %s", path.name, error)
+        with self._one_at_a_time:  # what is made ready ahead finds it too
+            if identity(path) != seen:
+                log.debug("%s was replaced or taken by another in the meantime", path)
+                return
+            log.warning("the cache entry %s is set aside: %s", path.name, reason)
+            try:
+                self._attic.move(path, reason)
+            except OSError as error:
+                self._own.skip.add((str(path), seen))
+                log.info("the cache entry %s stays where it is and is skipped: %s", path.name, error)
 
     # -- committing --------------------------------------------------------------------------------------
 

@@ -6,11 +6,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError, get_ident
+from typing import Any
 
 import pytest
 from stores import KEY, OTHER, put, snapshot
 
+from nexfort_engine.cache import store as store_module
+from nexfort_engine.cache.entry import MANIFEST
 from nexfort_engine.cache.store import Store
 
 # -- damaged and foreign entries -----------------------------------------------------------------------------
@@ -169,3 +175,28 @@ def test_only_some_broken_entries_are_kept(store: Store) -> None:
         store.set_aside(put(store, variant=number), "test")
     entries = [path for path in (store.root / "broken").iterdir() if path.is_dir()]
     assert len(entries) == 16 and len(list((store.root / "broken").iterdir())) == 32
+
+
+def test_two_threads_that_find_the_same_damage_tell_it_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = put(store)
+    (entry.path / MANIFEST).write_text("{")
+    both, identity = Barrier(2), store_module.identity
+    looked: set[int] = set()
+
+    def seen(path: Path) -> Any:
+        """Each thread's first look waits, for as long as nothing keeps the other from looking too."""
+        found = identity(path)
+        if path == entry.path and get_ident() not in looked:
+            looked.add(get_ident())
+            with suppress(BrokenBarrierError):
+                both.wait(0.5)
+        return found
+
+    monkeypatch.setattr(store_module, "identity", seen)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(store.set_aside, entry, "broken") for _ in range(2)]:
+            done.result()
+    assert len([row for row in caplog.records if "set aside" in row.getMessage()]) == 1
+    assert len(list((store.root / "broken").glob("entry-*.reason.txt"))) == 1
