@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .modulestate import ABSENT
+from .parts import is_plain
 
 
 class NotLent(Exception):
@@ -155,12 +157,21 @@ class Layers:
         found, due = list(weights), self.due()
         dtypes = self.dtypes(due, weights)
         for i in (i for _, places in due for i in places.values()):
-            found[i] = torch.empty_like(weights[i], dtype=dtypes.get(i, weights[i].dtype), device=device)
+            found[i] = _blank(weights[i], dtypes.get(i, weights[i].dtype), device)
         return found
+
+
+def _blank(own: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A weight's stand-in. One that is no plain tensor, and does not say what it is made of, is lent as a plain one."""
+    if is_plain(own) or is_traceable_wrapper_subclass(own):
+        return torch.empty_like(own, dtype=dtype, device=device)
+    return torch.empty(tuple(own.shape), dtype=dtype, device=device)
 
 
 def _laid_out(lent: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """A lent weight with the strides of the layer's own, for which code was made; a host may lose them on the way."""
+    if is_plain(lent) and not is_plain(own):
+        return lent
     if lent.stride() == own.stride() or lent.shape != own.shape:
         return lent
     return torch.empty_strided(own.shape, own.stride(), dtype=lent.dtype, device=lent.device).copy_(lent)

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..loans import NotLent
 from ..modulestate import ABSENT
+from .comfy_own_casts import OwnCasts, casts_itself
 from .comfy_pages import Pages
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
@@ -41,11 +42,12 @@ class ComfyWeights:
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
+        self._own_casts = OwnCasts(self.hidden)
 
     def lends(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.
 
-        Others have code of their own, which is traced as it is.
+        Of others those that make their weights by a method of their own. The rest is traced as it is.
         """
         kind = type(layer)
         for base in kind.__mro__:
@@ -53,8 +55,12 @@ class ComfyWeights:
                 own = ("forward", "forward_comfy_cast_weights", "_forward")
                 return all(getattr(kind, n) is getattr(base, n) for n in own)
             if base.__module__ == "comfy.ops" and base.__qualname__.startswith(_PLAIN):
-                same = ("forward", "forward_comfy_cast_weights")
-                return "Embedding" not in base.__qualname__ and all(getattr(kind, n) is getattr(base, n) for n in same)
+                if "Embedding" in base.__qualname__ or kind.forward is not base.forward:  # type: ignore[attr-defined]
+                    return False
+                cast = "forward_comfy_cast_weights"
+                return getattr(kind, cast) is getattr(base, cast) or self._own_casts.lends(
+                    layer, self._dtype_of_calls()
+                )
         return False
 
     def due(self, layer: nn.Module) -> bool:
@@ -75,9 +81,18 @@ class ComfyWeights:
         """
         if _is_quantised(layer):
             return getattr(layer, name).dtype
+        if casts_itself(layer):
+            return self._dtype_of_calls()
         computing = self._computing or getattr(self._model(), "manual_cast_dtype", None)
         own = getattr(layer, f"{name}_comfy_model_dtype", None) if "_v" in layer.__dict__ else None
         return computing or own or getattr(layer, name).dtype
+
+    def _dtype_of_calls(self) -> torch.dtype:
+        """The dtype that ComfyUI gives a network its inputs in."""
+        model = self._model()
+        computing = self._computing or getattr(model, "manual_cast_dtype", None)
+        own = getattr(model, "get_dtype", torch.get_default_dtype)
+        return computing or own()
 
     def lend(self, layers: list[nn.Module], device: torch.device) -> _Loan:
         """Copy, cast and patch as ComfyUI does. Raises NotLent."""
@@ -96,6 +111,9 @@ class ComfyWeights:
         """One layer by the function that it calls itself."""
         import comfy.ops
 
+        if casts_itself(layer):
+            loan.kept = False
+            return self._own_casts.cast(layer, self._dtype_of_calls(), device)
         own = {name: value for name in _NAMES if (value := getattr(layer, name, None)) is not None}
         functions = layer.weight_function or layer.bias_function
         if not functions and all(t.device == device and t.dtype == self.dtype(layer, n) for n, t in own.items()):
@@ -161,6 +179,8 @@ def _as_it_is(layer: nn.Module, dtype: Any) -> dict[str, Any]:
 
 
 def _is_paged(layer: nn.Module, device: torch.device) -> bool:
+    if casts_itself(layer):
+        return False
     return "_v" in layer.__dict__ and device.type != "cpu" and layer.weight.device != device
 
 
