@@ -32,6 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor would try out the processor's vector instructions for each empty cache, a quarter of a minute of compiling.
 # It still asks the processor for them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Read when sympy is loaded. Lowering asks it the same things again and again; workers have as large a memory.
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 
 # no test is judged by its time, and on a busy machine the first draw of a strategy is slow
 hypothesis.settings.register_profile("nexfort", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

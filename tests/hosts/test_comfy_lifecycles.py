@@ -224,6 +224,8 @@ def test_a_deep_clone_runs_on_its_own_model(pair: Callable[[str], Pair]) -> None
     at.patcher.cached_patcher_init = (lambda *_, **__: twin, ())
     at.clone.cached_patcher_init = at.patcher.cached_patcher_init
     before = sample(at.clone)
+    if not hasattr(at.clone, "deepclone_multigpu"):
+        pytest.skip("this ComfyUI has no clones for several GPUs")
     deep = at.clone.deepclone_multigpu(torch.device("cpu"))
     assert deep.model is not at.clone.model
     with torch.no_grad():
