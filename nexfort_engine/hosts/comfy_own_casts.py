@@ -40,7 +40,10 @@ class OwnCasts:
         self._tried: dict[Any, bool] = {}
 
     def lends(self, layer: Any, dtype: torch.dtype) -> bool:
-        """Whether this layer's weights can be borrowed for calls in `dtype`. Tried with data where its kind is new."""
+        """Whether this layer's weights can be borrowed for calls in `dtype`. Tried with data where its kind is new.
+
+        A cancel that comes meanwhile (no Exception), and memory that is not there, are for ComfyUI to deal with.
+        """
         if not casts_itself(layer):
             return False
         weights = [value for value in layer._parameters.values() if value is not None]
@@ -48,6 +51,8 @@ class OwnCasts:
         if kind not in self._tried:
             try:
                 self._tried[kind] = self._is_plain_inside(layer, dtype)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # code of others, tried where it did not expect it: it runs as it is
                 log.debug("Nexfort: %s cannot be tried: %s", type(layer).__qualname__, named(error))
                 self._tried[kind] = False

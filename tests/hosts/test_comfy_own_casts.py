@@ -176,3 +176,19 @@ def test_a_layer_that_cannot_be_tried_is_not_lent(break_it: Any) -> None:
     assert ComfyWeights(patcher.model).lends(layer)
     break_it(layer)
     assert not ComfyWeights(patcher.model).lends(layer)
+
+
+def test_a_cancel_while_a_layer_is_tried_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comfy.model_management import InterruptProcessingException
+
+    network = packed_flux()
+    lender, layer = ComfyWeights(patcher_around(network, flux=True).model), matrices(network.double_blocks)[0]
+
+    def cancelled(*_: Any, **__: Any) -> Any:
+        raise InterruptProcessingException
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "cast_bias_weight", cancelled)
+        with pytest.raises(InterruptProcessingException):
+            lender.lends(layer)
+    assert lender.lends(layer)
