@@ -39,11 +39,9 @@ def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:
     together = [key for key, ways in ways_of.items() if ways >= {"eager", "core", "cold", "warm"}]
     newest = dict(together)  # the file grows at its end
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for last in (False, True):
-        for row in all_rows:
-            if last == (newest.get(row["backbone"]) == row["commit"]):
-                figures = found.setdefault(row["backbone"], {}).setdefault(row["way"], {})
-                figures.update({name: value for name, value in row.items() if value})
+    for row in sorted(all_rows, key=lambda row: newest.get(row["backbone"]) == row["commit"]):  # those come last
+        figures = found.setdefault(row["backbone"], {}).setdefault(row["way"], {})
+        figures.update({name: value for name, value in row.items() if value})
     return found
 
 

@@ -40,8 +40,7 @@ class Region:
     def __init__(self, engine: Engine, spec: RegionSpec) -> None:
         self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
-        self.besides = engine.lender.copies if engine.lender is not None else frozenset()
-        self.slots = WeightSlots(self.module, self.besides)
+        self.slots = WeightSlots(self.module, engine.besides)
         self.bindings: list[Binding] = []
         self.known: dict[Any, list[Binding]] = {}
         self.declined: dict[Any, list[tuple[Callable[[list[Any]], bool], str]]] = {}
@@ -206,7 +205,7 @@ class Region:
 
     def _inspect(self, weights: list[torch.Tensor]) -> None:
         if any(w is None for w in weights):  # the tree changed its weights: a slot went away
-            self.slots, self._layers = WeightSlots(self.module, self.besides), None
+            self.slots, self._layers = WeightSlots(self.module, self.engine.besides), None
             weights = self.slots.read()
         try:
             self._parts = Parts.of(weights)
@@ -224,7 +223,7 @@ class Region:
 
     def renew(self) -> None:
         """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
-        slots = WeightSlots(self.module, self.besides)
+        slots = WeightSlots(self.module, self.engine.besides)
         if [(id(table), name) for table, name in slots.slots] != [(id(t), n) for t, n in self.slots.slots]:
             self.slots, self._layers = slots, None
             self._inspect(slots.read())
@@ -239,7 +238,7 @@ class Region:
             weights = self.slots.read()
             plain = (self._parts.take(weights) if self._parts is not None else None) or weights
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
-            self._structure = [structure(self.module, self._lent, self.besides), strides]
+            self._structure = [structure(self.module, self._lent, self.engine.besides), strides]
             if self._parts is not None:
                 self._structure.append(self._parts.text)
         return self._structure

@@ -72,6 +72,7 @@ class Engine:
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
+        self.besides = lender.copies if lender is not None else frozenset()  # names of tensors that are no weights
         self.apart, self.stops = apart, stops
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
@@ -118,7 +119,7 @@ class Engine:
             parts = {
                 "environment": environment_parts(str(device)),
                 "config": self.config.lowering_key(),
-                "structure": structure(self.root, besides=self.lender.copies if self.lender is not None else ()),
+                "structure": structure(self.root, besides=self.besides),
             }
             self._model_keys[device.type] = primary_key(parts)
         return self._model_keys[device.type]

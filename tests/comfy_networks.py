@@ -31,11 +31,12 @@ def unet(depth: int) -> nn.Module:
     )
 
 
-def flux(depth: int) -> nn.Module:
+def flux(depth: int, **settings: Any) -> nn.Module:
+    """settings: device, dtype, operations, if not the usual."""
     from comfy.ldm.flux.model import Flux
 
     return Flux(
-        **{**_settings(), "image_model": "flux", "in_channels": 4, "out_channels": 4, "vec_in_dim": 8},
+        **{**_settings(), **settings, "image_model": "flux", "in_channels": 4, "out_channels": 4, "vec_in_dim": 8},
         **{"context_in_dim": 16, "hidden_size": 32, "mlp_ratio": 4.0, "num_heads": 2, "axes_dim": [4, 6, 6]},
         **{"depth": depth, "depth_single_blocks": depth, "theta": 10000, "patch_size": 2, "qkv_bias": True},
         **{"guidance_embed": True, "txt_ids_dims": []},

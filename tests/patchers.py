@@ -240,6 +240,13 @@ def regions_of(pair: Pair) -> set[str]:
     return {row["name"] for row in pair.report.as_dict()["regions"]}
 
 
+def reported(patcher: Any) -> dict[str, Any]:
+    """What the report of a compiled patcher says."""
+    report = host.report_of(patcher)
+    assert report is not None
+    return report.as_dict()
+
+
 def nothing_new(new: dict[str, Any]) -> None:
     """Assert that what the report gained is no artefact, no variant and no block that ran eager."""
     assert not new["artefacts"] and not new["variants"] and not new["eager"], new

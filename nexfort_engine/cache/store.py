@@ -81,7 +81,7 @@ class Store:
         self._staging = Staging(self.root / "staging")
         self._attic = Attic(self.root / "broken", self._staging)
         beside = (self._staging.folder, self._attic.broken)
-        self._one_at_a_time = threading.RLock()
+        self._one_at_a_time = threading.Lock()
         self._own = Shelf(self.root, trust.own(), folders=beside, torn=self._set_aside)
         self._library = Library(self._own, self.base)
         folders = (self._own.entries, *beside)

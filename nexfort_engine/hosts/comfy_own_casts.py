@@ -28,8 +28,9 @@ _SIDE = 8  # of the picture that a convolution is tried with
 
 
 def casts_itself(layer: Any) -> bool:
-    """Whether a layer has the method that makes its weights."""
-    return callable(getattr(type(layer), _METHOD, None))
+    """Whether a layer has the method that makes its weights, and code of its own that may use it."""
+    own = type(layer).forward_comfy_cast_weights.__module__ != "comfy.ops"
+    return own and callable(getattr(type(layer), _METHOD, None))
 
 
 class OwnCasts:
@@ -44,8 +45,6 @@ class OwnCasts:
 
         A cancel that comes meanwhile (no Exception), and memory that is not there, are for ComfyUI to deal with.
         """
-        if not casts_itself(layer):
-            return False
         weights = [value for value in layer._parameters.values() if value is not None]
         kind = (type(layer), dtype, *[(type(w), w.dtype, getattr(w, "tensor_type", None)) for w in weights])
         if kind not in self._tried:

@@ -10,7 +10,8 @@ block has many more layers than runs of pages: it is the runs that are asked for
 from __future__ import annotations
 
 from array import array
-from itertools import repeat
+from collections.abc import Iterator
+from itertools import groupby, repeat
 from operator import contains, is_
 from typing import Any
 
@@ -68,38 +69,27 @@ def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:
 
     The places as they are where the memory does not tell its pages' size, or layers disagree about a page's number.
     """
-    pages: dict[tuple[int, int], tuple[Any, int]] = {}  # (memory, page) -> the memory, the page's number
-    for place, numbers in filled:
-        memory, address, size = place
-        length = _page_length(memory)
+    as_they_are = [(place, bytes(numbers)) for place, numbers in filled]
+    memories = {id(place[0]): place[0] for place, _ in filled}
+    lengths = {key: _page_length(memory) for key, memory in memories.items()}
+    pages_of: dict[int, dict[int, int]] = {key: {} for key in memories}  # page -> its number
+    for (memory, address, size), numbers in filled:
+        length, pages = lengths[id(memory)], pages_of[id(memory)]
         if length is None:
-            break
+            return as_they_are
         first, last = (address - memory.base_addr) // length, (address - memory.base_addr + max(1, size) - 1) // length
         for page, number in zip(range(first, last + 1), numbers, strict=False):  # numbers has room to spare
-            if pages.setdefault((id(memory), page), (memory, number))[1] != number:
-                length = None
-        if length is None:
-            break
-    else:
-        return _runs(pages)
-    return [(place, bytes(numbers)) for place, numbers in filled]
+            if pages.setdefault(page, number) != number:
+                return as_they_are
+    return [found for key, memory in memories.items() for found in _runs(memory, lengths[key] or 0, pages_of[key])]
 
 
-def _runs(pages: dict[tuple[int, int], tuple[Any, int]]) -> list[tuple[Place, bytes]]:
-    found: list[tuple[Place, bytes]] = []
-    runs: list[list[tuple[int, int]]] = []
-    for key in sorted(pages):
-        if runs and (key[0], key[1] - 1) == runs[-1][-1]:
-            runs[-1].append(key)
-        else:
-            runs.append([key])
-    for run in runs:
-        memory, length = pages[run[0]][0], _page_length(pages[run[0]][0])
-        assert length is not None, "it told its pages' size before"
-        start, end = run[0][1] * length, min((run[-1][1] + 1) * length, int(memory.max_size))
-        numbers = array("I", [pages[key][1] for key in run])
-        found.append(((memory, memory.base_addr + start, end - start), numbers.tobytes()))
-    return found
+def _runs(memory: Any, length: int, pages: dict[int, int]) -> Iterator[tuple[Place, bytes]]:
+    """Pages that follow one another, as one place each, with their numbers."""
+    for _, run in groupby(enumerate(sorted(pages)), lambda at: at[1] - at[0]):
+        found = [page for _, page in run]
+        start, end = found[0] * length, min((found[-1] + 1) * length, int(memory.max_size))
+        yield (memory, memory.base_addr + start, end - start), array("I", [pages[page] for page in found]).tobytes()
 
 
 def _page_length(memory: Any) -> int | None:

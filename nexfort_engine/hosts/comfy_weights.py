@@ -57,10 +57,10 @@ class ComfyWeights:
             if base.__module__ == "comfy.ops" and base.__qualname__.startswith(_PLAIN):
                 if "Embedding" in base.__qualname__ or kind.forward is not base.forward:  # type: ignore[attr-defined]
                     return False
+                if casts_itself(layer):
+                    return self._own_casts.lends(layer, self._dtype_of_calls())
                 cast = "forward_comfy_cast_weights"
-                return getattr(kind, cast) is getattr(base, cast) or self._own_casts.lends(
-                    layer, self._dtype_of_calls()
-                )
+                return getattr(kind, cast) is getattr(base, cast)
         return False
 
     def due(self, layer: nn.Module) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import comfy_networks
 import pytest
 import torch
 from backbones import make
-from patchers import CONFIG, MOVES, TOLERANCE, distance, patcher_around, sample
+from patchers import CONFIG, MOVES, TOLERANCE, distance, patcher_around, reported, sample
 from subjects import graphs_as_they_are
 from torch.nn import functional
 
@@ -93,14 +94,7 @@ def operations(factor: float = 1.0) -> Any:
 
 def packed_flux(factor: float = 1.0) -> Any:
     """The tiny Flux made of a plugin's layers, its matrices packed."""
-    from comfy.ldm.flux.model import Flux
-
-    network = Flux(
-        **{"image_model": "flux", "in_channels": 4, "out_channels": 4, "vec_in_dim": 8, "context_in_dim": 16},
-        **{"hidden_size": 32, "mlp_ratio": 4.0, "num_heads": 2, "axes_dim": [4, 6, 6], "depth": 2, "theta": 10000},
-        **{"depth_single_blocks": 2, "patch_size": 2, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []},
-        **{"device": "cpu", "dtype": torch.float32, "operations": operations(factor)},
-    )
+    network = comfy_networks.flux(2, operations=operations(factor))
     network.load_state_dict(make("comfy_flux").module.state_dict())
     for layer in network.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -110,12 +104,6 @@ def packed_flux(factor: float = 1.0) -> Any:
 
 def matrices(network: Any) -> list[Any]:
     return [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
-
-
-def reported(patcher: Any) -> dict[str, Any]:
-    report = host.report_of(patcher)
-    assert report is not None
-    return report.as_dict()
 
 
 def test_they_run_compiled_with_the_weights_that_they_make() -> None:
@@ -192,3 +180,20 @@ def test_a_cancel_while_a_layer_is_tried_is_not_lost(monkeypatch: pytest.MonkeyP
         with pytest.raises(InterruptProcessingException):
             lender.lends(layer)
     assert lender.lends(layer)
+
+
+def test_a_method_that_the_layer_s_forward_does_not_use_makes_no_weights() -> None:
+    """A layer that casts as ComfyUI's do, whatever else is called so in it."""
+    import comfy.ops
+
+    class Linear(comfy.ops.manual_cast.Linear):
+        def cast_bias_weight(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("nobody asks it")
+
+    lender = ComfyWeights(patcher_around(packed_flux(), flux=True).model)
+    layer = Linear(8, 4).requires_grad_(False)
+    layer.weight.normal_(generator=torch.Generator().manual_seed(0))
+    layer.bias.zero_()
+    assert lender.lends(layer)
+    (lent,) = lender.lend([layer], torch.device("cpu")).tensors
+    assert torch.equal(lent["weight"], layer.weight)

@@ -25,8 +25,17 @@ def filled(memory: Any, sizes: list[int]) -> list[Any]:
     return layers
 
 
-def memory_for(sizes: list[int], **words: Any) -> PagedMemory:
-    return PagedMemory(sum(size + ALIGNED for size in sizes) + PAGE, **words)
+def memory_for(sizes: list[int]) -> PagedMemory:
+    return PagedMemory(sum(size + ALIGNED for size in sizes) + PAGE)
+
+
+def given_back(layers: list[Any]) -> Pages:
+    """The pages of layers, taken once and let go."""
+    pages = Pages()
+    for layer in layers:
+        pages.took(layer)
+    pages.let_go()
+    return pages
 
 
 def touched(places: list[Any]) -> set[int]:
@@ -67,11 +76,9 @@ def test_the_length_of_a_page_is_found(size: int) -> None:
 
 @given(SIZES, st.data())
 def test_a_page_that_went_away_is_noticed_whichever_it_was(sizes: list[int], data: st.DataObject) -> None:
-    memory, pages = memory_for(sizes), Pages()
+    memory = memory_for(sizes)
     layers = filled(memory, sizes)
-    for layer in layers:
-        pages.took(layer)
-    pages.let_go()
+    pages = given_back(layers)
     assert pages.take_again() and {page for page in range(memory.get_nr_pages()) if memory.pinned(page)} == touched(
         [layer._v for layer in layers]
     )
@@ -83,11 +90,9 @@ def test_a_page_that_went_away_is_noticed_whichever_it_was(sizes: list[int], dat
 
 @given(SIZES, st.data())
 def test_a_layer_that_was_filled_anew_is_noticed(sizes: list[int], data: st.DataObject) -> None:
-    memory, pages = memory_for(sizes), Pages()
+    memory = memory_for(sizes)
     layers = filled(memory, sizes)
-    for layer in layers:
-        pages.took(layer)
-    pages.let_go()
+    pages = given_back(layers)
     assert pages.take_again()
     pages.let_go()
     other = data.draw(st.sampled_from(layers))
@@ -96,14 +101,12 @@ def test_a_layer_that_was_filled_anew_is_noticed(sizes: list[int], data: st.Data
 
 
 def test_layers_that_disagree_about_a_page_are_all_asked() -> None:
-    memory, pages = PagedMemory(4 * PAGE), Pages()
+    memory = PagedMemory(4 * PAGE)
     first, second = (SimpleNamespace(_v=memory.place(8)) for _ in range(2))
     first._v_signature = memory.fault(first._v)
     memory.unpin(first._v)
     memory.take_away()
     second._v_signature = memory.fault(second._v)
     memory.fault(first._v)
-    for layer in (first, second):
-        pages.took(layer)
-    pages.let_go()
+    pages = given_back([first, second])
     assert not pages.take_again() and not +memory.pins

@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import comfy_networks
 import pytest
 import torch
 from backbones import make
 from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
-from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, sample
+from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, reported, sample
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
@@ -52,12 +53,6 @@ def compiled() -> Iterator[tuple[Any, Any]]:
         assert distance(sample(clone), sample(patcher)) < TOLERANCE
         assert due(patcher) == 0 and not reported(clone)["eager"]
         yield patcher, clone
-
-
-def reported(patcher: Any) -> dict[str, Any]:
-    report = host.report_of(patcher)
-    assert report is not None
-    return report.as_dict()
 
 
 def nothing_new(patcher: Any, mark: Any) -> None:
@@ -121,14 +116,8 @@ def test_a_function_attached_to_a_resident_weight_is_honoured(compiled: tuple[An
 
 def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
     import comfy.ops
-    from comfy.ldm.flux.model import Flux
 
-    network = Flux(
-        **{"image_model": "flux", "in_channels": 4, "out_channels": 4, "vec_in_dim": 8, "context_in_dim": 16},
-        **{"hidden_size": 32, "mlp_ratio": 4.0, "num_heads": 2, "axes_dim": [4, 6, 6], "depth": 2, "theta": 10000},
-        **{"depth_single_blocks": 2, "patch_size": 2, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": []},
-        **{"device": "cpu", "dtype": torch.bfloat16, "operations": comfy.ops.manual_cast},
-    )
+    network = comfy_networks.flux(2, dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
     network.load_state_dict(make("comfy_flux").module.state_dict())
     with graphs_as_they_are():
         patcher = patcher_around(network, flux=True)
