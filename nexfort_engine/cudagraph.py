@@ -24,7 +24,7 @@ import torch
 from . import readset
 from .artefact import Binding
 from .guards import checker, to_json
-from .modulestate import any_replaced
+from .modulestate import Forwards
 from .parts import places
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
 from .report import named
@@ -71,14 +71,14 @@ class _Glue:
         self._children = [(s._modules, name) for s in outside for name in s._modules]
         self._modules = [table.get(name) for table, name in self._children]
         self._hooks = [table for s in outside for table in (s._forward_hooks, s._forward_pre_hooks)]
-        self._bare = [(s.__dict__, s) for s in (*outside, *regions)]
-        self.hooked = any(self._hooks) or any_replaced(self._bare)
+        self._bare = Forwards([*outside, *regions])
+        self.hooked = any(self._hooks) or self._bare.replaced()
 
     def unchanged(self) -> bool:
         """Whether everything is as it was."""
         if any(self._hooks) or [own.get(name) for own, name, _ in self._attributes] != self._values:
             return False
-        if any_replaced(self._bare):
+        if self._bare.replaced():
             return False
         return [table.get(name) for table, name in self._children] == self._modules
 
