@@ -146,6 +146,51 @@ def without_device() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def launched_by_address() -> Iterator[None]:
+    """Kernels that Inductor made are launched with addresses in the place of tensors, by this thread, inside the block.
+
+    Their launcher asks the driver about each tensor's memory, and the driver does not know memory that cudaMallocAsync
+    gave while a graph is captured; the addresses are right all the same.
+    """
+    import torch
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    autotuner: Any = CachingAutotuner
+    original, thread = autotuner.run, threading.get_ident()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+        return original(self, *args, **kwargs)
+
+    autotuner.run = run
+    try:
+        yield
+    finally:
+        autotuner.run = original
+
+
+@contextmanager
+def noted_triton_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Tell `note` the name of each Triton kernel that this thread launches in the block and Inductor did not make."""
+    from triton.runtime.jit import JITFunction
+
+    function: Any = JITFunction
+    original, thread = function.run, threading.get_ident()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            note(str(getattr(self, "__name__", self)))
+        return original(self, *args, **kwargs)
+
+    function.run = run
+    try:
+        yield
+    finally:
+        function.run = original
+
+
 def supported_options(options: Mapping[str, object]) -> dict[str, object]:
     """`options` without the names that this torch's Inductor does not have; each is logged once."""
     return _known(_compiler_configs()[0], options)
