@@ -44,6 +44,7 @@ log = logging.getLogger("nexfort")
 
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
+_MOST_REHEARSALS = 3
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
@@ -111,6 +112,7 @@ class StepGraphs:
         self.engine = engine
         self._steps = _Steps()
         self._refused: dict[Any, str] = {}
+        self._rehearsed: dict[Any, int] = {}  # how often a step showed a reason why its capture would fail
         self._pool: Any = None
         self._residence: Residence | None = None
         self._busy = False
@@ -230,7 +232,10 @@ class StepGraphs:
             self.engine.report.note(_ELSEWHERE)
             return result
         if reason := problem():
-            self._refused[key] = reason
+            # a first step may also fetch weights; what the network's own code does it does each time
+            self._rehearsed[key] = self._rehearsed.get(key, 0) + 1
+            if self._rehearsed[key] >= _MOST_REHEARSALS:
+                self._refused[key] = reason
             return result
         outputs = Flat()
         try:

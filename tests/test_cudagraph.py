@@ -154,7 +154,7 @@ def test_code_that_waits_is_refused_and_the_step_completes():
     compiled = nexfort_engine.compile(module)
     given = inputs(2, 16, 4)
     with torch.inference_mode():
-        for _ in range(4):
+        for _ in range(5):
             assert close(compiled(*given), module(*given))
     assert any("no CUDA graph" in note for note in compiled.report.as_dict()["notes"])
     assert not any(step.graph for step in compiled._nexfort_engine.graphs._steps.values())
@@ -184,4 +184,4 @@ def test_all_of_this_with_the_allocator_that_comfyui_chooses():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "passed" in done.stdout and "failed" not in done.stdout
+    assert done.stdout.startswith("........."), "its tests were run, not skipped"
