@@ -96,21 +96,37 @@ def tracing_scope() -> Iterator[None]:
 
     torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
-    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture.
+    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
+    stack trace is made for each operator, a tenth of a capture, which nobody would read.
     """
     import torch._dynamo.config
     import torch.export._trace
+    import torch.fx.proxy
 
-    trace: Any = torch.export._trace
-    original = getattr(trace, "_ignore_backend_decomps", None)
-    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}):
-        if original is not None:
-            trace._ignore_backend_decomps = nullcontext
-        try:
-            yield
-        finally:
-            if original is not None:
-                trace._ignore_backend_decomps = original
+    replaced = [
+        (torch.export._trace, "_ignore_backend_decomps", nullcontext),
+        (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
+    ]
+    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
+        for module, name, value in replaced:
+            if hasattr(module, name):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+        yield
+
+
+class _NoTraceback:
+    """In the place of torch's stack traces."""
+
+    @staticmethod
+    def extract(*_: Any, **__: Any) -> _NoTraceback:
+        return _NoTraceback()
+
+    def summary(self) -> list[Any]:
+        return []
+
+    def format(self) -> list[str]:
+        return []
 
 
 @contextmanager
