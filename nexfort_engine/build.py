@@ -365,8 +365,10 @@ class Builder:
         weights, hidden, layers = None, None, region.layers
         if layers is not None:
             weights, hidden = layers.examples(region.slots.read(), _device_of(wanted)), layers.hidden()
+        config = self.engine.config
+        math = self.engine.math if config.host_math else None
         captured = capture(
-            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
+            region.module, wanted.example, dynamic=config.dynamic, weights=weights, hidden=hidden, math=math
         )
         return captured, manifest_of(captured, region.kind, *self.engine.made_for(region, _device_of(wanted)))
 

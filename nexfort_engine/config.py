@@ -39,6 +39,9 @@ OPTIONS: dict[str, type] = {
     "inductor.force_triton_sdpa": bool,
     "cuda.fuse_timestep_embedding": bool,
     "triton.cudagraphs": bool,
+    "fuse.group_norm": bool,
+    "fuse.whole_rows": bool,
+    "fuse.host_operators": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
@@ -190,6 +193,11 @@ class CompileConfig:
             return asked
         return "cudagraphs" in self.tokens or self.profile != "fast"
 
+    @property
+    def host_math(self) -> bool:
+        """Whether operators of the host's own are traced as plain code where it has it, so that they fuse."""
+        return self.option("fuse.host_operators", self.profile != "fast") is True
+
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
         return {
@@ -280,6 +288,8 @@ class CompileConfig:
             found["triton.autotune_pointwise"] = search
             found["dynamic_scale_rblock"] = search
             found["shape_padding"] = search
+            found["nexfort.group_norm"] = self.option("fuse.group_norm", self.profile != "fast")
+            found["nexfort.whole_rows"] = self.option("fuse.whole_rows", self.profile != "fast")
             # the setting above leaves small reductions several; this takes one of them by rule
             found["test_configs.force_filter_reduction_configs"] = not search
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside

@@ -16,14 +16,17 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .capture import Captured
+from .choices import whole_rows
 from .cpu_probe import remembered_probes
 from .flags import inductor_scope
+from .passes import PASSES, split
 
 log = logging.getLogger("nexfort")
 
@@ -72,8 +75,13 @@ def lower_graph(
 ) -> None:
     """Lower a graph with its literal tensors into the empty directory `payload`.
 
-    options: Inductor settings by name. Raises LoweringFailed; whatever Inductor itself raises passes through.
+    options: Inductor settings by name, and the engine's own (passes.py). Raises LoweringFailed; whatever Inductor
+    itself raises passes through.
     """
+    own, options = split(options)
+    for name, rewrite in PASSES.items():
+        if own.get(name):
+            rewrite(graph)
     for node in graph.graph.nodes:
         # Inductor looks for the capture's shape environment under this name alone. Without it every size is made
         # anew from the example, and two sizes that happen to be equal there become one.
@@ -83,7 +91,8 @@ def lower_graph(
     payload.mkdir(parents=True, exist_ok=True)
     from torch._inductor import standalone_compile
 
-    with inductor_scope(payload, options), remembered_probes(), torch.no_grad():
+    rows = whole_rows() if own.get("whole_rows") else nullcontext()
+    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
@@ -121,7 +130,7 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
         importlib.import_module(name)
     # Nothing is compiled here, so Inductor must not start its pool of compiler processes: sixteen new interpreters
     # were measured to slow the next twenty steps by a quarter.
-    with inductor_scope(payload, {**options, "compile_threads": 1}), remembered_probes():
+    with inductor_scope(payload, {**split(options)[1], "compile_threads": 1}), remembered_probes():
         from torch._inductor import CompiledArtifact
 
         artefact = CompiledArtifact.load(path=str(payload), format="unpacked")
