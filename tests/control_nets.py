@@ -30,11 +30,11 @@ def _cpu() -> dict[str, Any]:
 
 
 def unet(**settings: Any) -> Any:
-    """The ControlNet of SD1.5 and SDXL: a UNet's first half. settings: device, dtype, operations, if not the usual."""
+    """The ControlNet of SD1.5 and SDXL: a UNet's first half. settings: what is not as usual."""
     import comfy.cldm.cldm
     import comfy.controlnet
 
-    network = comfy.cldm.cldm.ControlNet(**_UNET, hint_channels=3, **{**_cpu(), **settings})
+    network = comfy.cldm.cldm.ControlNet(**{**_UNET, "hint_channels": 3, **_cpu(), **settings})
     return comfy.controlnet.ControlNet(with_weights(network, "control_unet"), load_device=torch.device("cpu"))
 
 
