@@ -64,15 +64,6 @@ def files(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         yield tiny_files(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Garbage is looked for among what a test makes, not in all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     import comfy.sd
