@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,18 @@ def main() -> int:
         use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
     elsewhere = args.dynamic_vram or args.budget
+    began_with = used()
     weights = state_dict(backbone, device, torch.device("cpu") if elsewhere else None)
     torch.cuda.empty_cache()
     ballast = fill_card(args.budget) if args.budget else None
+    began_with += ballast.nbytes if ballast is not None else 0
     patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
     del weights
     model = prepare(patcher, args.way, args.options)
     comfy.model_management.load_models_gpu([model])
-    print(json.dumps(measure(model, backbone, args)), flush=True)
+    found = measure(model, backbone, args)
+    found["device_gib"] = round((device_peak(model, Sampling(backbone, args.size)) - began_with) / 2**30, 2)
+    print(json.dumps(found), flush=True)
     del ballast
     return 0
 
@@ -83,6 +88,33 @@ def fill_card(left: float) -> Any:
 
     free, _ = torch.cuda.mem_get_info()
     return torch.empty(max(0, free - int(left * 2**30)), dtype=torch.uint8, device="cuda")
+
+
+def used() -> int:
+    """Bytes of the card that are not free, whoever took them."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def device_peak(model: Any, sampling: Sampling) -> int:
+    """The most bytes of the card that were not free during four steps, as looked at every other millisecond.
+
+    Allocators, CUDA graphs and dynamic VRAM each take memory that the others do not count.
+    """
+    most, ended = [used()], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.002):
+            most[0] = max(most[0], used())
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    sampling(model, 4)
+    ended.set()
+    looking.join()
+    return most[0]
 
 
 def use_dynamic_vram(index: int) -> None:

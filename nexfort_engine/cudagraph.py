@@ -4,7 +4,8 @@
 The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
 inputs into the graph's slots, replay, and hand out copies of the outputs. A graph is only replayed while everything it
 took in without looking stays as it was: the addresses of all weights, the options the network and its regions read, the
-attributes of their modules. Otherwise the step runs region by region, and is captured again the next time.
+attributes of their modules. Otherwise the step runs region by region, and is captured again the next time. Weights that
+the host keeps elsewhere are held at their addresses for the length of a step, if all of them stay there (residence.py).
 
 Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
 run eager, and calls whose values cannot be fed in from outside.
@@ -23,10 +24,11 @@ import torch
 from . import readset
 from .artefact import Binding
 from .guards import checker, to_json
-from .modulestate import WeightSlots, any_replaced
+from .modulestate import Forwards
 from .parts import places
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
 from .report import named
+from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ log = logging.getLogger("nexfort")
 
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
+_ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 
 @dataclass
@@ -68,14 +71,14 @@ class _Glue:
         self._children = [(s._modules, name) for s in outside for name in s._modules]
         self._modules = [table.get(name) for table, name in self._children]
         self._hooks = [table for s in outside for table in (s._forward_hooks, s._forward_pre_hooks)]
-        self._bare = [(s.__dict__, s) for s in (*outside, *regions)]
-        self.hooked = any(self._hooks) or any_replaced(self._bare)
+        self._bare = Forwards([*outside, *regions])
+        self.hooked = any(self._hooks) or self._bare.replaced()
 
     def unchanged(self) -> bool:
         """Whether everything is as it was."""
         if any(self._hooks) or [own.get(name) for own, name, _ in self._attributes] != self._values:
             return False
-        if any_replaced(self._bare):
+        if self._bare.replaced():
             return False
         return [table.get(name) for table, name in self._children] == self._modules
 
@@ -88,14 +91,21 @@ class StepGraphs:
         self._steps: OrderedDict[Any, _Step] = OrderedDict()
         self._refused: dict[Any, str] = {}
         self._pool: Any = None
-        self._weights: WeightSlots | None = None
+        self._residence: Residence | None = None
         self._busy = False
 
     def release(self) -> None:
         """Give the graphs and their memory back."""
         self._steps.clear()
         self._pool = None
-        self._weights = None
+        self._residence = None
+
+    @property
+    def residence(self) -> Residence:
+        """Where the network's weights are."""
+        if self._residence is None:
+            self._residence = Residence(self.engine.root, self.engine.lender)
+        return self._residence
 
     def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """Run one step: replayed, captured, or region by region (then observed for the next time)."""
@@ -110,20 +120,27 @@ class StepGraphs:
         key = (spec, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]), tuple(flat.ints))
         if key in self._refused:
             return self._plainly(self._refused[key], plain, args, kwargs)
-        step = self._steps.get(key)
         self._busy = True
         try:
-            if step is None or not self._holds(step, flat):
-                self._steps.pop(key, None)
-                return self._observe(key, spec, flat, plain, session)
-            self._steps.move_to_end(key)
-            self.engine.cancel()
-            if step.graph is None:
-                with self.engine.apart():
-                    return self._capture(key, step, spec, flat, plain, session)
-            return self._replay(step, flat)
+            return self._step(key, spec, flat, plain, session)
         finally:
             self._busy = False
+
+    def _step(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
+        step = self._steps.get(key)
+        if step is not None:
+            with self.residence.held(flat.tensors[0].device) as weights:
+                if weights is not None and self._holds(step, flat, weights):
+                    self._steps.move_to_end(key)
+                    self.engine.cancel()
+                    if step.graph is not None:
+                        return self._replay(step, flat)
+                    with self.engine.apart():
+                        return self._capture(key, step, spec, flat, plain, session)
+            if weights is None:
+                return self._fetched(spec, flat, plain, session)
+            del self._steps[key]
+        return self._observe(key, spec, flat, plain, session)
 
     # -- conditions --------------------------------------------------------------------------------------
 
@@ -141,31 +158,35 @@ class StepGraphs:
             return ""
         return self.engine.unquiet(flat.mappings)
 
-    def _holds(self, step: _Step, flat: Flat) -> bool:
+    @staticmethod
+    def _holds(step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
         if not step.check(flat.mappings):
             return False
         if not step.glue.unchanged():
             return False
-        if self._pointers() != step.pointers:
+        if places(weights) != step.pointers:
             return False
-        if any(region.layers is not None and not region.layers.resident() for region in self.engine.regions):
-            return False  # functions may be attached to weights that stay where they are
         maps = flat.mappings[:1] * 4
         return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
 
-    def _pointers(self) -> list[Any]:
-        if self._weights is None:
-            self._weights = WeightSlots(self.engine.root)
-        return places(self._weights.read())
+    # -- the ways ----------------------------------------------------------------------------------------
 
-    # -- the three ways ----------------------------------------------------------------------------------
+    def _fetched(self, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
+        """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
+        args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
+        result = plain(*args, **kwargs)
+        if session.fetched or not self.residence.settle(flat.tensors[0].device):
+            self._steps.clear()  # memory is short: that of graphs is the first to go
+            self.engine.report.note(_ELSEWHERE)
+        return result
 
     def _observe(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
+        self._residence = None  # the network may have other layers than before
         admitted: dict[Any, Any] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
-            session.used, session.ran_eager, session.borrowed = [], False, False
+            session.used, session.ran_eager, session.fetched = [], False, False
             try:
                 result = self._run(spec, flat.tensors, flat, reads, plain)
                 break
@@ -186,8 +207,8 @@ class StepGraphs:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
             return result
-        if session.borrowed:
-            self.engine.report.note("no CUDA graph: the host keeps weights elsewhere")
+        if session.fetched or not self.residence.settle(flat.tensors[0].device):
+            self.engine.report.note(_ELSEWHERE)
             return result
         try:
             rows = to_json(reads)
@@ -198,8 +219,10 @@ class StepGraphs:
         if glue.hooked:
             self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return result
-        checks = self._region_checks(session, flat)
-        self._steps[key] = _Step(checker(rows), checks, self._pointers(), glue)
+        with self.residence.held(flat.tensors[0].device) as weights:
+            if weights is None:  # they went away again
+                return result
+            self._steps[key] = _Step(checker(rows), self._region_checks(session, flat), places(weights), glue)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
         return result
@@ -237,15 +260,15 @@ class StepGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        session.ran_eager = False
+        session.ran_eager = session.fetched = False
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
                 result = plain(*args, **kwargs)
             outputs = Flat()
             output = flatten(result, outputs)
-            if session.ran_eager:
-                raise Refused("a region ran eager")
+            if session.ran_eager or session.fetched:
+                raise Refused("a region ran eager, or on weights that were fetched for it")
             if outputs.ints or outputs.mappings:
                 raise Refused("the backbone returns more than tensors")
         except torch.OutOfMemoryError:

@@ -83,7 +83,7 @@ class Region:
             return self._inside(plain, args, kwargs, session)
         if loan is None:
             return self._run(binding, weights, flat, plain, args, kwargs, session)
-        session.borrowed = True
+        session.fetched |= not loan.kept
         try:
             return self._run(binding, weights, flat, plain, args, kwargs, session)
         finally:

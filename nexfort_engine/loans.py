@@ -97,6 +97,10 @@ class Layers:
         # in two lists, because `map` over them takes half the time of a comprehension
         self._owns = [layer.__dict__ for layer, _ in self._all for _ in lender.signs]
         self._names = [name for _ in self._all for name in lender.signs]
+        lent = {id(layer) for layer, _ in self._all}
+        others = [sub.__dict__ for sub in module.modules() if id(sub) not in lent]
+        self._strangers = [own for own in others for _ in lender.signs]
+        self._their_names = [name for _ in others for name in lender.signs]
         self._by_class = any(getattr(type(layer), name, None) for layer, _ in self._all for name in lender.signs)
         self._seen: list[Any] = []
         self._due: list[tuple[nn.Module, dict[str, int]]] = []
@@ -111,6 +115,15 @@ class Layers:
     def resident(self) -> bool:
         """Whether no layer has to be borrowed. Asked on every call: flat, and without a call for each layer."""
         return not self._by_class and not any(map(dict.get, self._owns, self._names))
+
+    def strangers(self) -> bool:
+        """Whether a layer that cannot be borrowed is not resident: the host's own code fetches what it needs."""
+        return any(map(dict.get, self._strangers, self._their_names))
+
+    @property
+    def kept(self) -> bool:
+        """Whether what was borrowed last stays where it is, so that it may be had again."""
+        return self._last is not None
 
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """The layers that have to be borrowed now; the same list as long as nothing changed. Raises NotLent."""

@@ -15,6 +15,8 @@ import functools
 import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import torch
@@ -167,43 +169,55 @@ class ModuleState:
     def __init__(self, module: nn.Module, rows: list[list[Any]], hidden: Hidden | None = None) -> None:
         """rows: [path, attribute, described value] as `rows_of` gave them; `matches_text` must have held."""
         hidden = hidden or {}
-        self._slots: list[tuple[Mapping[str, Any], str]] = []
-        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
         by_path = dict(module.named_modules())
+        slots: list[Slot] = []
         on_classes: dict[tuple[type, str], None] = {}
         for path, name, _ in rows:
             if name not in hidden.get(id(by_path[path]), ()):
                 own = by_path[path].__dict__
-                self._slots.append((own, name))
+                slots.append((own, name))
                 if name not in own:
                     on_classes.update(
                         {(kind, name): None for kind in type(by_path[path]).__mro__ if name in vars(kind)}
                     )
-        self._slots += [(vars(kind), name) for kind, name in on_classes]
-        self._values = [_frozen(table.get(name, _MISSING)) for table, name in self._slots]
-        for table, name in self._slots:
-            self._objects.extend((fields, _frozen(fields)) for fields in _objects_in(table.get(name)))
-        self._children: list[tuple[dict[str, Any], str]] = []
-        for sub in by_path.values():
-            self._children.extend((sub._modules, name) for name in sub._modules)
-        self._modules = [table.get(name) for table, name in self._children]
+        # In pairs of flat lists: `map` over them takes half the time of a comprehension, and there are thousands.
+        self._tables, self._names = [table for table, _ in slots], [name for _, name in slots]
+        self._values = [_frozen(table.get(name, _MISSING)) for table, name in slots]
+        self._on_classes = [(vars(kind), name) for kind, name in on_classes]
+        self._class_values = [_frozen(table.get(name, _MISSING)) for table, name in self._on_classes]
+        found = [table.get(name) for table, name in (*slots, *self._on_classes)]
+        self._objects = [(fields, _frozen(fields)) for value in found for fields in _objects_in(value)]
+        children = [(sub._modules, name) for sub in by_path.values() for name in sub._modules]
+        self._parents, self._children = [table for table, _ in children], [name for _, name in children]
+        self._modules = [table.get(name) for table, name in children]
         self._hooks = [sub.__dict__[t] for sub in by_path.values() for t in _HOOKS]
-        self._below = [(sub.__dict__, sub) for sub in by_path.values() if sub is not module]
+        self._below = Forwards([sub for sub in by_path.values() if sub is not module])
 
     def unchanged(self) -> bool:
         """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
-        if [table.get(name, _MISSING) for table, name in self._slots] != self._values:
+        if list(map(dict.get, self._tables, self._names, repeat(_MISSING))) != self._values:
             return False
-        if [table.get(name) for table, name in self._children] != self._modules:
+        if [table.get(name, _MISSING) for table, name in self._on_classes] != self._class_values:
             return False
-        if any(self._hooks) or any_replaced(self._below):
+        if list(map(dict.get, self._parents, self._children)) != self._modules:
+            return False
+        if any(self._hooks) or self._below.replaced():
             return False
         return all(fields == before for fields, before in self._objects) if self._objects else True
 
 
-def any_replaced(modules: list[tuple[dict[str, Any], nn.Module]]) -> bool:
-    """Whether one of the modules, each behind its attribute table, has another forward. Asked on every call: flat."""
-    return any([replaced_forward(sub) is not None for own, sub in modules if "forward" in own])
+class Forwards:
+    """Whether somebody put another forward on one of some modules. Asked on every call: flat."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._tables = [module.__dict__ for module in modules]
+
+    def replaced(self) -> bool:
+        """Whether one of them has another forward than its class's."""
+        if not any(map(contains, self._tables, repeat("forward"))):
+            return False
+        return any(replaced_forward(module) is not None for module in self._modules)
 
 
 def _frozen(value: Any) -> Any:

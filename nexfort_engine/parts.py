@@ -23,6 +23,7 @@ from .modulestate import describe
 from .readset import Refused
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -32,6 +33,8 @@ def is_plain(tensor: Any) -> bool:
 
 def places(weights: Sequence[torch.Tensor | None]) -> list[Any]:
     """Where the memory of weights lies, that of their parts included, and what is said about those; to be compared."""
+    if set(map(type, weights)) <= _PLAIN_TYPES:
+        return list(map(torch.Tensor.data_ptr, weights))  # type: ignore[arg-type]
     found: list[Any] = []
     for weight in weights:
         if weight is None or type(weight) in _PLAIN or not is_traceable_wrapper_subclass(weight):

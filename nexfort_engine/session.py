@@ -27,7 +27,7 @@ class Session:
         self.examples: list[Any] = []
         self.used: list[Any] = []  # the bindings that ran
         self.ran_eager = False
-        self.borrowed = False  # a region ran on weights that the host lent for the call
+        self.fetched = False  # a region ran on weights that the host fetched for this call alone
 
 
 current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)

@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("conditions",),
     ),
     "cache": ("cache",),
-    "block": ("modulestate", "shadow", "parts", "loans", "regions", "cpu_probe"),
+    "block": ("modulestate", "shadow", "parts", "loans", "residence", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": ("lower", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),

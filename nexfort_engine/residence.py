@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residence: where the weights of a whole network are for the length of a step, whoever keeps them.
+
+A whole step can be replayed only while every weight stays at its address. Weights that the network itself holds do so
+by themselves. Those that a host keeps elsewhere do if what it lent last can be had again for asking; they are then held
+until the step is issued, in one go rather than region by region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .loans import Layers, Lender, NotLent
+from .modulestate import WeightSlots
+
+
+class Residence:
+    """The weights of one network. root: the network. lender: the host's, where it may keep weights elsewhere."""
+
+    def __init__(self, root: nn.Module, lender: Lender | None) -> None:
+        besides = lender.copies if lender is not None else frozenset()
+        self._slots = WeightSlots(root, besides)
+        self._layers = Layers(lender, root, self._slots.names) if lender is not None else None
+        self._seen: list[int] = []
+
+    @contextmanager
+    def held(self, device: torch.device) -> Iterator[list[torch.Tensor] | None]:
+        """All weights at their addresses, until the block ends; None where some would have to be fetched first."""
+        weights = self._slots.read()
+        due = self._due(weights)
+        if due is None or self._layers is None or not due:
+            yield weights if due is not None else None
+            return
+        kept = self._layers.again(due, device)
+        if kept is None:
+            yield None
+            return
+        try:
+            yield kept.given
+        finally:
+            kept.loan.give_back()
+
+    def settle(self, device: torch.device) -> bool:
+        """Whether the weights stay where they are, now that a step has run on them. Asks the host for what it keeps.
+
+        Not for a network of which only a part fits: all the rest would be fetched for nothing.
+        """
+        weights = self._slots.read()
+        due = self._due(weights)
+        if due is None or self._layers is None or not due:
+            return due is not None
+        try:
+            _, loan = self._layers.borrow(due, weights, device)
+        except NotLent:
+            return False
+        loan.give_back()
+        return self._layers.kept
+
+    def _due(self, weights: list[Any]) -> list[Any] | None:
+        """The layers that are on loan; None where one is of a kind that the host does not lend, or not now."""
+        layers = self._layers
+        if layers is None:
+            return []
+        seen = list(map(id, weights))
+        if seen != self._seen:
+            self._seen = seen
+            layers.forget()
+        try:
+            due = layers.due()
+        except NotLent:
+            return None
+        return None if due and layers.strangers() else due
