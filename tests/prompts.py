@@ -129,6 +129,8 @@ class Executor:
         for event, told in self.of_comfyui.status_messages:
             if event == "execution_error":
                 raise Failed(f"{told['node_type']}: {told['exception_type']}: {told['exception_message']}")
+            if event == "execution_interrupted":
+                raise Failed(f"{told['node_type']} was interrupted")
         assert Keep.kept is not None, "the executor took the latent from its cache"
         return Keep.kept
 
@@ -139,13 +141,15 @@ class Executor:
                 for one in told["nodes"]}  # fmt: skip
 
 
-def flux_prompt(file: str, *, compiled: bool, lora: float = 0.0, seed: int = 0, size: int = 128) -> Prompt:
-    """Loader, LoRA, compile node, a node for what happens in the middle, sampler."""
+def flux_prompt(
+    file: str, *, compiled: bool, lora: float = 0.0, seed: int = 0, size: int = 128, width: int = 16
+) -> Prompt:
+    """Loader, LoRA, compile node, a node for what happens in the middle, sampler. width: of the prompt's vectors."""
 
     def node(kind: str, **inputs: Any) -> dict[str, Any]:
         return {"class_type": kind, "inputs": inputs}
 
-    words = {"tokens": 20, "width": 16, "pooled": 8}
+    words = {"tokens": 20, "width": width, "pooled": 8}
     found = {
         "model": node("UNETLoader", unet_name=file, weight_dtype="default"),
         "compile": node("NexfortCompileModel", model=["model", 0], **WIDGETS, options="", enabled=compiled),

@@ -9,16 +9,14 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from patchers import MOVES, TOLERANCE, distance
-from prompts import Executor, InTheMiddle, comfyui_nodes, flux_prompt, tiny_files
+from prompts import Executor, InTheMiddle, flux_prompt
 from restarted import counting
-from subjects import graphs_as_they_are
 
 from nexfort_engine.hosts import comfy as host
 
@@ -55,13 +53,6 @@ class Loads:
         """For each load whether anything of it is still there."""
         gc.collect()
         return [any(one() is not None for one in held) for held in self.given]
-
-
-@pytest.fixture(scope="module")
-def files(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """ComfyUI's nodes, and the names of two checkpoints that its loader finds."""
-    with graphs_as_they_are(), comfyui_nodes(comfyui):
-        yield tiny_files(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
