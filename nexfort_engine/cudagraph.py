@@ -14,8 +14,10 @@ run eager, and calls whose values cannot be fed in from outside.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,13 @@ import torch
 
 from . import readset
 from .artefact import Binding
+from .driver import trim_graph_memory
+from .flags import launched_by_address
 from .guards import checker, to_json
 from .modulestate import Forwards
 from .parts import places
 from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
+from .rehearsal import rehearsed
 from .report import named
 from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
@@ -39,6 +44,8 @@ log = logging.getLogger("nexfort")
 
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
+_MOST_REHEARSALS = 3
+_NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 
@@ -50,10 +57,10 @@ class _Step:
     bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
     pointers: list[Any]
     glue: _Glue
+    output: Any
+    outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    output: Any = None
 
 
 class _Glue:
@@ -83,13 +90,29 @@ class _Glue:
         return [table.get(name) for table, name in self._children] == self._modules
 
 
+class _Steps(OrderedDict[Any, _Step]):
+    """The graphs, the one used longest ago first. Their memory is given back when they all go."""
+
+    def clear(self) -> None:
+        """Drop them all."""
+        there = any(step.graph is not None for step in self.values())
+        super().clear()
+        if there and _fragile():
+            trim_graph_memory(torch.cuda.current_device())
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.clear()
+
+
 class StepGraphs:
     """The CUDA graphs of one engine. Used by one thread at a time; a second one runs region by region."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._steps: OrderedDict[Any, _Step] = OrderedDict()
+        self._steps = _Steps()
         self._refused: dict[Any, str] = {}
+        self._rehearsed: dict[Any, int] = {}  # how often a step showed a reason why its capture would fail
         self._pool: Any = None
         self._residence: Residence | None = None
         self._busy = False
@@ -130,13 +153,17 @@ class StepGraphs:
         step = self._steps.get(key)
         if step is not None:
             with self.residence.held(flat.tensors[0].device) as weights:
-                if weights is not None and self._holds(step, flat, weights):
+                if weights is not None and step.check(flat.mappings) and places(weights) == step.pointers:
                     self._steps.move_to_end(key)
                     self.engine.cancel()
                     if step.graph is not None:
-                        return self._replay(step, flat)
-                    with self.engine.apart():
-                        return self._capture(key, step, spec, flat, plain, session)
+                        # what only decides whether the result counts is compared while the GPU is at work
+                        result = self._replay(step, flat)
+                        if self._holds(step, flat):
+                            return result
+                    elif self._holds(step, flat):
+                        with self.engine.apart():
+                            return self._capture(key, step, spec, flat, plain, session)
             if weights is None:
                 return self._fetched(spec, flat, plain, session)
             del self._steps[key]
@@ -152,19 +179,12 @@ class StepGraphs:
     def _unfit(self, flat: Flat) -> str | None:
         if not flat.tensors or any(t.device.type != "cuda" for t in flat.tensors):
             return "not every input is on the GPU"
-        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
-            return "the allocator is cudaMallocAsync, in which captured graphs end the process; use the native one"
         if torch.cuda.is_current_stream_capturing():
             return ""
         return self.engine.unquiet(flat.mappings)
 
-    @staticmethod
-    def _holds(step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
-        if not step.check(flat.mappings):
-            return False
-        if not step.glue.unchanged():
-            return False
-        if places(weights) != step.pointers:
+    def _holds(self, step: _Step, flat: Flat) -> bool:
+        if not self.residence.sound() or not step.glue.unchanged():
             return False
         maps = flat.mappings[:1] * 4
         return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
@@ -188,7 +208,8 @@ class StepGraphs:
             reads = ReadSet(admitted)
             session.used, session.ran_eager, session.fetched = [], False, False
             try:
-                result = self._run(spec, flat.tensors, flat, reads, plain)
+                with rehearsed() if _fragile() else nullcontext(lambda: None) as problem:
+                    result = self._run(spec, flat.tensors, flat, reads, plain)
                 break
             except ValueUsed as used:
                 try:
@@ -210,8 +231,17 @@ class StepGraphs:
         if session.fetched or not self.residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
             return result
+        if reason := problem():
+            # a first step may also fetch weights; what the network's own code does it does each time
+            self._rehearsed[key] = self._rehearsed.get(key, 0) + 1
+            if self._rehearsed[key] >= _MOST_REHEARSALS:
+                self._refused[key] = reason
+            return result
+        outputs = Flat()
         try:
-            rows = to_json(reads)
+            rows, output = to_json(reads), flatten(result, outputs)
+            if outputs.ints or outputs.mappings:
+                raise Refused("the backbone returns more than tensors")
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
@@ -222,7 +252,10 @@ class StepGraphs:
         with self.residence.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return result
-            self._steps[key] = _Step(checker(rows), self._region_checks(session, flat), places(weights), glue)
+            checks = self._region_checks(session, flat)
+            self._steps[key] = _Step(
+                checker(rows), checks, places(weights), glue, output, _empty(outputs.tensors, _NOWHERE)
+            )
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
         return result
@@ -254,7 +287,7 @@ class StepGraphs:
     def _capture(
         self, key: Any, step: _Step, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session
     ) -> Any:
-        slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in flat.tensors]
+        slots, outputs = _empty(flat.tensors, flat.tensors[0].device), _empty(step.outputs, flat.tensors[0].device)
         for slot, tensor in zip(slots, flat.tensors, strict=True):
             slot.copy_(tensor)
         if self._pool is None:
@@ -262,28 +295,27 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
+            with (
+                launched_by_address() if _fragile() else nullcontext(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
-                result = plain(*args, **kwargs)
-            outputs = Flat()
-            output = flatten(result, outputs)
+                _write(plain(*args, **kwargs), outputs, step.output)
             if session.ran_eager or session.fetched:
                 raise Refused("a region ran eager, or on weights that were fetched for it")
-            if outputs.ints or outputs.mappings:
-                raise Refused("the backbone returns more than tensors")
+            step.graph, step.slots, step.outputs = graph, slots, outputs
+            return self._replay(step, flat)  # the first may still find that there is no memory
         except torch.OutOfMemoryError:
             self._steps.clear()  # the memory of graphs is the first to go
             return self._refuse(key, "there was no memory for one", spec, flat, plain)
         except Exception as error:
+            self._steps.pop(key, None)
             if isinstance(error, self.engine.stops()):
-                self._steps.pop(key, None)
                 raise
             # code of the host that waits for the GPU or copies from the CPU cannot be captured
-            self._steps.pop(key, None)
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
             return self._refuse(key, f"capturing it failed: {named(error)}", spec, flat, plain)
-        step.graph, step.slots, step.outputs, step.output = graph, slots, outputs.tensors, output
-        return self._replay(step, flat)
 
     @staticmethod
     def _replay(step: _Step, flat: Flat) -> Any:
@@ -292,3 +324,25 @@ class StepGraphs:
                 slot.copy_(tensor)
         step.graph.replay()
         return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
+
+
+def _fragile() -> bool:
+    """Whether a capture that fails would end the process."""
+    return torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors laid out as these are, with nothing in them."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
+
+
+def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> None:
+    """Copy what a step returns to where it is read after each replay. Raises Refused: it is not what it was.
+
+    The tensors that the step made belong to the graph, and go with this call.
+    """
+    made = Flat()
+    if flatten(result, made) != output or [t.shape for t in made.tensors] != [t.shape for t in outputs]:
+        raise Refused("the backbone returns something else than the time before")
+    for place, tensor in zip(outputs, made.tensors, strict=True):
+        place.copy_(tensor)

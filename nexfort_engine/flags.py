@@ -96,21 +96,37 @@ def tracing_scope() -> Iterator[None]:
 
     torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
-    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture.
+    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
+    stack trace is made for each operator, a tenth of a capture, which nobody would read.
     """
     import torch._dynamo.config
     import torch.export._trace
+    import torch.fx.proxy
 
-    trace: Any = torch.export._trace
-    original = getattr(trace, "_ignore_backend_decomps", None)
-    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}):
-        if original is not None:
-            trace._ignore_backend_decomps = nullcontext
-        try:
-            yield
-        finally:
-            if original is not None:
-                trace._ignore_backend_decomps = original
+    replaced = [
+        (torch.export._trace, "_ignore_backend_decomps", nullcontext),
+        (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
+    ]
+    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
+        for module, name, value in replaced:
+            if hasattr(module, name):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+        yield
+
+
+class _NoTraceback:
+    """In the place of torch's stack traces."""
+
+    @staticmethod
+    def extract(*_: Any, **__: Any) -> _NoTraceback:
+        return _NoTraceback()
+
+    def summary(self) -> list[Any]:
+        return []
+
+    def format(self) -> list[str]:
+        return []
 
 
 @contextmanager
@@ -144,6 +160,51 @@ def without_device() -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+@contextmanager
+def launched_by_address() -> Iterator[None]:
+    """Kernels that Inductor made are launched with addresses in the place of tensors, by this thread, inside the block.
+
+    Their launcher asks the driver about each tensor's memory, and the driver does not know memory that cudaMallocAsync
+    gave while a graph is captured; the addresses are right all the same.
+    """
+    import torch
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    autotuner: Any = CachingAutotuner
+    original, thread = autotuner.run, threading.get_ident()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+        return original(self, *args, **kwargs)
+
+    autotuner.run = run
+    try:
+        yield
+    finally:
+        autotuner.run = original
+
+
+@contextmanager
+def noted_triton_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Tell `note` the name of each Triton kernel that this thread launches in the block and Inductor did not make."""
+    from triton.runtime.jit import JITFunction
+
+    function: Any = JITFunction
+    original, thread = function.run, threading.get_ident()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            note(str(getattr(self, "__name__", self)))
+        return original(self, *args, **kwargs)
+
+    function.run = run
+    try:
+        yield
+    finally:
+        function.run = original
 
 
 def supported_options(options: Mapping[str, object]) -> dict[str, object]:

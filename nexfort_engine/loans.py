@@ -143,10 +143,12 @@ class Layers:
 
     def again(self, due: list[Any], device: torch.device) -> _Kept | None:
         """What was borrowed last, taken out once more, if nothing changed since."""
+        return self.still(device) if due is self._due else None
+
+    def still(self, device: torch.device) -> _Kept | None:
+        """What was borrowed last, taken out once more, if it is where it was; whether it is still due was not asked."""
         last = self._last
-        if last is None or due is not self._due or last.device != device:
-            return None
-        return last if last.loan.again() else None
+        return last if last is not None and last.device == device and last.loan.again() else None
 
     def forget(self) -> None:
         """The block's weights are no longer those with which something was borrowed."""

@@ -27,16 +27,20 @@ class Residence:
         self._slots = WeightSlots(root, besides)
         self._layers = Layers(lender, root, self._slots.names) if lender is not None else None
         self._seen: list[int] = []
+        self._lent = False  # whether those held last are the host's
 
     @contextmanager
     def held(self, device: torch.device) -> Iterator[list[torch.Tensor] | None]:
-        """All weights at their addresses, until the block ends; None where some would have to be fetched first."""
-        weights = self._slots.read()
-        due = self._due(weights)
-        if due is None or self._layers is None or not due:
-            yield weights if due is not None else None
+        """All weights at their addresses, until the block ends; None where some would have to be fetched first.
+
+        Says where they are, and not yet that nothing else is to be done with them: that is `sound`.
+        """
+        weights, layers = self._slots.read(), self._layers
+        self._lent = layers is not None and layers.kept
+        if layers is None or not self._lent:
+            yield weights
             return
-        kept = self._layers.again(due, device)
+        kept = layers.still(device)
         if kept is None:
             yield None
             return
@@ -44,6 +48,16 @@ class Residence:
             yield kept.given
         finally:
             kept.loan.give_back()
+
+    def sound(self) -> bool:
+        """Whether the weights that were held are those which the network's layers would use, as they are."""
+        due = self._due(self._slots.read())
+        if due is None or self._layers is None:
+            return due is not None
+        if bool(due) == self._lent == self._layers.kept:
+            return True
+        self._layers.forget()
+        return False
 
     def settle(self, device: torch.device) -> bool:
         """Whether the weights stay where they are, now that a step has run on them. Asks the host for what it keeps.

@@ -42,8 +42,14 @@ hypothesis.settings.load_profile("nexfort")
 
 
 def pytest_configure() -> None:
-    """Keep torch's machine-readable trace, thousands of empty lines, out of what pytest shows of a failed test."""
-    logging.getLogger("torch.__trace").addFilter(lambda record: False)
+    """Torch writes its machine-readable trace, thousands of long texts, only as long as somebody takes it."""
+    trace = logging.getLogger("torch.__trace")
+
+    def nobody_does(_: logging.LogRecord) -> bool:
+        trace.handlers.clear()  # pytest's own among them, which would show thousands of empty lines
+        return False
+
+    trace.addFilter(nobody_does)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,14 +20,14 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions",),
+        *("conditions", "driver"),
     ),
     "cache": ("cache",),
     "block": ("modulestate", "shadow", "parts", "loans", "residence", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": ("lower", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
-    "dispatch": ("dispatch", "build", "cudagraph"),
+    "dispatch": ("dispatch", "build", "cudagraph", "rehearsal"),
     "engine": ("engine",),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),

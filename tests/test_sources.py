@@ -9,6 +9,7 @@ from typing import Any
 
 import probe as probe_module
 import pytest
+import torch
 from probe import Probe, block_of, x
 
 from nexfort_engine.sources import hash_source, sources_changed, walked
@@ -40,6 +41,25 @@ def test_a_profiler_of_others_goes_on() -> None:
         sys.setprofile(before)
     assert after is profiler and seen
     assert probe_module.__file__ in files
+
+
+def test_operators_of_others_are_walked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch calls by itself is not counted; what says which shapes an operator of the host gives is its code."""
+    lines = (
+        "import torch",
+        "@torch.library.custom_op('nexfort_test_sources::triple', mutates_args=())",
+        "def triple(x: torch.Tensor) -> torch.Tensor:",
+        "    return x * 3",
+        "@triple.register_fake",
+        "def _(x):",
+        "    return torch.empty_like(x)",
+    )
+    (tmp_path / "some_operators.py").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import some_operators  # type: ignore[import-not-found]
+
+    probe = Probe(block_of(lambda b, h: torch.ops.nexfort_test_sources.triple(b.linear(h))), x())
+    assert some_operators.__name__ in probe.captured.sources
 
 
 def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

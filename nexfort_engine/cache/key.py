@@ -8,7 +8,6 @@ every artefact of a process and a device. Nothing here touches the disk cache; s
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -21,6 +20,8 @@ from collections.abc import Mapping, Set
 from pathlib import Path, PurePath
 from typing import Any
 
+from ..driver import driver_version
+
 KEY_LENGTH = 32
 # Every distribution name under which a Triton can be installed; its version is read without importing it.
 TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
@@ -29,8 +30,9 @@ TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-ro
 # artefact.
 NOT_SHAPING = frozenset(
     (
-        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "doctor", "headless", "headless_run"),
-        *("hosts", "locate", "progress", "report", "selfcheck", "terminal", "warm", "warm_workflow"),
+        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "cudagraph", "doctor", "driver"),
+        *("headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report", "residence", "selfcheck"),
+        *("terminal", "warm", "warm_workflow"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")
@@ -160,21 +162,6 @@ def driver_problem(needed: int | None) -> str | None:
     if found is None or found >= needed:
         return None
     return f"it needs a driver for CUDA {_cuda_version(needed)}, found one for CUDA {_cuda_version(found)}"
-
-
-@functools.cache
-def driver_version() -> int | None:
-    """The newest CUDA that NVIDIA's driver runs, as CUDA writes versions; None without such a driver.
-
-    torch does not tell it (torch 2.11); `cuDriverGetVersion` of CUDA's driver API does, without touching a card.
-    """
-    found = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        failed = driver.cuDriverGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # no such library, or one without that function
-        return None
-    return None if failed else found.value
 
 
 def _cuda_version(number: int) -> str:

@@ -36,8 +36,10 @@ class Paged:
     def addresses(self) -> list[int] | None:
         """Of all weights as they are held; None where some would have to be fetched."""
         with self.residence.held(CPU) as weights:
-            assert weights is None or +self.memory.pins, "nothing holds the pages"
             found = None if weights is None else [weight.data_ptr() for weight in weights]
+            if not self.residence.sound():
+                found = None
+            assert found is None or +self.memory.pins, "nothing holds the pages"
         assert self.free()
         return found
 
@@ -105,10 +107,24 @@ def test_weights_of_a_resident_network_are_its_own() -> None:
     layer.weight = nn.Parameter(layer.weight * 2.0, requires_grad=False)
     with residence.held(CPU) as weights:
         assert weights is not None and any(weight is layer.weight for weight in weights)
+    assert residence.sound()
     layer.weight_function = [lambda weight: weight * 3.0]
-    with residence.held(CPU) as weights:
-        assert weights is None, "the function would not be asked"
+    with residence.held(CPU):
+        assert not residence.sound(), "the function would not be asked"
     assert not residence.settle(CPU)
+
+
+def test_a_network_that_the_host_took_back_is_noticed(paged: Paged) -> None:
+    """Its pages may still hold what they held, but its layers no longer use them."""
+    assert paged.residence.settle(CPU) and paged.addresses() is not None
+    for layer in paged.layers:
+        del layer._v
+        layer.comfy_cast_weights = False
+    with paged.residence.held(CPU) as weights:
+        assert weights is not None and not paged.residence.sound()
+    with paged.residence.held(CPU) as weights:
+        own = [p.data_ptr() for p in paged.network.parameters()]
+        assert weights is not None and {w.data_ptr() for w in weights} >= set(own) and paged.residence.sound()
 
 
 def test_without_a_host_that_lends_nothing_is_asked() -> None:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would make a capture fail is noted while a step runs, and the step gives what it always gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nexfort_engine.flags import noted_triton_launches
+from nexfort_engine.rehearsal import Rehearsal, rehearsed
+
+
+def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    with rehearsed() as problem, torch.inference_mode():
+        found = torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + torch.tensor(1.0)
+    assert problem() is None
+    assert torch.equal(found, torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + 1.0)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: bool((x > 0).all()),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.unique(x),
+    ],
+    ids=["item", "mask", "nonzero", "bool", "equal", "unique"],
+)
+def test_code_that_waits_is_named(waits) -> None:
+    with rehearsed() as problem:
+        waits(torch.randn(4, 4))
+    assert "waits for the GPU" in (problem() or "")
+
+
+def test_copies_between_devices_are_named() -> None:
+    rehearsal = Rehearsal()
+    with rehearsal:
+        torch.randn(4).to("meta")
+    assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"
+    with rehearsed() as problem:
+        torch.randn(4, device="meta") * torch.tensor(2.0)
+    assert problem() is None, "a tensor of one number is passed by value"
+
+
+def test_triton_kernels_of_others_are_named_in_this_thread_only() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    before, names = jit.JITFunction.run, []
+
+    class Kernel:
+        __name__ = "others_kernel"
+
+    def launch() -> None:
+        with pytest.raises(Exception):  # noqa: B017  # it is no kernel, whatever comes of it
+            jit.JITFunction.run(Kernel(), grid=None, warmup=False)
+
+    with noted_triton_launches(names.append):
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+    assert names == ["others_kernel"] and jit.JITFunction.run is before
