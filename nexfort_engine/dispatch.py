@@ -71,6 +71,7 @@ class Region:
             binding = self._find(key, flat)
             if binding is None:
                 self.renew()
+                due = self.due()
                 binding = self.engine.builder.obtain(self, key, flat, session)
                 weights = [] if due else self.weights()
             if due and binding is not None:
@@ -204,8 +205,7 @@ class Region:
         raise Ineligible("a weight that is not a plain tensor changes while it is looked at")
 
     def _inspect(self, weights: list[torch.Tensor]) -> None:
-        if any(w is None for w in weights):  # the tree changed its weights: a slot went away
-            self.slots, self._layers = WeightSlots(self.module, self.engine.besides), None
+        if self._has_others():
             weights = self.slots.read()
         try:
             self._parts = Parts.of(weights)
@@ -223,10 +223,20 @@ class Region:
 
     def renew(self) -> None:
         """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
+        if self._has_others():
+            self._inspect(self.slots.read())
+
+    def _has_others(self) -> bool:
+        """Whether the weights lie elsewhere than before; then they are found there, and what was known is not asked.
+
+        An artefact that is known for a submodule that comes back would be given the weights of the one that left.
+        """
         slots = WeightSlots(self.module, self.engine.besides)
-        if [(id(table), name) for table, name in slots.slots] != [(id(t), n) for t, n in self.slots.slots]:
-            self.slots, self._layers = slots, None
-            self._inspect(slots.read())
+        if [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]:
+            return False
+        self.slots, self._layers = slots, None
+        self.forget()
+        return True
 
     def forget(self) -> None:
         """Forget every artefact: the module is not what it was."""

@@ -19,16 +19,18 @@ def _settings() -> dict[str, Any]:
     return {"device": "cpu", "dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
 
 
-def unet(depth: int) -> nn.Module:
+def unet(depth: int, **settings: Any) -> nn.Module:
+    """settings: what is not as usual."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    return UNetModel(
+    usual: dict[str, Any] = {
         **{**_settings(), "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32},
         **{"num_res_blocks": [depth, depth], "channel_mult": [1, 2], "num_heads": 2, "context_dim": 16},
         **{"transformer_depth": [1] * 2 * depth, "transformer_depth_output": [1] * 2 * (depth + 1)},
         **{"transformer_depth_middle": 1, "use_spatial_transformer": True, "use_linear_in_transformer": False},
-        legacy=False,
-    )
+        "legacy": False,
+    }
+    return UNetModel(**{**usual, **settings})
 
 
 def flux(depth: int, **settings: Any) -> nn.Module:

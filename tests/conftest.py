@@ -8,6 +8,7 @@ C++ compiler (compiler/g++) makes a kernel only once.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -87,6 +88,8 @@ def comfyui(threads: int) -> Path:
     if found is None:
         pytest.skip(f"no ComfyUI was found; {HOW_TO_GIVE_ONE}")
     import_comfyui(found[0])
+    gc.collect()
+    gc.freeze()  # tests that look for garbage need not go through all that was imported
     return found[0]
 
 

@@ -30,11 +30,11 @@ def _cpu() -> dict[str, Any]:
 
 
 def unet(**settings: Any) -> Any:
-    """The ControlNet of SD1.5 and SDXL: a UNet's first half. settings: device, dtype, operations, if not the usual."""
+    """The ControlNet of SD1.5 and SDXL: a UNet's first half. settings: what is not as usual."""
     import comfy.cldm.cldm
     import comfy.controlnet
 
-    network = comfy.cldm.cldm.ControlNet(**_UNET, hint_channels=3, **{**_cpu(), **settings})
+    network = comfy.cldm.cldm.ControlNet(**{**_UNET, "hint_channels": 3, **_cpu(), **settings})
     return comfy.controlnet.ControlNet(with_weights(network, "control_unet"), load_device=torch.device("cpu"))
 
 
@@ -85,9 +85,28 @@ def lora() -> Any:
     return comfy.controlnet.ControlLora(found)
 
 
+def qwen() -> Any:
+    """A ControlNet of Qwen-Image in the manner of InstantX. A made-up latent stands for the encoded hint."""
+    import comfy.controlnet
+    import comfy.ldm.qwen_image.controlnet
+
+    network = comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel(
+        **{**_cpu(), "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 16},
+        **{"attention_head_dim": 16, "num_attention_heads": 2, "pooled_projection_dim": 8, "axes_dims_rope": (4, 6, 6)},
+    )
+    return comfy.controlnet.ControlNet(
+        with_weights(network, "control_qwen"),
+        compression_ratio=1,
+        load_device=torch.device("cpu"),
+        extra_conds=[],
+        preprocess_image=lambda image: 8 * torch.cat([image - 0.5, 0.5 - image[:, :1]], 1).unsqueeze(2),
+    )
+
+
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "unet": (unet, "comfy_unet"),
     "flux": (flux, "comfy_flux"),
+    "qwen": (qwen, "comfy_qwen"),
     "t2i": (t2i, "comfy_unet"),
     "lora": (lora, "comfy_unet"),
 }

@@ -7,8 +7,10 @@ Captured graphs run as they are here (subjects.py), which leaves out Inductor an
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -387,6 +389,38 @@ def test_a_change_of_the_module_is_honoured(pair: Pair, change: Change) -> None:
     assert now.shape != before.shape or not torch.allclose(now, before) or pair.net.training
     pair.agrees(x())
     pair.agrees(x(3, 9))
+
+
+def _linear(factor: float) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    nn.init.constant_(layer.weight, factor)
+    return layer.requires_grad_(False)
+
+
+EXCHANGED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "with other weights": ("linear", lambda: _linear(0.5)),
+    "with another attribute": ("norm", lambda: nn.LayerNorm(8, eps=2.0).requires_grad_(False)),
+    "of another structure": ("linear", lambda: nn.Sequential(_linear(0.5))),
+}
+
+
+@pytest.mark.parametrize(("name", "make"), EXCHANGED.values(), ids=EXCHANGED)
+def test_a_submodule_that_is_exchanged_and_put_back(pair: Pair, name: str, make: Callable[[], nn.Module]) -> None:
+    """As patches of objects do it: every time the weights are those of the one that is there."""
+    block, own = pair.net.blocks[0], getattr(pair.net.blocks[0], name)
+    before, others, gone = pair.net(x()), make(), []
+    for time in range(3):
+        setattr(block, name, others)
+        assert not torch.allclose(pair.net(x()), before)
+        new = pair.agrees(x())
+        assert not new["eager"] and (not new["artefacts"] or not time)
+        setattr(block, name, own)
+        assert not pair.agrees(x())["artefacts"]
+        gone.append(weakref.ref(others))
+        others = make()
+    del others
+    gc.collect()
+    assert not [one for one in gone if one() is not None], "what was taken out is kept"
 
 
 def test_hooks_run_eager_with_a_reason_until_they_are_gone(pair: Pair) -> None:

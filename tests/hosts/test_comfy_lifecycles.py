@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from patchers import (
     in_the_middle,
     nothing_new,
     patcher_around,
+    reported,
     sample,
 )
 from subjects import graphs_as_they_are
@@ -69,17 +71,48 @@ def test_two_nodes_with_different_options_take_turns(pair: Callable[[str], Pair]
     nothing_new(at.since(mark))
 
 
+def merged(how: str, patcher: Any, other: Any) -> Any:
+    """What ComfyUI's merging nodes make of two models."""
+    from comfy_extras import nodes_model_merging as nodes
+
+    if how == "added":
+        made = nodes.ModelAdd().merge(patcher, other)
+    elif how == "subtracted":
+        made = nodes.ModelSubtract().merge(patcher, other, 0.6)
+    elif how == "by blocks":
+        ratios = {"img_in.": 0.9, "double_blocks.0.": 0.2, "double_blocks.1.": 1.0, "single_blocks.": 0.5}
+        made = nodes.ModelMergeBlocks().merge(patcher, other, **ratios)
+    else:
+        made = nodes.ModelMergeSimple().merge(patcher, other, 0.4)
+    return made[0]
+
+
 @every
 def test_a_merge_of_two_is_honoured_in_either_order(pair: Callable[[str], Pair], name: str) -> None:
-    from comfy_extras.nodes_model_merging import ModelMergeSimple
-
     at, other = pair(name), another(name)
+    nothing_new(at.honours(lambda patcher: merged("simple", patcher, other)))
 
-    def merged(patcher: Any) -> Any:
-        (made,) = ModelMergeSimple().merge(patcher, other, 0.4)
-        return made
 
-    nothing_new(at.honours(merged))
+@pytest.mark.parametrize("how", ["added", "subtracted", "by blocks"])
+def test_every_kind_of_merge(pair: Callable[[str], Pair], how: str) -> None:
+    at, other = pair("comfy_flux"), another("comfy_flux")
+    nothing_new(at.honours(lambda patcher: merged(how, patcher, other)))
+
+
+@one
+def test_a_compiled_model_that_is_merged_into_another_gives_its_weights_alone(
+    pair: Callable[[str], Pair], name: str
+) -> None:
+    at, other = pair(name), another(name)
+    plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
+    wanted = sample(merged("simple", other, at.patcher))
+    assert distance(wanted, plain) > MOVES and distance(wanted, sample(other)) > MOVES
+    made = merged("simple", other, at.clone)
+    assert torch.equal(sample(made), wanted) and at.since(mark)["calls"] == 0, "it is as eager as what it is made of"
+    compiled = host.attach(made, CONFIG)
+    assert distance(sample(compiled), wanted) < TOLERANCE
+    assert not reported(compiled)["artefacts_compiled"] and not reported(compiled)["eager"]
+    at.is_left_by(plain, before)
 
 
 @one
@@ -131,9 +164,32 @@ def test_the_batch_follows_the_memory_that_is_free(
     at.is_left_by(plain, before)
 
 
+@every
+def test_the_batch_changes_from_step_to_step(
+    pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others come and go on the device while a prompt runs: both conditions at once, one after the other, at once."""
+    import comfy.model_management
+
+    at, steps = pair(name), {"steps": 4}
+    plain, before, mark = sample(at.patcher, **steps), sample(at.clone, **steps), at.mark()
+    batches: list[int] = []
+    handle = at.network.register_forward_pre_hook(lambda _module, args: batches.append(args[0].shape[0]))
+    for pattern in ((1 << 40, 1), (1, 1 << 40, 1 << 40)):
+        with monkeypatch.context() as patch:
+            free = itertools.cycle(pattern)
+            patch.setattr(comfy.model_management, "get_free_memory", lambda *_, free=free, **__: next(free))
+            assert distance(sample(at.patcher, **steps), plain) < TOLERANCE
+            handle.remove()
+            assert distance(sample(at.clone, **steps), plain) < TOLERANCE
+    assert {1, 2} <= set(batches), "the batch does not change"
+    nothing_new(at.since(mark))
+    at.is_left_by(plain, before, **steps)
+
+
 @one
 def test_every_prompt_makes_its_nodes_anew(pair: Callable[[str], Pair], name: str) -> None:
-    """`--cache-none`, and output caches that are evicted: the patchers go, the model stays."""
+    """The patchers go, the model stays. Whole prompts under each of ComfyUI's caches: test_comfy_caches.py."""
     at = pair(name)
     before, mark = sample(at.clone), at.mark()
     for _ in range(3):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from card_memory import loaded_in_part, unload
 from lora_files import FORMATS, File, both, bypassed, file_for, hooked, kohya, loaded, lora, peft
 from patchers import FAMILIES, MOVES, TOLERANCE, Pair, distance, eager_only, nothing_new, regions_of, sample
 
@@ -178,11 +179,18 @@ def test_a_lora_of_wrong_shapes_does_nothing_and_is_told_as_in_eager(
     at.is_left_by(plain, before)
 
 
-def test_weights_that_turn_nan_give_nan_as_in_eager_and_leave_nothing(pair: Callable[[str], Pair]) -> None:
-    at = pair("comfy_flux")
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("name", ["comfy_flux", "comfy_unet"])
+def test_weights_that_turn_nan_give_nan_as_in_eager_and_leave_nothing(
+    pair: Callable[[str], Pair], name: str, share: float
+) -> None:
+    at = pair(name)
     plain, before = sample(at.patcher), sample(at.clone)
     file = {key: v * float("nan") if key.endswith("up.weight") else v for key, v in file_for(at.patcher).items()}
-    for base in (at.patcher, at.clone):
-        assert sample(loaded(file)(base)).isnan().all()
+    unload()
+    with loaded_in_part(share):
+        for base in (at.patcher, at.clone):
+            assert sample(loaded(file)(base)).isnan().all()
+        unload()
     at.is_left_by(plain, before)
     nothing_new(at.since(at.blank))

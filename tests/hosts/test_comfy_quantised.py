@@ -345,6 +345,8 @@ def test_plain_weights_stored_narrow_are_cast_as_in_eager(stored: torch.dtype) -
         assert not reported(clone)["eager"], reported(clone)["eager"]
         lora = sample(with_lora(patcher, 1.0))
         assert distance(lora, wanted) > MOVES
-        mark = mark_of(clone)
+        before, mark = sample(clone), mark_of(clone)
         assert distance(sample(with_lora(clone, 1.0)), lora) < TOLERANCE
+        assert torch.equal(sample(clone), before), "the LoRA is felt after it was taken off"
+        assert torch.equal(sample(patcher), wanted), "bypassing the node gives another picture"
         nothing_new(clone, mark)

@@ -128,7 +128,13 @@ def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
         assert distance(sample(clone), wanted) < TOLERANCE
         found = reported(clone)
         assert not found["eager"] and found["artefacts_compiled"] > 0
-        assert distance(sample(with_lora(clone, 1.0)), sample(with_lora(patcher, 1.0))) < TOLERANCE
+        before, mark = sample(clone), host.report_of(clone).mark()  # type: ignore[union-attr]
+        patched = sample(with_lora(patcher, 1.0))
+        assert distance(patched, wanted) > MOVES
+        assert distance(sample(with_lora(clone, 1.0)), patched) < TOLERANCE
+        assert torch.equal(sample(clone), before), "a LoRA is still felt after it was taken off"
+        assert torch.equal(sample(patcher), wanted), "bypassing the node gives another picture"
+        nothing_new(clone, mark)
 
 
 def test_an_artefact_without_a_lender_is_the_one_with_a_lender_and_is_not_used_where_a_layer_would_patch() -> None:
