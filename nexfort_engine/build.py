@@ -263,7 +263,7 @@ class Builder:
         artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
 
     def _options(self, device_type: str) -> dict[str, object]:
-        return self.engine.config.inductor_options(device_type)
+        return self.engine.config.lowering_options(device_type)
 
     # -- planning ----------------------------------------------------------------------------------------
 
@@ -365,10 +365,8 @@ class Builder:
         weights, hidden, layers = None, None, region.layers
         if layers is not None:
             weights, hidden = layers.examples(region.slots.read(), _device_of(wanted)), layers.hidden()
-        config = self.engine.config
-        math = self.engine.math if config.host_math else None
         captured = capture(
-            region.module, wanted.example, dynamic=config.dynamic, weights=weights, hidden=hidden, math=math
+            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
         )
         return captured, manifest_of(captured, region.kind, *self.engine.made_for(region, _device_of(wanted)))
 

@@ -32,7 +32,6 @@ from .effects import mapping_writes, refuse_random
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
-from .operators import AsMath, Math
 from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
@@ -88,10 +87,8 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(
-        self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden, math: Math
-    ) -> None:
-        self.block, self.example, self.hidden, self.math = block, example, hidden, math
+    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
+        self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
         self.parts = Parts.of(given)  # None: all of them are plain
         plain = self.parts.take(given) if self.parts is not None else given
@@ -141,7 +138,7 @@ class _Lifted(nn.Module):
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             shadow = Shadow(trace.block, whole, trace.hidden)
             trace.reads = shadow.reads
-            with walked() as trace.files, SizesKeptFree(), own_operators(), AsMath(trace.math):
+            with walked() as trace.files, SizesKeptFree(), own_operators():
                 result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
@@ -168,25 +165,24 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
-    math: Math | None = None,
 ) -> Captured:
     """Capture one block at one example call.
 
-    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow; math: see AsMath.
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {}, math or {})
+    trace = _Trace(module, example, weights, hidden or {})
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
             program = _export(trace, dynamic, dynamic)
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {}, math or {})
+                other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
                 if _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other

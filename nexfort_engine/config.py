@@ -41,7 +41,6 @@ OPTIONS: dict[str, type] = {
     "triton.cudagraphs": bool,
     "fuse.group_norm": bool,
     "fuse.whole_rows": bool,
-    "fuse.host_operators": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
@@ -73,6 +72,8 @@ _INACTIVE_OPTIONS: dict[str, str] = {
 }
 _LOWERING_TOKENS = ("low-precision", "quant")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in ("overrides.conv_benchmark", "triton.cudagraphs"))
+
+_REWRITES = ("group_norm", "whole_rows")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
@@ -193,11 +194,6 @@ class CompileConfig:
             return asked
         return "cudagraphs" in self.tokens or self.profile != "fast"
 
-    @property
-    def host_math(self) -> bool:
-        """Whether operators of the host's own are traced as plain code where it has it, so that they fuse."""
-        return self.option("fuse.host_operators", self.profile != "fast") is True
-
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
         return {
@@ -258,6 +254,17 @@ class CompileConfig:
         }
         return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
+    def lowering_options(self, device_type: str) -> dict[str, object]:
+        """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
+
+        The latter begin with "nexfort." (passes.py). On a GPU only: that is where they were measured to win.
+        """
+        found = self.inductor_options(device_type)
+        for name in _REWRITES:
+            on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
+            found[f"nexfort.{name}"] = on is True
+        return found
+
     def inductor_options(self, device_type: str) -> dict[str, object]:
         """Names and values for `torch._inductor.config`, to lower with this config on "cuda" or "cpu".
 
@@ -288,8 +295,6 @@ class CompileConfig:
             found["triton.autotune_pointwise"] = search
             found["dynamic_scale_rblock"] = search
             found["shape_padding"] = search
-            found["nexfort.group_norm"] = self.option("fuse.group_norm", self.profile != "fast")
-            found["nexfort.whole_rows"] = self.option("fuse.whole_rows", self.profile != "fast")
             # the setting above leaves small reductions several; this takes one of them by rule
             found["test_configs.force_filter_reduction_configs"] = not search
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside

@@ -30,7 +30,6 @@ from .flags import backend_scope, disabled
 from .loans import Lender
 from .lower import import_ahead
 from .modulestate import replaced_forward, structure
-from .operators import Math
 from .regions import find_regions
 from .report import Report
 from .session import Session, current, entered
@@ -51,7 +50,6 @@ class Engine:
     others_code: why the options it is called with bring code of others along, or None.
     whole: it is called through its forward alone, so it may be one region.
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
-    math: what the host's own operators compute, as plain code.
     apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     known: what engines of networks alike share, where a host makes its network anew for each run.
@@ -71,12 +69,11 @@ class Engine:
         stops: Callable[[], tuple[type[BaseException], ...]] = tuple,
         apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         known: Known | None = None,
-        math: Math | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
         self.besides = lender.copies if lender is not None else frozenset()  # names of tensors that are no weights
-        self.apart, self.stops, self.math = apart, stops, math
+        self.apart, self.stops = apart, stops
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in

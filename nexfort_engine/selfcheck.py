@@ -47,7 +47,7 @@ def _check(device_type: str, payload: Path) -> str | None:
     inputs = torch.randn(2, 16, 32, generator=generator).to(device_type), torch.ones(2, 32, device=device_type)
     spec = flatten_call(inputs, {}, flat)
     captured = capture(block, Example.of(spec, flat))
-    options = CompileConfig.parse(None).inductor_options(device_type)
+    options = CompileConfig.parse(None).lowering_options(device_type)
     lower.lower(captured, payload, options)
     code = lower.load(payload, options, captured.modules, len(captured.weights))
     weights = WeightSlots(block).read()

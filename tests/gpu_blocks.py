@@ -83,7 +83,7 @@ def captured(kind: str) -> Captured:
     return Captured(graph, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
 
 
-OPTIONS = CompileConfig.parse(None).inductor_options("cuda")
+OPTIONS = CompileConfig.parse(None).lowering_options("cuda")
 
 
 def lowered(folder: Path, module: str) -> dict[str, Path]:

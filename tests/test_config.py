@@ -62,7 +62,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 7)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 9)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -412,3 +412,14 @@ def test_importing_config_imports_neither_inductor_nor_triton():
         "assert not [m for m in new if m.startswith(('torch._inductor', 'triton'))], new"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize("name", ["group_norm", "whole_rows"])
+def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
+    def on(asked, device):
+        return CompileConfig.parse(asked).lowering_options(device)[f"nexfort.{name}"]
+
+    assert on("O2", "cuda") is True and on("O2", "cpu") is False and on("jit", "cuda") is False
+    off = {"options": {f"fuse.{name}": False}}
+    assert on(off, "cuda") is False and on({"mode": "jit", "options": {f"fuse.{name}": True}}, "cuda") is True
+    assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()

@@ -27,7 +27,6 @@ from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
-from .comfy_math import math
 from .comfy_weights import ComfyWeights
 
 log = logging.getLogger("nexfort")
@@ -151,7 +150,7 @@ def new_engine(
     computing: the dtype to compute in, where `model` does not say it. given: more of what Engine takes.
     """
     hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": plain_call, "others_code": _others_code}
-    hooks |= {"stops": _stops, "apart": _apart, "math": math(), **given}
+    hooks |= {"stops": _stops, "apart": _apart, **given}
     engine = Engine(network, config, store_at(cache_root()), lender=ComfyWeights(model, computing), **hooks)
     engine.name = type(model).__name__
     return engine

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewritten graphs compute what they computed, as near to the truth as before, and can be stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from probe import Probe
+
+from nexfort_engine import lower
+from nexfort_engine.passes import by_channels, group_norms, split
+
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-12))
+
+
+@settings(max_examples=60)
+@given(SIZES, st.sampled_from([3, 4, 5]), st.booleans(), st.booleans(), st.integers(0, 2**16), st.floats(-30, 30))
+def test_it_is_as_near_to_the_truth_as_torch_is(
+    sizes: tuple[int, ...], dims: int, weighted: bool, biased: bool, seed: int, offset: float
+) -> None:
+    """Means far from zero too, where a sum of squares would lose the variance."""
+    batch, groups, each, height, width = sizes
+    channels = groups * each
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*(batch, channels, height, width, 2)[: dims - 1], 3)
+    x = torch.randn(shape, generator=generator) + offset
+    weight = torch.randn(channels, generator=generator) if weighted else None
+    bias = torch.randn(channels, generator=generator) if biased else None
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    truth = torch.nn.functional.group_norm(x.double(), groups, *wide, 1e-3)
+    theirs = error(torch.nn.functional.group_norm(x, groups, weight, bias, 1e-3), truth)
+    ours = by_channels(x, weight, bias, like=x, groups=groups, eps=1e-3)
+    assert ours.dtype == x.dtype and ours.shape == x.shape
+    assert error(ours, truth) <= 1.1 * theirs + 2e-6 * (1 + abs(offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_it_keeps_the_dtype_and_computes_in_no_less_than_fp32(dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(0)) * 3 + 5).to(dtype)
+    truth = torch.nn.functional.group_norm(x.double(), 4)
+    found = by_channels(x, None, None, like=x, groups=4, eps=1e-5)
+    assert found.dtype == dtype
+    assert error(found, truth) <= 1.1 * error(torch.nn.functional.group_norm(x, 4), truth) + 1e-12
+
+
+class Normed(torch.nn.Module):
+    """Two group norms, one of them where nothing lies behind the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.flat = torch.nn.GroupNorm(4, 16), torch.nn.GroupNorm(2, 16, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) + self.flat(x.mean((2, 3)))[:, :, None, None]
+
+
+def test_those_with_dimensions_behind_are_rewritten_and_the_graph_can_be_stored(tmp_path: Path) -> None:
+    block = Normed().eval().requires_grad_(False)
+    x = torch.randn(2, 16, 6, 10)
+    probe = Probe(block, x)
+    graph = probe.captured.graph
+    assert group_norms(graph) == 1
+    left = [node for node in graph.graph.nodes if node.target is torch.ops.aten.group_norm.default]
+    assert len(left) == 1 and all(node.op != "call_method" for node in graph.graph.nodes)
+    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {"nexfort.group_norm": True})
+    code = lower.load(tmp_path / "payload", {}, [], 2)
+    for size in ((2, 16, 6, 10), (1, 16, 3, 5), (3, 16, 9, 4)):
+        y = torch.randn(size)
+        (found,) = code([block.norm.weight, block.norm.bias, y])
+        assert error(found, block(y).double()) < 1e-5, size
+
+
+def test_own_switches_are_told_apart() -> None:
+    own, inductors = split({"nexfort.group_norm": True, "max_autotune": False})
+    assert own == {"group_norm": True} and inductors == {"max_autotune": False}
