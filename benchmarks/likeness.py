@@ -12,12 +12,12 @@ from torch.nn.functional import conv2d
 _WINDOW, _SIGMA = 11, 1.5  # SSIM as its authors have it
 
 
-def likeness(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Figures of two results of `generation.Result.kept()`: psnr in dB (inf for the same bits), ssim, latents.
+def likeness(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float | None]:
+    """Figures of two results of `generation.Result.kept()`: psnr in dB (None for the same pixels), ssim, latents.
 
     latents: ||ours - theirs|| / ||theirs||. Raises ValueError where shapes differ.
     """
-    found = {}
+    found: dict[str, float | None] = {}
     for name in ("pixels", "latents"):
         if ours[name].shape != theirs[name].shape:
             raise ValueError(f"{name} of {tuple(ours[name].shape)} and {tuple(theirs[name].shape)} cannot be compared")
@@ -28,10 +28,10 @@ def likeness(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return found
 
 
-def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Peak signal to noise in dB, of pixels from 0 to 255."""
+def psnr(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Peak signal to noise in dB, of pixels from 0 to 255; None where there is no noise."""
     error = float((a - b).square().mean())
-    return 10 * math.log10(255**2 / error) if error else math.inf
+    return 10 * math.log10(255**2 / error) if error else None
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -55,4 +55,5 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def as_text(found: dict[str, Any]) -> str:
     """One line."""
-    return f"PSNR {found['psnr']:.2f} dB, SSIM {found['ssim']:.5f}, latent distance {found['latents']:.3g}"
+    noise = "same pixels" if found["psnr"] is None else f"PSNR {found['psnr']:.2f} dB"
+    return f"{noise}, SSIM {found['ssim']:.5f}, latent distance {found['latents']:.3g}"

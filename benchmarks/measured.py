@@ -149,8 +149,8 @@ class Measured:
         pipe.set_progress_bar_config(disable=True)
         pipelines.check_keywords(pipe, keywords)
         self.size = (args.height or self.source.size[0], args.width or self.source.size[1])
-        pipelines.check_size(pipe, *self.size)
-        self.call = {**self.source.call, **keywords}
+        self.call = self.source.call = {**self.source.call, **keywords}
+        pipelines.check_size(pipe, *self.size, self.call)
         self.before: dict[str, torch.Tensor] | None = None
         self._quantize = quantize
         self._config = config

@@ -33,7 +33,7 @@ class Source:
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """The nearest larger size that the model takes, for a size meant for models of full size."""
-        step = multiple_of(self.pipe)
+        step = multiple_of(self.pipe, self.call)
         return tuple(-(-one // self.shrink // step) * step for one in (height, width))  # type: ignore[return-value]
 
 
@@ -74,13 +74,12 @@ def check_scheduler(name: str) -> None:
         )
 
 
-def check_room(model: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_room(model: str, dtype: torch.dtype, device: torch.device, variant: str | None = None) -> None:
     """Raise Unusable where the weights alone would fill the GPU."""
     if device.type != "cuda":
         return
-    needed = _ROOM * (
-        random_pipelines.weights_gib(model, dtype) if random_pipelines.is_random(model) else _folder_gib(model)
-    )
+    random = random_pipelines.is_random(model)
+    needed = _ROOM * (random_pipelines.weights_gib(model, dtype) if random else folder_gib(model, variant))
     free = torch.cuda.mem_get_info(device)[0] / 2**30
     if needed > free:
         raise Unusable(
@@ -89,19 +88,18 @@ def check_room(model: str, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _folder_gib(model: str) -> float:
-    """GiB of the weights in a folder, of each network's largest variant; 0 for what is still on the hub."""
+def folder_gib(model: str, variant: str | None) -> float:
+    """GiB of the weights that would be loaded from a folder; 0 for what is still on the hub."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return 0.0
-    by_part = [
-        sum(file.stat().st_size for file in part.glob(pattern))
-        for part in folder.iterdir()
-        if part.is_dir()
-        for pattern in ("*.fp16.safetensors", "*.safetensors", "*.bin")
-        if any(part.glob(pattern))
-    ]
-    return max(by_part, default=0) / 2**30
+    total = 0
+    for part in (one for one in folder.iterdir() if one.is_dir()):
+        files = [file for file in part.iterdir() if file.suffix == ".safetensors"] or list(part.glob("*.bin"))
+        plain = [file for file in files if file.name.count(".") == 1]
+        chosen = [file for file in files if variant and f".{variant}" in file.name] or plain
+        total += sum(file.stat().st_size for file in chosen)
+    return total / 2**30
 
 
 # ---- loading ------------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def load(args: Any, device: torch.device, dtype: torch.dtype) -> Source:
     from diffusers.utils import logging
 
     logging.disable_progress_bar()
-    check_room(args.model, dtype, device)
+    check_room(args.model, dtype, device, args.variant)
     if random_pipelines.is_random(args.model):
         recipe, tiny = random_pipelines.recipe_of(args.model)
         pipe = random_pipelines.build(args.model, device, dtype)
@@ -220,17 +218,20 @@ def _controlnet(pipe: Any, name: str, device: torch.device, dtype: torch.dtype) 
 # ---- once it is loaded --------------------------------------------------------------------------------------
 
 
-def multiple_of(pipe: Any) -> int:
-    """What height and width must be a multiple of, in pixels."""
+def multiple_of(pipe: Any, call: dict[str, Any]) -> int:
+    """What height and width must be a multiple of, in pixels, for a pipeline called with these keywords."""
+    bins = "use_resolution_binning" in inspect.signature(type(pipe).__call__).parameters
+    if bins and call.get("use_resolution_binning", True):
+        return pipe.vae_scale_factor  # it works at the nearest size of a table of its own
     patch = getattr(denoiser(pipe).config, "patch_size", None) or 1
     processor = getattr(pipe, "image_processor", None) or getattr(pipe, "video_processor", None)
     own = processor.config.vae_scale_factor if processor is not None else 1
     return max(own, pipe.vae_scale_factor * (patch if isinstance(patch, int) else max(patch)))
 
 
-def check_size(pipe: Any, height: int, width: int) -> None:
+def check_size(pipe: Any, height: int, width: int, call: dict[str, Any]) -> None:
     """Raise Unusable for a size that the model cannot take."""
-    step = multiple_of(pipe)
+    step = multiple_of(pipe, call)
     if height < step or width < step or height % step or width % step:
         near = [max(step, round(one / step) * step) for one in (height, width)]
         raise Unusable(

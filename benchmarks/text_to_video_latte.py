@@ -31,9 +31,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="maxin-cn/Latte-1", help="a name on the hub, a folder, random:latte or tiny:latte")
     add("--prompt", default="An epic tornado attacking above aglowing city at night.")
     add("--steps", type=count, default=50)
-    add("--height", type=int, default=None, help="default: 512, or the tiny model's own")
-    add("--width", type=int, default=None, help="default: 512, or the tiny model's own")
-    add("--video-length", type=count, default=None, help="frames (default: 16, or the tiny model's own)")
+    add("--height", type=int, help="default: 512, or the tiny model's own")
+    add("--width", type=int, help="default: 512, or the tiny model's own")
+    add("--video-length", type=count, help="frames (default: as many as the model was made for, 16)")
     add("--fps", type=count, default=8)
     add("--guidance-scale", type=float, default=7.5)
     add("--beta-start", type=float, help="of the scheduler (default: the pipeline's; the old engine's was 0.0001)")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     check_video_file("--output-video", args.output_video)
     measured = Measured(args, keywords)
     _set_betas(measured.source.pipe, args)
-    measured.call.update(_call(args, measured.call))
+    measured.call.update(_call(args, measured.source.pipe.transformer.config.video_length))
     measured.compile()
     measured.warm_up()
     result = measured.measure()
@@ -85,13 +85,18 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     measured.finish(str(Path(__file__).resolve()), arguments)
 
 
-def _call(args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of the pipeline's call but for its size."""
+def _call(args: argparse.Namespace, own_length: int) -> dict[str, Any]:
+    """Keywords of the pipeline's call but for its size. Raises Unusable for a length that the model cannot take."""
+    length = args.video_length or own_length
+    if length != own_length and args.enable_temporal_attentions:
+        raise Unusable(
+            f"--video-length is {length}: this Latte was made for videos of {own_length} frames; leave it out"
+        )
     found: dict[str, Any] = {"prompt": args.prompt, "num_inference_steps": args.steps}
     found["num_images_per_prompt"] = args.batch
     found["guidance_scale"] = args.guidance_scale
     found["enable_temporal_attentions"] = args.enable_temporal_attentions
-    found["video_length"] = args.video_length or own.get("video_length", 16)
+    found["video_length"] = length
     if args.decode_chunk_size:
         found["decode_chunk_size"] = args.decode_chunk_size
     return found
