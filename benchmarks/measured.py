@@ -144,6 +144,8 @@ class Measured:
         quantize = None
         if args.quantize:
             quantize = compilers.parse_quantize(args.quantize_config, args.quant_submodules_config_path)
+        if dtype == torch.float32:  # whoever asks for it wants the truth, and torch would round in convolutions
+            torch.backends.cudnn.allow_tf32 = False
         self.source = pipelines.load(args, self.device, dtype)
         pipe = self.source.pipe
         pipe.set_progress_bar_config(disable=True)

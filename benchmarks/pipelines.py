@@ -184,6 +184,7 @@ def _fuse_lora(pipe: Any, lora: str) -> None:
     except (OSError, ValueError) as error:
         raise Unusable(f"--lora {lora} does not load: {str(error).strip().splitlines()[0]}") from error
     pipe.fuse_lora()
+    pipe.unload_lora_weights()  # it is in the weights now: layers are plain ones again
 
 
 def _exchange(source: Source, args: Any, device: torch.device, dtype: torch.dtype) -> None:

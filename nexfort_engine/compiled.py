@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Engine
 from .flags import disabled, keeps_nothing
+from .modulestate import replaced_forward
 from .report import Report
+
+log = logging.getLogger("nexfort")
 
 _stores: dict[tuple[Path, Path | None], Store] = {}
 
@@ -64,6 +68,10 @@ def compile(
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     engine = Engine(original, config, store_at())
+    if replaced_forward(original) is not None:  # it stands before the class's, where the engine would begin
+        reason = "its forward was replaced before it was compiled (offloading does that); compile first, then offload"
+        engine.report.eager("(whole module)", reason)
+        log.warning("Nexfort: %s runs eager: %s", type(original).__name__, reason)
     weight = next(original.parameters(), None)
     if not (config.disable or disabled()):
         engine.prepare(weight.device if weight is not None else torch.device("cpu"))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,3 +199,45 @@ def test_results_of_two_runs_are_compared(tmp_path: Path, capsys: pytest.Capture
     assert other["latents"] > 0.5 and other["ssim"] < 0.7
     run(tmp_path, "--reference", kept, "--width", "64", compiler="none")
     assert "Not compared to reference: pixels of (1, 3, 96, 64) and (1, 3, 96, 96)" in capsys.readouterr().out
+
+
+def test_a_lora_is_fused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.random_pipelines import build
+
+    unet = build("tiny:sd21", torch.device("cpu"), torch.float32).unet
+    draw, file = torch.Generator().manual_seed(1), {}
+    for name, layer in unet.named_modules():
+        if name.endswith("to_q"):
+            file[f"unet.{name}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=draw) / 4
+            file[f"unet.{name}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=draw)
+    save_file(file, tmp_path / "lora.safetensors")
+    kept = str(tmp_path / "kept.pt")
+    run(tmp_path, "--save-result", kept, compiler="none")
+    found = run(tmp_path, "--lora", str(tmp_path / "lora.safetensors"), "--reference", kept)
+    assert found["likeness_to_reference"]["latents"] > 0.05
+    assert found["likeness_to_eager"]["latents"] < TOLERANCE and not found["warmup_made"]["eager"]
+
+
+def test_the_cached_warm_up_is_a_second_process_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def stand_in(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        again = {"warmup_s": 1.25, "warmup_made": {"compiled": 0, "loaded": 21, "eager": []}}
+        Path(command[command.index("--json", len(command) - 2) + 1]).write_text(json.dumps(again))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    found = run(tmp_path, "--cached-warmup", "--run_rare_resolutions", "1", "--seed", "7")
+    assert found["cached"]["warmup_s"] == 1.25
+    assert "Warmup with Cache time: 1.250s\nArtefacts: 0 compiled, 21 loaded" in capsys.readouterr().out
+    (command,) = asked
+    assert Path(command[1]).name == "text_to_image.py" and "--cached-warmup" not in command
+    again = text_to_image.parse(command[2:])
+    assert again.only_main and again.seed == 7 and again.json != str(tmp_path / "found.json")
