@@ -46,7 +46,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows += measure(backbone, args, Path(folder))
     if args.csv:
-        append(Path(args.csv), rows)
+        append_rows(Path(args.csv), rows, COLUMNS)
     return 0 if all(row["ms"] for row in rows) else 1
 
 
@@ -147,11 +147,11 @@ def command_line(backbone: str, args: argparse.Namespace) -> str:
     return f"python -m benchmarks.record {backbone} --ways {args.ways} --steps {args.steps}{options}"
 
 
-def append(file: Path, rows: list[dict[str, Any]]) -> None:
+def append_rows(file: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
     """Append rows; the header is written where the file is new."""
     new = not file.exists()
     with file.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
+        writer = csv.DictWriter(stream, columns)
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -277,7 +277,9 @@ class Builder:
         wants_two = _batch_of(args, kwargs) == 1
         args, kwargs = _of_its_own(args, wants_two), _of_its_own(kwargs, wants_two)
         try:
+            further = self.engine.also(args, kwargs)  # before the call: networks take items out of what they are given
             found = self._observe(call, args, kwargs)
+            found += self._observe_further(call, further)
         except torch.OutOfMemoryError:
             self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
             return
@@ -300,6 +302,19 @@ class Builder:
         with torch.random.fork_rng(devices=[d.index for d in devices]), self.engine.active(recording=True) as session:
             call(*args, **kwargs)
         return session.examples
+
+    def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
+        """What calls need that the host knows of; a network that does not take one loses nothing but that."""
+        found: list[Wanted] = []
+        for args, kwargs in calls:
+            try:
+                found += self._observe(call, args, kwargs)
+            except Exception as error:
+                if isinstance(error, self.engine.stops()):
+                    raise
+                log.debug("Nexfort: planning a further call failed", exc_info=True)
+                self.engine.report.note(f"planning ahead for other sizes failed ({named(error)})")
+        return found
 
     def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
         """Note what a region is called with, and run it eagerly."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from .cache import temporary
 from .cache.place import base_root
 from .cache.store import Store, default_root
 from .config import CompileConfig
-from .engine import Engine
+from .engine import Also, Engine
 from .flags import disabled, keeps_nothing
+from .modulestate import replaced_forward
 from .report import Report
+
+log = logging.getLogger("nexfort")
 
 _stores: dict[tuple[Path, Path | None], Store] = {}
 
@@ -59,15 +63,24 @@ def compile(
             f"nexfort_engine.compile got a {type(module).__qualname__}, expected a torch.nn.Module such as a UNet or a "
             "transformer; for a diffusers pipeline use nexfort_engine.compile_pipe, for a function torch.compile"
         )
-    config = CompileConfig.parse(options, dynamic=dynamic)
+    return compile_as(module, CompileConfig.parse(options, dynamic=dynamic))
+
+
+def compile_as(module: nn.Module, config: CompileConfig, *, also: Also | None = None) -> Any:
+    """`compile` for hosts, which know of calls that a first one does not show; `also` as for Engine."""
     original = module.uncompiled() if isinstance(module, CompiledModule) else module
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    engine = Engine(original, config, store_at())
+    engine = Engine(original, config, store_at(), also=also)
+    if replaced_forward(original) is not None:  # it stands before the class's, where the engine would begin
+        reason = "its forward was replaced before it was compiled (offloading does that); compile first, then offload"
+        engine.report.eager("(whole module)", reason)
+        log.warning("Nexfort: %s runs eager: %s", type(original).__name__, reason)
     weight = next(original.parameters(), None)
     if not (config.disable or disabled()):
         engine.prepare(weight.device if weight is not None else torch.device("cpu"))
-    return wrap_methods(original, engine, ("forward",))
+    again = None if also is None else functools.partial(compile_as, config=config, also=also)
+    return wrap_methods(original, engine, ("forward",), again=again)
 
 
 class CompiledModule:

@@ -37,6 +37,8 @@ from .support import OLDEST, torch_version, unsupported
 
 log = logging.getLogger("nexfort")
 
+Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
+
 _lock = threading.Lock()
 _installed: dict[int, tuple[nn.Module, list[int]]] = {}
 
@@ -53,6 +55,8 @@ class Engine:
     apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     known: what engines of networks alike share, where a host makes its network anew for each run.
+    also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
+        need is planned with it.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Engine:
         stops: Callable[[], tuple[type[BaseException], ...]] = tuple,
         apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         known: Known | None = None,
+        also: Also | None = None,
     ) -> None:
         self.root, self.config, self.store = root, config, store
         self.name, self.whole, self.lender = type(root).__name__, whole, lender
@@ -77,6 +82,7 @@ class Engine:
         self.cancel = cancel or (lambda: None)
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
+        self.also = also or (lambda args, kwargs: [])
         self.report = Report(config, str(store.root))
         self.known = known or Known()
         self.builder = Builder(self)

@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..compiled import CompiledModule, compile
+from ..compiled import CompiledModule, compile_as
 from ..config import CompileConfig
+from ..engine import Also
 from ..report import Report
 
 log = logging.getLogger("nexfort")
@@ -98,9 +100,35 @@ def _compile_part(pipe: Any, part: str, config: CompileConfig) -> CompiledModule
     module = getattr(owner, names[-1], None)
     if not isinstance(module, nn.Module):
         return None
-    compiled = compile(module, options=config)
+    compiled = compile_as(module, config, also=_other_sides(module))
     setattr(owner, names[-1], compiled)
     return compiled
+
+
+def _other_sides(module: nn.Module) -> Also | None:
+    """For a UNet: to any call, one with sides that can be halved to the end where its own cannot, or the reverse.
+
+    A UNet names the sizes that it upsamples to in the one case and not in the other. With only one of them planned, the
+    first picture of a rare size would wait for a compiler.
+    """
+    halvings = getattr(module, "num_upsamplers", None)
+    if not isinstance(halvings, int):
+        return None
+
+    def also(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        sample = kwargs.get("sample", args[0] if args else None)
+        beside = [value for name, value in kwargs.items() if "residual" in name and value is not None]
+        if not isinstance(sample, torch.Tensor) or sample.ndim != 4 or beside:  # a ControlNet's have sizes of their own
+            return []
+        whole = all(side % 2**halvings == 0 for side in sample.shape[-2:])
+        # as small as can be without a side of one on the way
+        sides = [2 * 2**halvings + 1, 2 * 2**halvings + 3] if whole else [2 * 2**halvings, 3 * 2**halvings]
+        other = sample.new_zeros(*sample.shape[:2], *sides)
+        if "sample" in kwargs:
+            return [(args, {**kwargs, "sample": other})]
+        return [((other, *args[1:]), dict(kwargs))]
+
+    return also
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from subjects import graphs_as_they_are
 
 import nexfort_engine
+from nexfort_engine.cache.store import Store
 from nexfort_engine.compiled import CompiledModule
 
 diffusers = pytest.importorskip("diffusers")
@@ -179,3 +181,57 @@ def test_a_vae_s_round_trip_is_eager_s() -> None:
         assert distance(compiled.vae.decode(wanted).sample, pipe.vae.decode(wanted).sample) < 1e-4
     for report in compiled.reports.values():
         assert report.as_dict()["regions"] and not report.as_dict()["eager"]
+
+
+def deep_pipeline() -> Any:
+    """One whose UNet halves the sides once: odd latents are upsampled to sizes that are no double."""
+    from benchmarks.random_pipelines import build
+
+    pipe = build("tiny:sd21", torch.device("cpu"), torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(pipe: Any, size: tuple[int, int]) -> torch.Tensor:
+    return pipe(
+        "a cat", height=size[0], width=size[1], num_inference_steps=2, output_type="pt",
+        generator=torch.Generator().manual_seed(7),
+    ).images  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [(64, 64), (72, 56)], ids=["even", "odd"])
+def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_the_reverse(
+    first: tuple[int, int],
+) -> None:
+    pytest.importorskip("transformers")
+    pipe = deep_pipeline()
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
+    assert distance(picture(compiled, first), picture(pipe, first)) < TOLERANCE
+    mark = compiled.reports["unet"].mark()
+    for size in ((72, 56), (64, 96), (88, 104), (64, 72), (128, 128)):
+        assert distance(picture(compiled, size), picture(pipe, size)) < TOLERANCE, size
+    new = compiled.reports["unet"].since(mark)
+    assert not new["variants"] and not new["eager"]
+    assert not new["artefacts_compiled"]
+
+
+def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
+    pytest.importorskip("transformers")
+    pipe, seen = deep_pipeline(), []
+
+    class OfOneSize(diffusers.UNet2DConditionModel):
+        def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append(tuple(sample.shape[-2:]))
+            if seen[-1] != (8, 8):
+                raise RuntimeError("not of this size")
+            return super().forward(sample, *args, **kwargs)
+
+    pipe.unet.__class__ = OfOneSize
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
+    compiled.unet._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    assert picture(compiled, (64, 64)).isfinite().all()
+    assert len(set(seen)) == 2, "the other sides were tried"
+    report = compiled.reports["unet"].as_dict()
+    assert report["artefacts_compiled"] and not report["eager"]
+    assert any("planning ahead for other sizes failed (RuntimeError: not of this size)" in n for n in report["notes"])

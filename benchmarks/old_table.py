@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the old engine's published figures and ours: `python -m benchmarks.old_table` prints it.
+
+`--write` puts it into benchmarks/README.md. Published figures are in published.csv, from the old engine's own pages;
+ours in old_engine.csv, by benchmarks/old_engine.py. Eager and Nexfort of one line were taken together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.old_engine import FAMILIES, Family
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PUBLISHED, README = HERE / "old_engine.csv", HERE / "published.csv", HERE / "README.md"
+BEGIN, END = "<!-- figures: python -m benchmarks.old_table --write -->", "<!-- end of figures -->"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    if parser.parse_args(argv).write:
+        write()
+    else:
+        sys.stdout.write(table(read(PUBLISHED), read(RESULTS)) + "\n")
+    return 0
+
+
+def table(published: list[dict[str, str]], ours: list[dict[str, str]]) -> str:
+    """Published and own figures as Markdown, ratios first. Ours: of the newest commit and config that has the model."""
+    head = (
+        "| model, size, steps | ratio | it/s eager → compiled | warm-up cold, s | warm-up cached, s | "
+        "peak GiB eager → compiled | error to fp32 eager → compiled | GPU, mode, date | command |"
+    )
+    lines = [head, "|" + "---|" * (head.count("|") - 1)]
+    for name, family in FAMILIES.items():
+        for one in sorted((r for r in published if r["model"] == name), key=_ratio, reverse=True):
+            cells = [f"{family.title}, {one['size']}, {one['steps']}", f"{_ratio(one):.2f}"]
+            cells += [f"{one['eager_rate']} → {one['rate']}", one["warmup_s"], one["cached_s"]]
+            cells += [f"{one['eager_gib']} → {one['gib']}", "not published"]
+            cells += [f"old engine, {one['gpu']}, `{one['config']}`, {one['date']}", f"page {one['page']}"]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += [_own_line(family, *pair) for pair in _pairs(name, ours)]
+    return "\n".join(lines)
+
+
+def _ratio(one: dict[str, str]) -> float:
+    return float(one["rate"]) / float(one["eager_rate"])
+
+
+def _pairs(name: str, ours: list[dict[str, str]]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """(eager, Nexfort) that were taken together: for each config the newest."""
+    found: dict[str, tuple[dict[str, str], dict[str, str]]] = {}
+    eager: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in (r for r in ours if r["model"] == name and r["rate"]):
+        key = (one["commit"], one["gpu"], one["size"])
+        if one["way"] == "eager":
+            eager[key] = one
+        elif one["way"] == "nexfort" and key in eager:
+            found[one["config"]] = (eager[key], one)
+    return list(found.values())
+
+
+def _own_line(family: Family, eager: dict[str, str], one: dict[str, str]) -> str:
+    ratio = float(one["rate"]) / float(eager["rate"])
+    cells = [f"{family.title}, {one['size']}, {one['steps']}", f"**{ratio:.2f}**"]
+    cells += [f"{eager['rate']} → **{one['rate']}**", one["warmup_s"], one["cached_s"]]
+    cells += [f"{eager['max_used_gib']} → {one['max_used_gib']}", f"{eager['error_to_fp32']} → {one['error_to_fp32']}"]
+    mode = json.loads(one["config"]).get("mode", "O2")
+    cells += [f"Nexfort, {one['gpu']}, torch {one['torch'].split('+')[0]}, `{mode}`, {one['date']}"]
+    return "| " + " | ".join([*cells, f"`{one['command']}`"]) + " |"
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    """The lines of a CSV; none where it is not there."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def write() -> None:
+    """Put the table into benchmarks/README.md, between its marks."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    text = table(read(PUBLISHED), read(RESULTS))
+    README.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark as a whole: which commands it runs, in what caches, and how figures come into the table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import old_engine, old_table, text_to_image, text_to_video_latte
+
+FOUND = {
+    **{"model": "random:sd21", "device": "A card", "torch": "2.11.0+cu130", "size": [768, 768], "steps": 20},
+    **{"iterations_per_second": 51.23456, "inference_s": 0.5, "warmup_s": 12.0, "warmup_peak": {"max_used_gib": 4.0}},
+    **{"max_used_gib": 3.5, "max_reserved_gib": 4.5, "warmup_made": {"compiled": 21, "loaded": 0, "eager": []}},
+    "likeness_to_reference": {"psnr": 40.0, "ssim": 0.99, "latents": 0.0123},
+}
+CACHED = {"warmup_s": 3.0, "warmup_made": {"compiled": 0, "loaded": 21, "eager": []}}
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """(command, environment) of every process that would have run; each leaves figures."""
+    seen: list[tuple[list[str], dict[str, str]]] = []
+
+    def stand_in(command: list[str], *, env: dict[str, str] | None = None, **_: Any) -> Any:
+        if "--json" not in command:  # git
+            return SimpleNamespace(stdout="abc1234\n", returncode=0)
+        assert env is not None
+        seen.append((command, env))
+        found = dict(FOUND)
+        if command[command.index("--compiler") + 1] == "nexfort":
+            found["iterations_per_second"] = 153.7
+            found["cached"] = CACHED
+            found["resolutions"] = [{"size": [544, 408], "compiled": 0}]
+            found["likeness_to_eager"] = {"psnr": None, "ssim": 1.0, "latents": 0.0}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
+        if "--save-result" in command:
+            Path(command[command.index("--save-result") + 1]).write_bytes(b"")
+        return SimpleNamespace(stdout="", stderr="", returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize("name", old_engine.FAMILIES)
+def test_every_command_is_one_that_the_scripts_take(name: str, ran: list[Any]) -> None:
+    assert old_engine.main([name, "--ways", ",".join(old_engine.WAYS)]) == 0
+    assert len(ran) == len(old_engine.WAYS)
+    parse = text_to_video_latte.parse if name == "latte" else text_to_image.parse
+    for way, (command, _) in zip(old_engine.WAYS, ran, strict=True):
+        assert Path(command[1]).is_file()
+        args = parse(command[2:])
+        assert args.model == f"random:{name}"
+        assert args.compiler == ("none" if way in ("fp32", "eager") else way)
+        assert (args.dtype == "float32") is (way == "fp32")
+        assert bool(args.reference) is (way != "fp32"), "errors are to the float32 run"
+        assert args.cached_warmup is (way == "nexfort")
+
+
+def test_each_process_begins_with_empty_caches(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", "/full")
+    old_engine.main(["sdxl"])
+    for name in ("NEXFORT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        places = [environment[name] for _, environment in ran]
+        assert len(set(places)) == 3 and not any(map(os.path.exists, places)), name
+
+
+def test_figures_come_into_the_table(ran: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "found.csv"
+    assert old_engine.main(["sd21", "--csv", str(file)]) == 0
+    with file.open(newline="") as stream:
+        rows = {row["way"]: row for row in csv.DictReader(stream)}
+    ours = rows["nexfort"]
+    assert (ours["rate"], ours["cached_s"], ours["compiled"], ours["cached_compiled"]) == ("153.7", "3.0", "21", "0")
+    assert (ours["error_to_fp32"], ours["error_to_eager"], ours["psnr"]) == ("0.0123", "0.0", "")
+    assert (ours["sizes_compiled"], ours["warmup_used_gib"]) == ("544x408:0", "4.0")
+    assert rows["eager"]["rate"] == "51.23" and rows["eager"]["gpu"] == "A card"
+    lines = old_table.table([], old_table.read(file)).splitlines()
+    assert len(lines) == 3
+    assert "| **3.00** | 51.23 → **153.7** | 12.0 | 3.0 | 3.5 → 3.5 | 0.0123 → 0.0123 |" in lines[2]
+    assert "python -m benchmarks.old_engine sd21 --ways fp32,eager,nexfort" in lines[2]
+
+
+def test_a_tiny_run_stays_out_of_the_table(ran: list[Any], tmp_path: Path) -> None:
+    old_engine.main(["sd21", "--tiny", "--csv", str(tmp_path / "found.csv")])
+    assert len(old_table.table([], old_table.read(tmp_path / "found.csv")).splitlines()) == 2
+    assert "--height" not in ran[0][0], "sizes are those of full models"
+
+
+def test_published_figures_are_whole_and_best_first() -> None:
+    rows = old_table.read(old_table.PUBLISHED)
+    best = {name: max(float(r["rate"]) / float(r["eager_rate"]) for r in rows if r["model"] == name) for name in
+            ("sd21", "sdxl", "pixart", "latte")}  # fmt: skip
+    assert {name: round(ratio, 2) for name, ratio in best.items()} == {
+        **{"sd21": 2.56, "sdxl": 2.01, "pixart": 1.89, "latte": 1.42},
+    }
+    lines = [line for line in old_table.table(rows, []).splitlines() if line.startswith("| SD2.1")]
+    assert lines[0].split("|")[2].strip() == "2.56"
+
+
+def test_the_readme_holds_the_table() -> None:
+    text = old_table.README.read_text(encoding="utf-8")
+    shown = text.split(old_table.BEGIN)[1].split(old_table.END)[0].strip()
+    assert shown == old_table.table(old_table.read(old_table.PUBLISHED), old_table.read(old_table.RESULTS))
+
+
+def test_a_failed_run_is_said_and_ends_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = SimpleNamespace(stdout="", stderr="out of memory", returncode=1)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
+    assert old_engine.main(["flux", "--ways", "eager", "--commit", "abc"]) == 1
+    assert "eager failed with status 1:\nout of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "said"), [(["sd15"], "'sd15'"), (["sdxl", "--ways", "eager,warm"], "'warm'")])
+def test_what_there_is_not_is_refused(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert old_engine.main(command) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""text_to_image.py on tiny pipelines: every metric, every size, the old pages' commands; a picture in a real file.
+
+Graphs are captured for real and not lowered: how they are lowered is tested elsewhere. No time is judged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from subjects import graphs_as_they_are
+
+from benchmarks import text_to_image
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+
+# the --compiler-config of every command in the old engine's pages
+OLD_CONFIGS = (
+    '{"mode": "max-optimize:max-autotune:freezing:benchmark:cudagraphs", "memory_format": "channels_last", '
+    '"dynamic": true}',
+    '{"mode": "max-optimize:max-autotune:freezing:benchmark:cudagraphs", "memory_format": "channels_last"}',
+    '{"mode": "max-autotune", "memory_format": "channels_last"}',
+    '{"mode": "jit:disable-runtime-fusion", "memory_format": "channels_last"}',
+    '{"mode": "max-optimize:max-autotune:low-precision", "memory_format": "channels_last", "dynamic": true}',
+    '{"mode": "cudagraphs:benchmark:max-autotune:low-precision:cache-all", "memory_format": "channels_last", '
+    '"options": {"triton.fuse_attention_allow_fp16_reduction": false, "inductor.optimize_linear_epilogue": false, '
+    '"overrides.conv_benchmark": true, "overrides.matmul_allow_tf32": true}}',
+    '{"mode": "cudagraphs:max-autotune:low-precision:cache-all", "memory_format": "channels_last", "options": '
+    '{"inductor.optimize_linear_epilogue": false, "overrides.conv_benchmark": true, '
+    '"overrides.matmul_allow_tf32": true}, "dynamic": true}',
+    '{"mode": "max-optimize:max-autotune:freezing:benchmark:low-precision", "memory_format": "channels_last", '
+    '"options": {"inductor.optimize_linear_epilogue": false, "triton.fuse_attention_allow_fp16_reduction": false}}',
+    '{"mode": "max-autotune", "memory_format": "channels_last", "options": {"inductor.optimize_linear_epilogue": '
+    'false, "triton.fuse_attention_allow_fp16_reduction": false}}',
+)
+# the error of ours to eager's picture in float32, after the steps and the VAE
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    with graphs_as_they_are():
+        yield
+
+
+def run(tmp_path: Path, *flags: str, model: str = "tiny:sd21", compiler: str = "nexfort") -> dict[str, Any]:
+    """The figures that a command writes; it must end well."""
+    file = tmp_path / "found.json"
+    command = ["--model", model, "--scheduler", "none", "--steps", "3", "--compiler", compiler, "--json", str(file)]
+    assert text_to_image.main([*command, "--device", "cpu", *flags]) == 0
+    return json.loads(file.read_text())
+
+
+# ---- what every command prints ------------------------------------------------------------------------------
+
+
+def test_the_metrics_are_said_in_the_old_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "--output-image", str(tmp_path / "o.png"), "--warmups", "2", compiler="none")
+    said = capsys.readouterr().out.splitlines()
+    patterns = (
+        *("Begin warmup", "End warmup", r"Warmup time: \d+\.\d{3}s", r"Inference time: \d+\.\d{3}s"),
+        r"Iterations per second: \d+\.\d{3}",
+    )
+    assert [bool(re.fullmatch(pattern, line)) for pattern, line in zip(patterns, said, strict=True)] == [True] * 5
+    assert found["finite"] and found["compiler"] == "none" and found["scheduler"] == "DDIMScheduler"
+    with Image.open(tmp_path / "o.png") as picture:
+        assert picture.size == (96, 96) and len(picture.getcolors(96 * 96) or []) > 100
+
+
+def test_size_seed_and_prompt_are_what_was_asked(tmp_path: Path) -> None:
+    files = []
+    for flags in (("--seed", "1"), ("--seed", "2"), ("--seed", "1", "--prompt", "a cat"), ("--seed", "1")):
+        files.append(tmp_path / f"{len(files)}.png")
+        more = ("--height", "64", "--width", "96", "--output-image", str(files[-1]))
+        assert run(tmp_path, *more, *flags, compiler="none")["size"] == [64, 96]
+    pictures = [file.read_bytes() for file in files]
+    assert pictures[0] == pictures[3] and len(set(pictures)) == 3
+    with Image.open(files[0]) as picture:
+        assert picture.size == (96, 64)
+
+
+def test_the_old_engine_s_scheduler_is_taken_where_it_fits(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    for model, name in (("sd21", "EulerAncestralDiscreteScheduler"), ("flux", "FlowMatchEulerDiscreteScheduler")):
+        command = ["--model", f"tiny:{model}", "--steps", "1", "--compiler", "none", "--device", "cpu"]
+        assert text_to_image.main([*command, "--json", str(file)]) == 0
+        found = json.loads(file.read_text())
+        assert found["scheduler"] == name and found["iterations_per_second"] is None
+
+
+def test_a_throughput_run_fits_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "--throughput", "--throughput-steps", "3", compiler="none")["throughput"]
+    assert set(found) == {"average", "slope", "base", "without_base"}
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^Steps: \d, Inference Time", said, re.M)) == 3
+    assert re.search(r"^Model: Inference Time = -?[\d.]+ \* Steps \+ -?[\d.]+$", said, re.M)
+
+
+# ---- compiled -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd21", "sdxl", "pixart", "flux", "sd3"])
+def test_sixteen_sizes_compile_nothing_after_the_first(family: str, tmp_path: Path) -> None:
+    found = run(tmp_path, "--run_multiple_resolutions", "1", model=f"tiny:{family}")
+    assert found["warmup_made"]["compiled"] + found["warmup_made"]["loaded"] > 0 and not found["warmup_made"]["eager"]
+    assert found["likeness_to_eager"]["latents"] < TOLERANCE and found["likeness_to_eager"]["ssim"] > 0.999
+    assert len({tuple(one["size"]) for one in found["resolutions"]}) == 16
+    for one in found["resolutions"]:
+        assert (one["compiled"], one["loaded"], one["variants"]) == (0, 0, []), one
+        # PixArt's table of positions is kept for its own size and worked out anew at others
+        assert all(line.startswith("transformer: pos_embed: ") for line in one["eager"]), one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd21", "sdxl", "pixart", "flux", "sd3"])
+def test_a_rare_size_compiles_nothing(family: str, tmp_path: Path) -> None:
+    found = run(tmp_path, "--run_rare_resolutions", "yes", model=f"tiny:{family}")
+    (rare,) = found["resolutions"]
+    # the nearest that the model takes: UNets then upsample to sizes that are no double
+    assert rare["size"] == ([72, 56] if family in ("sd21", "sdxl") else [80, 64])
+    assert (rare["compiled"], rare["variants"]) == (0, [])
+    assert all(line.startswith("transformer: pos_embed: ") for line in rare["eager"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", OLD_CONFIGS)
+def test_the_old_configs_run_unchanged(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "--compiler-config", config)
+    assert found["warmup_made"]["compiled"] + found["warmup_made"]["loaded"] > 0 and not found["warmup_made"]["eager"]
+    assert found["likeness_to_eager"]["latents"] < TOLERANCE
+    said = capsys.readouterr().out
+    for row in found["inactive"]:
+        assert f"not active: {row['token']}: {row['reason']}" in said
+
+
+@pytest.mark.slow
+def test_what_quantisation_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import nexfort_engine
+
+    if hasattr(nexfort_engine, "quantize_pipe"):
+        pytest.skip("it is there")
+    found = run(tmp_path, "--quantize", "--quantize-config", '{"quant_type": "int8_dynamic"}')
+    assert found["inactive"][0]["token"] == "--quantize int8_dynamic"
+    assert "not active: --quantize int8_dynamic: quantised kernels are not available yet" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_picture_a_controlnet_and_a_batch(tmp_path: Path) -> None:
+    Image.new("RGB", (50, 40), (200, 30, 90)).save(tmp_path / "in.png")
+    for flags in (
+        ("--input-image", str(tmp_path / "in.png"), "--extra-call-kwargs", '{"strength": 1.0}'),
+        ("--controlnet", "random"),
+        ("--controlnet", "random", "--control-image", str(tmp_path / "in.png")),
+        ("--batch", "2", "--negative-prompt", "blurry"),
+    ):
+        found = run(tmp_path, *flags)
+        assert found["likeness_to_eager"]["latents"] < TOLERANCE, flags
+        assert not found["warmup_made"]["eager"], flags
+
+
+@pytest.mark.slow
+def test_a_stored_pipeline_runs_from_its_folder(tmp_path: Path) -> None:
+    import torch
+
+    from benchmarks.random_pipelines import build
+
+    build("tiny:pixart", torch.device("cpu"), torch.float32).save_pretrained(tmp_path / "pixart")
+    more = ("--extra-call-kwargs", '{"use_resolution_binning": false, "clean_caption": false}')
+    found = run(tmp_path, *more, model=f"{tmp_path}/pixart/")
+    assert found["pipeline"] == "PixArtAlphaPipeline" and found["size"] == [128, 128]
+    assert found["likeness_to_eager"]["latents"] < TOLERANCE and not found["warmup_made"]["eager"]
+
+
+def test_results_of_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = str(tmp_path / "kept.pt")
+    run(tmp_path, "--save-result", kept, compiler="none")
+    same = run(tmp_path, "--reference", kept, compiler="none")["likeness_to_reference"]
+    assert same == {"psnr": None, "ssim": pytest.approx(1.0), "latents": 0.0}
+    other = run(tmp_path, "--reference", kept, "--seed", "4", compiler="none")["likeness_to_reference"]
+    assert other["latents"] > 0.5 and other["ssim"] < 0.7
+    run(tmp_path, "--reference", kept, "--width", "64", compiler="none")
+    assert "Not compared to reference: pixels of (1, 3, 96, 64) and (1, 3, 96, 96)" in capsys.readouterr().out
+
+
+def test_a_lora_is_fused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.random_pipelines import build
+
+    unet = build("tiny:sd21", torch.device("cpu"), torch.float32).unet
+    draw, file = torch.Generator().manual_seed(1), {}
+    for name, layer in unet.named_modules():
+        if name.endswith("to_q"):
+            file[f"unet.{name}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=draw) / 4
+            file[f"unet.{name}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=draw)
+    save_file(file, tmp_path / "lora.safetensors")
+    kept = str(tmp_path / "kept.pt")
+    run(tmp_path, "--save-result", kept, compiler="none")
+    found = run(tmp_path, "--lora", str(tmp_path / "lora.safetensors"), "--reference", kept)
+    assert found["likeness_to_reference"]["latents"] > 0.05
+    assert found["likeness_to_eager"]["latents"] < TOLERANCE and not found["warmup_made"]["eager"]
+
+
+def test_the_cached_warm_up_is_a_second_process_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def stand_in(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        again = {"warmup_s": 1.25, "warmup_made": {"compiled": 0, "loaded": 21, "eager": []}}
+        Path(command[command.index("--json", len(command) - 2) + 1]).write_text(json.dumps(again))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", stand_in)
+    found = run(tmp_path, "--cached-warmup", "--run_rare_resolutions", "1", "--seed", "7")
+    assert found["cached"]["warmup_s"] == 1.25
+    assert "Warmup with Cache time: 1.250s\nArtefacts: 0 compiled, 21 loaded" in capsys.readouterr().out
+    (command,) = asked
+    assert Path(command[1]).name == "text_to_image.py" and "--cached-warmup" not in command
+    again = text_to_image.parse(command[2:])
+    assert again.only_main and again.seed == 7 and again.json != str(tmp_path / "found.json")

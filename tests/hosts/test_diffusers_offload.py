@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""diffusers' ways of keeping weights elsewhere around a compiled pipeline: the same image, and never silently eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from subjects import graphs_as_they_are
+
+import nexfort_engine
+from benchmarks.random_pipelines import build
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+CPU = torch.device("cpu")
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    with graphs_as_they_are():
+        yield
+
+
+def pipeline() -> Any:
+    pipe = build("tiny:sd21", CPU, torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def image(pipe: Any, prompt: str = "a cat") -> torch.Tensor:
+    return pipe(
+        prompt, height=64, width=64, num_inference_steps=2, output_type="pt", generator=torch.Generator().manual_seed(3)
+    ).images
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_model_that_is_offloaded_after_it_was_compiled_runs_compiled() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    wanted, other = image(pipeline()), image(pipeline(), "a dog")
+    assert distance(other, wanted) > TOLERANCE
+    compiled = nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
+    _, hook = accelerate.cpu_offload_with_hook(compiled.unet, CPU)
+    assert distance(image(compiled), wanted) < TOLERANCE
+    report = compiled.reports["unet"].as_dict()
+    assert report["calls"] == 2 and report["artefacts"] and not report["eager"]
+    mark = compiled.reports["unet"].mark()
+    hook.offload()
+    assert distance(image(compiled, "a dog"), other) < TOLERANCE
+    assert not compiled.reports["unet"].since(mark)["artefacts"]
+
+
+def test_a_model_that_is_offloaded_before_it_is_compiled_says_that_it_runs_eager() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    pipe, wanted = pipeline(), image(pipeline())
+    accelerate.cpu_offload_with_hook(pipe.unet, CPU)
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
+    assert distance(image(compiled), wanted) < TOLERANCE
+    (row,) = compiled.reports["unet"].as_dict()["eager"]
+    assert row["region"] == "(whole module)" and "compile first, then offload" in row["reason"]
+
+
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_groups_that_are_offloaded_run_eager_and_say_so(kind: str) -> None:
+    wanted = image(pipeline())
+    compiled = nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
+    blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    compiled.unet.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type=kind, **blocks)
+    assert distance(image(compiled), wanted) < TOLERANCE
+    eager = compiled.reports["unet"].as_dict()["eager"]
+    assert eager and all("replaced forward" in row["reason"] for row in eager)
