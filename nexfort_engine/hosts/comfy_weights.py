@@ -37,7 +37,8 @@ class ComfyWeights:
     """
 
     signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v")  # the last is dynamic VRAM's
-    copies = frozenset({"_v_weight", "_v_bias"})  # what lies in the pages of a layer, as it was fetched last
+    # what lies in the pages of a layer as it was fetched last, and (before 0.33) in main memory ready to be fetched
+    copies = frozenset({"_v_weight", "_v_bias", "_pin"})
     hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
