@@ -2,7 +2,8 @@
 """Passes: a captured graph written differently, so that Inductor makes better kernels of it. Each gives equal numbers.
 
 A pass is a function of a graph, and one switch in the config. What it puts in is plain code here, run on the graph's
-own nodes, so that reading that code is reading what runs.
+own nodes, so that reading that code is reading what runs. Low precision, which does not give equal numbers, is in
+precision.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Proxy
 from torch.fx.proxy import GraphAppendingTracer
+
+from .precision import low_precision
 
 aten = torch.ops.aten
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
@@ -83,4 +86,4 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     return aten.to.dtype(result, like.dtype)
 
 
-PASSES: dict[str, Callable[[GraphModule], int]] = {"group_norm": group_norms}
+PASSES: dict[str, Callable[[GraphModule], int]] = {"group_norm": group_norms, "low_precision": low_precision}

@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cache": ("cache",),
     "block": ("modulestate", "shadow", "parts", "loans", "residence", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
-    "lower": ("lower", "passes", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
+    "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
     "dispatch": ("dispatch", "build", "cudagraph", "rehearsal"),
     "engine": ("engine",),
