@@ -8,6 +8,7 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -97,7 +98,8 @@ def tracing_scope() -> Iterator[None]:
     torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
     cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
-    stack trace is made for each operator, a tenth of a capture, which nobody would read.
+    stack trace is made for each operator, a tenth of a capture, which nobody would read. No garbage is collected, whose
+    finalizers are code of others that would count as the block's.
     """
     import torch._dynamo.config
     import torch.export._trace
@@ -108,6 +110,9 @@ def tracing_scope() -> Iterator[None]:
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         for module, name, value in replaced:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
