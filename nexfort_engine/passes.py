@@ -28,14 +28,18 @@ def split(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, o
 
 
 def group_norms(module: GraphModule) -> int:
-    """Write group norms by channels (see `by_channels`); gives how many. Those without dimensions behind stay."""
+    """Write group norms by channels (see `by_channels`); gives how many.
+
+    Those stay that have no dimensions behind, or any number of channels.
+    """
     found = 0
     for node in list(module.graph.nodes):
         if node.target is not aten.group_norm.default:
             continue
         arguments: list[Any] = [*node.args[:5], *(None, None, 1e-5)[len(node.args[:5]) - 2 :]]
         x, groups, weight, bias, eps = arguments
-        if x.meta["val"].dim() < 3:
+        shape = x.meta["val"].shape
+        if len(shape) < 3 or _fixed(shape[1]) is None:
             continue
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
@@ -45,6 +49,11 @@ def group_norms(module: GraphModule) -> int:
         module.graph.erase_node(node)
         found += 1
     return found
+
+
+def _fixed(size: Any) -> int | None:
+    """A size that is the same in every call, or None."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
@@ -57,7 +66,8 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     operators of aten, because a graph with methods in it is not stored by the compiler.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    channels = int(like.shape[1])
+    channels = _fixed(like.shape[1])
+    assert channels is not None, "its number of channels is any"
     each, behind = channels // groups, [1] * (like.dim() - 2)
 
     def grouped(values: Any) -> Any:
