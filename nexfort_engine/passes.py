@@ -45,6 +45,7 @@ def group_norms(module: GraphModule) -> int:
             tracer = GraphAppendingTracer(module.graph)
             given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
             written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps)
+        written.node.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(written.node)
         module.graph.erase_node(node)
         found += 1

@@ -2,9 +2,9 @@
 """Low precision: which products of a graph are computed in fp8, and how. Asked for by the user, never by default.
 
 Both factors are brought to fp8 (e4m3) in the graph itself, on every call, each row with a scale of its own: no copy of
-a weight is kept, so a LoRA or another model is seen as it is in full precision and no memory is added. Bringing a
+a weight is kept, so a LoRA or another model is seen as it is in full precision. Bringing a
 weight to fp8 costs a pass over it, so a product is taken only if it is large enough to pay for that; `plan` says which,
-and why not.
+and why not. Memory: the factors of one product at a time, in fp8.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def plan(module: GraphModule) -> list[Product]:
 
 def _product(node: Node) -> Product:
     x, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
-    rows = reduce(operator.mul, (_hint(size) for size in x.shape[:-1]), 1)
-    columns, inner = (_hint(size) for size in weight.shape)
+    sizes = [_hint(size) for size in (*x.shape[:-1], *weight.shape)]
+    if weight.dim() != 2 or None in sizes:
+        return Product(node, 0, 0, 0, "a size is not known before the call, or the weight is no matrix")
+    *before, columns, inner = (size or 0 for size in sizes)
+    rows = reduce(operator.mul, before, 1)
     reason = None
     if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype:
         reason = f"computed in {x.dtype}, with a weight in {weight.dtype}; expected float16 or bfloat16"
@@ -76,9 +79,11 @@ def gain(rows: int, inner: int, columns: int) -> float:
     return work * (1 / _HALF - 1 / _FP8) - moved / _MEMORY - _LAUNCHES
 
 
-def _hint(size: Any) -> int:
-    """A size at the captured call."""
-    return int(size) if isinstance(size, int) else int(size.node.hint)
+def _hint(size: Any) -> int | None:
+    """A size at the captured call; None where it depends on data."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def low_precision(module: GraphModule) -> int:
@@ -98,6 +103,7 @@ def low_precision(module: GraphModule) -> int:
             sizes = [aten.sym_size.int(Proxy(x, tracer), i) for i in range(like.dim() - 1)]
             flat = multiply(factors[x], factors[weight], Proxy(bias, tracer) if isinstance(bias, Node) else None, like)
             result = aten.reshape.default(flat, [*sizes, product.columns])
+        result.node.meta["val"] = product.node.meta["val"]
         product.node.replace_all_uses_with(result.node)
         module.graph.erase_node(product.node)
     return len(taken)
@@ -109,7 +115,8 @@ def rows_in_fp8(x: Any) -> tuple[Any, Any]:
     largest = aten.clamp_min.default(aten.amax.default(aten.abs.default(wide), [-1], True), 1e-12)
     scale = aten.div.Tensor(largest, LARGEST)
     within = aten.clamp.default(aten.div.Tensor(wide, scale), -LARGEST, LARGEST)
-    return aten.to.dtype(within, FP8), scale
+    # the product takes rows that lie one after another
+    return aten.clone.default(aten.to.dtype(within, FP8), memory_format=torch.contiguous_format), scale
 
 
 def multiply(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from probe import Probe
+from probe import Probe, block_of
 from subjects import graphs_as_they_are
 
 import nexfort_engine
@@ -125,3 +125,13 @@ def test_where_there_is_no_such_card_it_is_said(monkeypatch: pytest.MonkeyPatch)
         with torch.inference_mode():
             assert torch.allclose(compiled(torch.ones(2, 16)), block(torch.ones(2, 16)), atol=1e-6)
     assert any("low precision is not active" in note for note in compiled.report.as_dict()["notes"])
+
+
+def test_products_one_after_another_and_weights_that_are_no_matrix(every_size: None) -> None:
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)).half().eval().requires_grad_(False)
+    probe = Probe(block, torch.randn(2, 24, 32).half())
+    assert low_precision(probe.captured.graph) == 2
+    vector = Probe(block_of(lambda b, h, v: torch.nn.functional.linear(h, v)), torch.randn(2, 9, 16), torch.randn(16))
+    (product,) = plan(vector.captured.graph)
+    assert "no matrix" in (product.reason or "")
