@@ -88,7 +88,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
     config.refuse_freezing("a ComfyUI model")
     if config.disable or flags.disabled():
         return patcher
-    from comfy.patcher_extension import WrappersMP
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
 
     engine_for(network, config, patcher.model).prepare(patcher.load_device)
     clone = patcher.clone()
@@ -97,8 +97,19 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         log.warning("Nexfort: the model carried core's TorchCompileModel as well; it is taken off this branch")
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
+    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release_graphs)
     clone.set_attachments(KEY, config)
     return clone
+
+
+def _release_graphs(patcher: Any, unloaded: bool, *_: Any) -> None:
+    """ComfyUI takes the model off the GPU: what graphs hold there goes too. Not when a mere clone ends."""
+    network = getattr(patcher.model, "diffusion_model", None)
+    if unloaded and isinstance(network, nn.Module):
+        for engine in network.__dict__.get(_ENGINES, {}).values():
+            if engine.graphs is not None:
+                engine.graphs.release()
 
 
 def _wrapper(config: CompileConfig) -> Callable[..., Any]:

@@ -330,3 +330,20 @@ def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
     kinds = {kind for kind, _ in seen}
     assert kinds == {"load", "lower"} and all(depth == 1 for _, depth in seen), seen
     assert inside == [0] and isinstance(comfy.model_prefetch, types.ModuleType)
+
+
+def test_graphs_go_with_an_unloaded_model_and_stay_when_a_clone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with graphs_as_they_are():
+        clone = host.attach(patcher_around(make("comfy_flux").module, flux=True), CONFIG)
+        sample(clone)
+        (engine,) = clone.model.diffusion_model.__dict__["_nexfort_engines"].values()
+        released: list[bool] = []
+        monkeypatch.setattr(engine.graphs, "release", lambda: released.append(True))
+        other = clone.clone()
+        sample(other)
+        other.detach(unpatch_all=False)  # as a patcher does at its end
+        del other
+        gc.collect()
+        assert not released
+        unload()
+        assert released
