@@ -2,21 +2,21 @@
 // The badge on a compile node: one button that says what became of it and opens its report. It is a DOM widget, which
 // the classic canvas and Vue nodes both show, and is saved in no workflow.
 
-import { app } from '../../scripts/app.js'
 import { element } from './elements.js'
 import { openReport } from './report.js'
 import { onStatus, statusOf } from './status.js'
 import { text } from './texts.js'
 
 export const COMPILE_NODES = ['NexfortCompileModel', 'NexfortCompileVAE', 'NexfortCompileControlNet']
-export const SHOW_BADGES = 'Nexfort.Nodes.ShowBadges'
 const HEIGHT = 36
 const badges = new Map()
+let visible = true
 
 /** Put the badge on a new compile node. */
 export function addBadge(node) {
   const button = element('button', { type: 'button', class: 'nexfort-badge', click: () => openReport(node) })
-  const options = { serialize: false, hideOnZoom: false, margin: 6, getMinHeight: () => HEIGHT, getMaxHeight: () => HEIGHT }
+  const height = () => HEIGHT
+  const options = { serialize: false, hideOnZoom: false, margin: 6, getMinHeight: height, getMaxHeight: height }
   const widget = node.addDOMWidget('nexfort_status', 'nexfort_status', button, options)
   widget.serialize = false
   widget.label = ' '
@@ -27,12 +27,20 @@ export function addBadge(node) {
     return removed?.apply(this, rest)
   }
   draw(node)
+  // A node has its id, by which its state is known, only after it was created.
+  setTimeout(() => badges.has(node) && draw(node))
   node.setSize?.([node.size[0], Math.max(node.size[1], node.computeSize()[1])])
 }
 
 /** Say anew what every badge says: something changed, or the language did. */
 export function drawBadges() {
   for (const node of badges.keys()) draw(node)
+}
+
+/** Show badges, or hide them. */
+export function showBadges(yes) {
+  visible = yes !== false
+  drawBadges()
 }
 
 /** Keep the badges true. */
@@ -61,10 +69,9 @@ function draw(node) {
   button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', {}, said))
   button.title = text('badge.open')
   button.setAttribute('aria-label', `Nexfort: ${said}. ${text('badge.open')}`)
-  const hidden = app.extensionManager.setting.get(SHOW_BADGES) === false
-  if (Boolean(widget.hidden) !== hidden) {
-    widget.hidden = hidden
-    widget.options.hidden = hidden
+  if (Boolean(widget.hidden) === visible) {
+    widget.hidden = !visible
+    widget.options.hidden = !visible
     node.setDirtyCanvas?.(true, true)
   }
 }

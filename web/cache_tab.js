@@ -8,21 +8,17 @@ import { language, text } from './texts.js'
 
 export const CACHE_LIMIT = 'Nexfort.Cache.Limit'
 export const GIB = 2 ** 30
-const COLUMNS = [
-  ['region', (row) => row.region],
-  ['family', (row) => row.family],
-  ['size', (row) => row.size],
-  ['last_used', (row) => row.last_used],
-  ['state', (row) => row.state]
-]
-const view = { entries: [], search: '', column: 'last_used', down: true }
+const DEFAULT_LIMIT = 8 // GiB, as the engine's own
+const ORDERS = ['last_used', 'size', 'region', 'family', 'state']
+const view = { entries: [], search: '', order: 'last_used', down: true }
 let panel = null
 
 /** Draw the tab into the element that the front end gives, each time it opens. */
 export function renderCacheTab(place) {
   if (panel !== null && place.contains(panel)) return
   panel = element('div', { class: 'nexfort-panel nexfort-cache' })
-  panel.append(element('h2', {}, text('cache.title')), tools(), element('p', { class: 'nexfort-total', role: 'status' }), element('div', { class: 'nexfort-scroll' }))
+  const total = element('p', { class: 'nexfort-total', role: 'status' })
+  panel.append(element('h2', {}, text('cache.title')), tools(), total, element('div', { class: 'nexfort-scroll' }))
   place.replaceChildren(panel)
   refreshCache()
 }
@@ -66,26 +62,65 @@ async function meant(title, question, values) {
 }
 
 function tools() {
-  const limit = app.extensionManager.setting.get(CACHE_LIMIT) || 8
-  const search = element('input', { type: 'search', class: 'nexfort-input', placeholder: text('cache.search'), 'aria-label': text('cache.search'), value: view.search })
+  const button = (key, click) => element('button', { type: 'button', class: 'nexfort-button', click }, text(key))
+  const search = element('input', {
+    type: 'search',
+    class: 'nexfort-input',
+    placeholder: text('cache.search'),
+    'aria-label': text('cache.search'),
+    value: view.search
+  })
   search.addEventListener('input', () => {
     view.search = search.value
     draw()
   })
-  const size = element('input', { type: 'number', class: 'nexfort-input nexfort-size', min: '0', step: 'any', value: String(limit), 'aria-label': text('cache.keepAtMost') })
+  const actions = [button('cache.refresh', refreshCache), button('cache.export', exportList), button('cache.clear', clearCache)]
+  return element(
+    'div',
+    { class: 'nexfort-tools' },
+    search,
+    element('div', { class: 'nexfort-row' }, ...sorting()),
+    element('div', { class: 'nexfort-row' }, ...pruning(button)),
+    element('div', { class: 'nexfort-row' }, actions)
+  )
+}
+
+function sorting() {
+  const options = ORDERS.map((name) => element('option', { value: name, selected: name === view.order }, text(`cache.${name}`)))
+  const select = element('select', { class: 'nexfort-input' }, options)
+  const direction = element('button', { type: 'button', class: 'nexfort-icon', title: text('cache.reverse') })
+  const point = () => direction.replaceChildren(element('span', { 'aria-hidden': 'true' }, view.down ? '▼' : '▲'))
+  direction.setAttribute('aria-label', text('cache.reverse'))
+  direction.addEventListener('click', () => {
+    view.down = !view.down
+    point()
+    draw()
+  })
+  select.addEventListener('change', () => {
+    view.order = select.value
+    view.down = view.order === 'size' || view.order === 'last_used'
+    point()
+    draw()
+  })
+  point()
+  return [element('label', { class: 'nexfort-label' }, `${text('cache.sortBy')} `, select), direction]
+}
+
+function pruning(button) {
+  const limit = app.extensionManager.setting.get(CACHE_LIMIT) || DEFAULT_LIMIT
+  const size = element('input', {
+    type: 'number',
+    class: 'nexfort-input nexfort-size',
+    min: '0',
+    step: 'any',
+    value: String(limit)
+  })
   const prune = () => {
     const amount = size.valueAsNumber
     if (amount >= 0) pruneCache(Math.round(amount * GIB))
     else toast('warn', text('cache.prune'), text('cache.sizeWanted'))
   }
-  const button = (key, click) => element('button', { type: 'button', class: 'nexfort-button', click }, text(key))
-  return element(
-    'div',
-    { class: 'nexfort-tools' },
-    search,
-    element('div', { class: 'nexfort-row' }, element('label', { class: 'nexfort-label' }, `${text('cache.keepAtMost')} `, size), button('cache.prune', prune)),
-    element('div', { class: 'nexfort-row' }, button('cache.refresh', refreshCache), button('cache.export', exportList), button('cache.clear', clearCache))
-  )
+  return [element('label', { class: 'nexfort-label' }, `${text('cache.keepAtMost')} `, size), button('cache.prune', prune)]
 }
 
 function shown() {
@@ -94,8 +129,8 @@ function shown() {
     const all = [row.region, row.family, row.kind, row.state, row.id, ...row.shapes].join(' ').toLowerCase()
     return words.every((word) => all.includes(word))
   }
-  const value = COLUMNS.find(([name]) => name === view.column)[1]
-  const order = (a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.id < b.id ? -1 : 1)
+  const by = view.order
+  const order = (a, b) => (a[by] < b[by] ? -1 : a[by] > b[by] ? 1 : a.id < b.id ? -1 : 1)
   const rows = view.entries.filter(fits).sort(order)
   return view.down ? rows.reverse() : rows
 }
@@ -103,47 +138,42 @@ function shown() {
 function draw() {
   const rows = shown()
   const total = rows.reduce((sum, row) => sum + row.size, 0)
-  panel.querySelector('.nexfort-total').textContent = text('cache.total', { shown: rows.length, count: view.entries.length, size: sizeText(total) })
+  const values = { shown: rows.length, count: view.entries.length, size: sizeText(total) }
+  panel.querySelector('.nexfort-total').textContent = text('cache.total', values)
   const place = panel.querySelector('.nexfort-scroll')
   if (!view.entries.length) {
     place.replaceChildren(element('p', {}, text('cache.empty')))
     return
   }
   const focused = document.activeElement?.dataset?.key
-  const headings = COLUMNS.map(([name]) => heading(name))
-  headings.push(element('th', { scope: 'col' }, text('cache.actions')))
-  place.replaceChildren(element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, rows.map(line))))
+  const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => element('th', { scope: 'col' }, text(`cache.${key}`)))
+  place.replaceChildren(
+    element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, rows.map(line)))
+  )
   if (focused) place.querySelector(`[data-key="${focused}"]`)?.focus()  // a redrawn button keeps the keyboard
 }
 
-function heading(name) {
-  const sorted = view.column === name
-  const sort = () => {
-    view.down = sorted ? !view.down : name === 'size' || name === 'last_used'
-    view.column = name
-    draw()
-  }
-  const arrow = sorted ? (view.down ? ' ▼' : ' ▲') : ''
-  const button = element('button', { type: 'button', class: 'nexfort-sort', 'data-key': `sort-${name}`, click: sort }, text(`cache.${name}`), element('span', { 'aria-hidden': 'true' }, arrow))
-  return element('th', { scope: 'col', 'aria-sort': sorted ? (view.down ? 'descending' : 'ascending') : null }, button)
-}
-
 function line(row) {
-  const action = (key, kind, click, more = {}) =>
-    element('button', { type: 'button', class: 'nexfort-icon', 'data-key': `${kind}-${row.id}`, title: text(key), 'aria-label': `${text(key)}: ${row.region}`, click, disabled: row.base, ...more })
-  const pin = action(row.pinned ? 'cache.unpin' : 'cache.pin', 'pin', () => pinRow(row), { 'aria-pressed': String(row.pinned) })
+  const action = (key, kind, click) => {
+    const told = { title: text(key), 'aria-label': `${text(key)}: ${row.region}`, 'data-key': `${kind}-${row.id}` }
+    return element('button', { type: 'button', class: 'nexfort-icon', disabled: row.base, click, ...told })
+  }
+  const pin = action(row.pinned ? 'cache.unpin' : 'cache.pin', 'pin', () => pinRow(row))
+  pin.setAttribute('data-pinned', String(row.pinned))
   pin.append(element('i', { class: row.pinned ? 'pi pi-lock' : 'pi pi-lock-open', 'aria-hidden': 'true' }))
   const remove = action('cache.delete', 'delete', () => deleteRow(row))
   remove.append(element('i', { class: 'pi pi-trash', 'aria-hidden': 'true' }))
-  const known = ['ready', 'pinned', 'base'].includes(row.state)
+  const state = ['ready', 'pinned', 'base'].includes(row.state) ? text(`cache.is.${row.state}`) : row.state
   return element(
     'tr',
     { 'data-id': row.id, title: row.shapes.join('\n') || null },
-    element('td', {}, row.region),
-    element('td', {}, row.family),
-    element('td', { class: 'nexfort-number' }, sizeText(row.size)),
-    element('td', {}, momentText(row.last_used, language())),
-    element('td', {}, known ? text(`cache.is.${row.state}`) : row.state),
+    element('td', {}, row.region, element('div', { class: 'nexfort-small' }, `${row.family}, ${state}`)),
+    element(
+      'td',
+      { class: 'nexfort-number' },
+      sizeText(row.size),
+      element('div', { class: 'nexfort-small' }, momentText(row.last_used, language()))
+    ),
     element('td', { class: 'nexfort-actions' }, pin, remove)
   )
 }

@@ -4,7 +4,7 @@
 
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
-import { COMPILE_NODES, SHOW_BADGES, addBadge, drawBadges, watchBadges } from './badge.js'
+import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './badge.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
 import { openReport } from './report.js'
@@ -59,13 +59,13 @@ app.registerExtension({
       defaultValue: MODES[0]
     },
     {
-      id: SHOW_BADGES,
+      id: 'Nexfort.Nodes.ShowBadges',
       category: ['Nexfort', 'Nodes', 'ShowBadges'],
       name: 'Show the state on compile nodes',
       tooltip: 'A line on each compile node says whether it waits, compiles or runs compiled, and opens its report.',
       type: 'boolean',
       defaultValue: true,
-      onChange: drawBadges
+      onChange: showBadges
     },
     {
       id: TELL_EAGER,
@@ -119,5 +119,9 @@ app.registerExtension({
     const mode = node.widgets?.find((widget) => widget.name === 'mode')
     if (mode && MODES.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
     addBadge(node)
+  },
+
+  afterConfigureGraph() {
+    drawBadges()
   }
 })
