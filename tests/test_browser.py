@@ -85,11 +85,11 @@ def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> 
 
 
 @contextmanager
-def page_of(chromium: Any, server: ComfyServer) -> Iterator[Any]:
+def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[Any]:
     """A page of a user who has changed nothing yet; at the end our modules must have caused no error."""
     context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
     try:
-        opened, faults = browser.open_page(context, server)
+        opened, faults = browser.open_page(context, server, **settings)
         yield opened
         assert faults.found == []
     finally:
@@ -177,7 +177,10 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
 
 def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
     browser.set_value(page, "Comfy.VueNodes.Enabled", True)
-    said = run_and_watch(page, seed=5)
+    browser.set_value(page, "Nexfort.Cache.Limit", 2)
+    with page.expect_request("**/nexfort/cache/prune") as pruned:
+        said = run_and_watch(page, seed=5)
+    assert json.loads(pruned.value.post_data) == {"max_bytes": 2 << 30}, "the limit holds after each run"
     assert said[-1] == "compiled"
     shoot(page, "vue_nodes")
     page.locator(f"[data-node-id] {BADGE}").click()
@@ -213,6 +216,17 @@ def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     prompt, saved = page.evaluate(SAVED)
     assert set(prompt["inputs"]) == {"model", "mode", "dynamic", "memory_format", "options", "enabled"}
     assert len(saved["widgets_values"]) == 5, "the badge is saved in no workflow"
+
+
+def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) -> None:
+    with page_of(chromium, filled, Comfy_Locale="fr") as page:
+        browser.load(page, served.tiny_workflow("flux_compile_model", seed=6))
+        page.locator(BADGE).wait_for()
+        assert page.locator(BADGE).get_attribute("title") == "Ouvrir le rapport"
+        assert open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
+        page.mouse.move(900, 750)
+        page.evaluate("() => window.app.extensionManager.command.execute('Nexfort.ShowReport')")
+        page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
 
 
 # ---- the tab of the cache ----------------------------------------------------------------------------------

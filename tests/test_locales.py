@@ -20,7 +20,8 @@ LANGUAGES = ("en", "zh", "ja", "ko", "de", "fr", "es")
 FILES = ("main", "nodeDefs", "commands", "settings")
 # What is the same in every language: choices of the widgets, options, model names and commands.
 TOKENS = re.compile(
-    r"\{\w+\}|\{\"mode\".*\}\}|O3:benchmark|• [A-Za-z0-9_-]+(?::[a-z-]+)*|`[^`]+`|SDXL|SD1\.5|SD3|Flux|PixArt|Wan|Qwen|H200|T2I|VAE|LoRA"
+    r"\{\w+\}|\{\"mode\".*\}\}|O3:benchmark|• [A-Za-z0-9_-]+(?::[a-z-]+)*|`[^`]+`"
+    r"|SDXL|SD1\.5|SD3|Flux|PixArt|Wan|Qwen|H200|T2I|VAE|LoRA"
 )
 
 
