@@ -162,7 +162,7 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     assert told["artefacts_compiled"] > 0
     shown = report.inner_text()
     assert f"{len(told['regions'])} of {len({row['kind'] for row in told['regions']})} kinds" in shown
-    assert f"compiled\n{told['artefacts_compiled']} in {told['seconds_cold']:.1f} s" in shown
+    assert f"Compiled\n{told['artefacts_compiled']} in {told['seconds_cold']:.1f} s" in shown
     assert all(f"{row['region']}: {row['reason']}" in shown for row in (*told["eager"], *told["variants"]))
     report.locator("summary", has_text="Artefacts").click()
     assert report.locator("tbody tr").count() == len(told["artefacts"])
@@ -224,8 +224,10 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         page.locator(BADGE).wait_for()
         assert page.locator(BADGE).get_attribute("title") == "Ouvrir le rapport"
         assert open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
-        page.mouse.move(900, 750)
-        page.evaluate("() => window.app.extensionManager.command.execute('Nexfort.ShowReport')")
+        page.locator(".comfy-menu-button-wrapper").click()
+        page.get_by_role("menuitem", name="Extensions").first.hover()
+        page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
+        page.get_by_role("menuitem", name="Nexfort : afficher le rapport").click()
         page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
 
 

@@ -61,6 +61,13 @@ def test_what_the_front_end_formats_holds_none_of_its_signs(language: str) -> No
     assert not [text for text in formatted if set(text) & set("{}@|")]
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_menu_calls_commands_by_their_names(language: str) -> None:
+    english, ours = content("en", "commands"), content(language, "commands")
+    wanted = {english[key]["label"]: ours[key]["label"] for key in english}
+    assert content(language, "main")["menuLabels"] == wanted
+
+
 @pytest.mark.parametrize("language", LANGUAGES[1:])
 def test_a_translation_is_one(language: str) -> None:
     english = dict(texts(content("en", "nodeDefs")))
@@ -116,7 +123,7 @@ def test_english_says_what_the_front_end_registers() -> None:
 
 def test_every_text_of_the_panels_is_there_and_used() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted(WEB.glob("*.js")))
-    keys = {key.removeprefix("nexfort.") for key, _ in texts(content("en", "main"))}
+    keys = {key for key, _ in texts(content("en", "main")["nexfort"])}
     plain = set(re.findall(r"'((?:badge|report|cache|toast)\.\w+)'", code))
     assert not plain - keys, "a text without a translation"
     composed = {f"badge.{state}" for state in ("waiting", "compiling", "warm", "compiled", "eager", "off")}
