@@ -31,6 +31,7 @@ from .dispatch import Ineligible, Region, device_of
 from .guards import checker
 from .lowering import Job, await_left, lower_all
 from .modulestate import matches_text
+from .precision import missing
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, normalised
 from .sources import sources_changed
@@ -263,7 +264,11 @@ class Builder:
         artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
 
     def _options(self, device_type: str) -> dict[str, object]:
-        return self.engine.config.lowering_options(device_type)
+        options = self.engine.config.lowering_options(device_type)
+        if self.engine.config.has("low-precision") and (reason := missing(device_type)):
+            self.engine.report.note(f"low precision is not active: {reason}")
+            options["nexfort.low_precision"] = False
+        return options
 
     # -- planning ----------------------------------------------------------------------------------------
 

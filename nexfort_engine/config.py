@@ -59,11 +59,9 @@ _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 # Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
 # is compiled, `lowering_key` picks it up by itself.
 _INACTIVE_TOKENS: dict[str, str] = {
-    "low-precision": "low precision is not available yet; everything runs at the model's own precision",
     "quant": "quantised kernels are not available yet; weights are used as they are",
     "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
     "nothing is inlined",
-    "O3": "runs as O2: low precision is not available yet",
 }
 _INACTIVE_OPTIONS: dict[str, str] = {
     "triton.fuse_attention_allow_fp16_reduction": "the fused attention kernel",
@@ -263,6 +261,7 @@ class CompileConfig:
         for name in _REWRITES:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
+        found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
         return found
 
     def inductor_options(self, device_type: str) -> dict[str, object]:

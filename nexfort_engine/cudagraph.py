@@ -14,7 +14,7 @@ run eager, and calls whose values cannot be fed in from outside.
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,13 +25,13 @@ import torch
 
 from . import readset
 from .artefact import Binding
-from .driver import trim_graph_memory
 from .flags import launched_by_address
+from .glue import Glue
+from .graphmemory import GraphMemory, fragile, without_frames
 from .guards import checker, to_json
-from .modulestate import Forwards
 from .parts import places
-from .readset import BOOKKEEPING, PLAIN, ReadSet, Recording, Refused, ValueUsed
-from .rehearsal import rehearsed
+from .readset import BOOKKEEPING, ReadSet, Recording, Refused, ValueUsed
+from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
@@ -44,7 +44,7 @@ log = logging.getLogger("nexfort")
 
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
-_MOST_REHEARSALS = 3
+_MOST_FAILURES = 3
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
@@ -56,53 +56,12 @@ class _Step:
     check: Callable[[list[Any]], bool]
     bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
     pointers: list[Any]
-    glue: _Glue
+    glue: Glue
+    metas: list[Any]  # of the weights
     output: Any
     outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
-
-
-class _Glue:
-    """What lies between the regions, as flat lists: plain attributes, submodules, hooks, replaced forwards.
-
-    Compared on every step. A region itself is looked at too: with a forward of others no stand-in is put there, so
-    that its artefact is not asked.
-    """
-
-    def __init__(self, root: torch.nn.Module, regions: list[torch.nn.Module]) -> None:
-        inside = {id(sub) for region in regions for sub in region.modules()}
-        outside = [sub for sub in root.modules() if id(sub) not in inside or sub is root]
-        self._attributes = [(s.__dict__, k, v) for s in outside for k, v in s.__dict__.items() if type(v) in PLAIN]
-        self._values = [v for _, _, v in self._attributes]
-        self._children = [(s._modules, name) for s in outside for name in s._modules]
-        self._modules = [table.get(name) for table, name in self._children]
-        self._hooks = [table for s in outside for table in (s._forward_hooks, s._forward_pre_hooks)]
-        self._bare = Forwards([*outside, *regions])
-        self.hooked = any(self._hooks) or self._bare.replaced()
-
-    def unchanged(self) -> bool:
-        """Whether everything is as it was."""
-        if any(self._hooks) or [own.get(name) for own, name, _ in self._attributes] != self._values:
-            return False
-        if self._bare.replaced():
-            return False
-        return [table.get(name) for table, name in self._children] == self._modules
-
-
-class _Steps(OrderedDict[Any, _Step]):
-    """The graphs, the one used longest ago first. Their memory is given back when they all go."""
-
-    def clear(self) -> None:
-        """Drop them all."""
-        there = any(step.graph is not None for step in self.values())
-        super().clear()
-        if there and _fragile():
-            trim_graph_memory(torch.cuda.current_device())
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.clear()
 
 
 class StepGraphs:
@@ -110,18 +69,18 @@ class StepGraphs:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._steps = _Steps()
+        self._steps: OrderedDict[Any, _Step] = OrderedDict()  # the one used longest ago first
         self._refused: dict[Any, str] = {}
-        self._rehearsed: dict[Any, int] = {}  # how often a step showed a reason why its capture would fail
-        self._pool: Any = None
+        self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
+        self._memory = GraphMemory()
         self._residence: Residence | None = None
-        self._busy = False
+        self._in_use = threading.Lock()
 
     def release(self) -> None:
-        """Give the graphs and their memory back."""
+        """Give the graphs and their memory back; they are captured again when they are wanted."""
         self._steps.clear()
-        self._pool = None
         self._residence = None
+        self._memory.give_back()
 
     @property
     def residence(self) -> Residence:
@@ -138,16 +97,21 @@ class StepGraphs:
         except Unsupported as error:
             return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
         reason = self._unfit(flat)
-        if reason is not None or self._busy:
+        if reason is not None:
             return self._plainly(reason, plain, args, kwargs)
         key = (spec, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]), tuple(flat.ints))
         if key in self._refused:
             return self._plainly(self._refused[key], plain, args, kwargs)
-        self._busy = True
+        if not self._in_use.acquire(blocking=False):  # another thread is in a step: its slots are not to be touched
+            return plain(*args, **kwargs)
         try:
             return self._step(key, spec, flat, plain, session)
+        except Exception as error:
+            if _no_memory(error):  # the host has its remedies, and what graphs hold is to be among them
+                self.release()
+            raise
         finally:
-            self._busy = False
+            self._in_use.release()
 
     def _step(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
         step = self._steps.get(key)
@@ -159,9 +123,9 @@ class StepGraphs:
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
                         result = self._replay(step, flat)
-                        if self._holds(step, flat):
+                        if self._holds(step, flat, weights):
                             return result
-                    elif self._holds(step, flat):
+                    elif self._holds(step, flat, weights):
                         with self.engine.apart():
                             return self._capture(key, step, spec, flat, plain, session)
             if weights is None:
@@ -181,10 +145,14 @@ class StepGraphs:
             return "not every input is on the GPU"
         if torch.cuda.is_current_stream_capturing():
             return ""
+        if len(flat.mappings) > 1:
+            return "the backbone takes several mappings, and what its regions read is known of one"
+        if any(_overlaps(t) for t in flat.tensors):
+            return "an input is expanded: its numbers share memory"
         return self.engine.unquiet(flat.mappings)
 
-    def _holds(self, step: _Step, flat: Flat) -> bool:
-        if not self.residence.sound() or not step.glue.unchanged():
+    def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
+        if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
             return False
         maps = flat.mappings[:1] * 4
         return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
@@ -195,8 +163,8 @@ class StepGraphs:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
         args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
         result = plain(*args, **kwargs)
-        if session.fetched or not self.residence.settle(flat.tensors[0].device):
-            self._steps.clear()  # memory is short: that of graphs is the first to go
+        if session.fetched or session.ran_eager or not self.residence.settle(flat.tensors[0].device):
+            self.release()  # memory is short: that of graphs is the first to go
             self.engine.report.note(_ELSEWHERE)
         return result
 
@@ -208,7 +176,7 @@ class StepGraphs:
             reads = ReadSet(admitted)
             session.used, session.ran_eager, session.fetched = [], False, False
             try:
-                with rehearsed() if _fragile() else nullcontext(lambda: None) as problem:
+                with Rehearsal() if fragile() else nullcontext() as rehearsal:
                     result = self._run(spec, flat.tensors, flat, reads, plain)
                 break
             except ValueUsed as used:
@@ -227,38 +195,51 @@ class StepGraphs:
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
-            return result
-        if session.fetched or not self.residence.settle(flat.tensors[0].device):
+        elif session.fetched or not self.residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
-            return result
-        if reason := problem():
+        elif rehearsal is not None and rehearsal.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
-            self._rehearsed[key] = self._rehearsed.get(key, 0) + 1
-            if self._rehearsed[key] >= _MOST_REHEARSALS:
-                self._refused[key] = reason
-            return result
+            self._fails(key, rehearsal.reason)
+        else:
+            self._expect(key, flat, reads, result, session)
+        return result
+
+    def _expect(self, key: Any, flat: Flat, reads: ReadSet, result: Any, session: Session) -> None:
+        """A step ran that could be captured: the next of its kind is, if all is as it is now."""
         outputs = Flat()
         try:
             rows, output = to_json(reads), flatten(result, outputs)
-            if outputs.ints or outputs.mappings:
-                raise Refused("the backbone returns more than tensors")
+            if outputs.ints or outputs.mappings or any(map(_overlaps, outputs.tensors)):
+                raise Refused("the backbone returns more than tensors of their own")
+            if any(binding.artefact.options for binding in session.used):
+                raise Refused("a region uses a tensor of the options")
         except Refused as refusal:
             self._refused[key] = str(refusal)
-            return result
-        glue = _Glue(self.engine.root, [region.module for region in self.engine.regions])
+            return
+        glue = Glue(self.engine.root, [region.module for region in self.engine.regions])
         if glue.hooked:
             self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
-            return result
+            return
         with self.residence.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
-                return result
-            checks = self._region_checks(session, flat)
+                return
             self._steps[key] = _Step(
-                checker(rows), checks, places(weights), glue, output, _empty(outputs.tensors, _NOWHERE)
+                checker(rows),
+                self._region_checks(session, flat),
+                places(weights),
+                glue,
+                _metas(weights),
+                output,
+                _empty(outputs.tensors, _NOWHERE),
             )
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
-        return result
+
+    def _fails(self, key: Any, reason: str) -> None:
+        """Count a failure that may pass; after some it counts for good."""
+        self._failed[key] = self._failed.get(key, 0) + 1
+        if self._failed[key] >= _MOST_FAILURES:
+            self._refused[key] = reason
 
     def _refuse(self, key: Any, reason: str, spec: Any, flat: Flat, plain: Callable[..., Any]) -> Any:
         self._refused[key] = reason
@@ -290,31 +271,40 @@ class StepGraphs:
         slots, outputs = _empty(flat.tensors, flat.tensors[0].device), _empty(step.outputs, flat.tensors[0].device)
         for slot, tensor in zip(slots, flat.tensors, strict=True):
             slot.copy_(tensor)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
+        fits, problem = False, None
+        self._steps.pop(key)  # until it is there
         try:
             # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
             with (
-                launched_by_address() if _fragile() else nullcontext(),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                launched_by_address() if fragile() else nullcontext(),
+                self._memory.captured(graph),
             ):
-                args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
-                _write(plain(*args, **kwargs), outputs, step.output)
-            if session.ran_eager or session.fetched:
-                raise Refused("a region ran eager, or on weights that were fetched for it")
+                try:
+                    args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
+                    fits = _write(plain(*args, **kwargs), outputs, step.output)
+                except BaseException as error:
+                    # what was made belongs to the graph: it has to go while that is captured, a cancel included
+                    problem = without_frames(error)
+            if problem is not None:
+                raise problem
+            if session.ran_eager or session.fetched or not fits:
+                raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             step.graph, step.slots, step.outputs = graph, slots, outputs
-            return self._replay(step, flat)  # the first may still find that there is no memory
-        except torch.OutOfMemoryError:
-            self._steps.clear()  # the memory of graphs is the first to go
-            return self._refuse(key, "there was no memory for one", spec, flat, plain)
+            result = self._replay(step, flat)  # the first may still find that there is no memory
+            self._steps[key] = step
+            return result
         except Exception as error:
-            self._steps.pop(key, None)
             if isinstance(error, self.engine.stops()):
                 raise
-            # code of the host that waits for the GPU or copies from the CPU cannot be captured
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
+            if _no_memory(error):
+                self.release()
+                self._fails(key, "there was no memory for one")
+                args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
+                return plain(*args, **kwargs)
+            # code of the host that waits for the GPU or copies from the CPU cannot be captured
             return self._refuse(key, f"capturing it failed: {named(error)}", spec, flat, plain)
 
     @staticmethod
@@ -326,23 +316,35 @@ class StepGraphs:
         return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
 
 
-def _fragile() -> bool:
-    """Whether a capture that fails would end the process."""
-    return torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-
-
 def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Tensors laid out as these are, with nothing in them."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
 
 
-def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> None:
-    """Copy what a step returns to where it is read after each replay. Raises Refused: it is not what it was.
+def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
+    """Copy what a step returns to where it is read after each replay. False: it is not what it was.
 
     The tensors that the step made belong to the graph, and go with this call.
     """
     made = Flat()
     if flatten(result, made) != output or [t.shape for t in made.tensors] != [t.shape for t in outputs]:
-        raise Refused("the backbone returns something else than the time before")
+        return False
     for place, tensor in zip(outputs, made.tensors, strict=True):
         place.copy_(tensor)
+    return True
+
+
+def _metas(weights: list[torch.Tensor]) -> list[Any]:
+    return [(w.dtype, w.shape, w.stride()) if w is not None else None for w in weights]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether one place in memory is several of the tensor's numbers, so that it cannot be written to."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _no_memory(error: Exception) -> bool:
+    """Whether the GPU has no memory left. A graph that is launched says so by another class of error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)

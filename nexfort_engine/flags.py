@@ -8,6 +8,7 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -41,6 +42,8 @@ _SNAPSHOT_PREFIXES = ("TORCH", "TRITON", "INDUCTOR", "NEXFORT", "PYTORCH", "CUBL
 # not overlap. Re-entrant, because loading one artefact may lower another.
 _inductor_lock = threading.RLock()
 _backend_lock = threading.Lock()
+_watch_lock = threading.Lock()
+_watched: dict[tuple[Any, str], tuple[Callable[..., Any], dict[int, list[Any]]]] = {}
 _unsupported: set[str] = set()
 
 
@@ -97,7 +100,8 @@ def tracing_scope() -> Iterator[None]:
     torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
     cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
-    stack trace is made for each operator, a tenth of a capture, which nobody would read.
+    stack trace is made for each operator, a tenth of a capture, which nobody would read. No garbage is collected, whose
+    finalizers are code of others that would count as the block's.
     """
     import torch._dynamo.config
     import torch.export._trace
@@ -108,6 +112,9 @@ def tracing_scope() -> Iterator[None]:
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         for module, name, value in replaced:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
@@ -116,17 +123,14 @@ def tracing_scope() -> Iterator[None]:
 
 
 class _NoTraceback:
-    """In the place of torch's stack traces."""
+    """In the place of torch's stack traces, whatever is asked of one."""
 
     @staticmethod
     def extract(*_: Any, **__: Any) -> _NoTraceback:
         return _NoTraceback()
 
-    def summary(self) -> list[Any]:
-        return []
-
-    def format(self) -> list[str]:
-        return []
+    def __getattr__(self, _: str) -> Callable[..., list[Any]]:
+        return lambda *_, **__: []
 
 
 @contextmanager
@@ -172,39 +176,68 @@ def launched_by_address() -> Iterator[None]:
     import torch
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    autotuner: Any = CachingAutotuner
-    original, thread = autotuner.run, threading.get_ident()
+    def by_address(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            args = tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
-        return original(self, *args, **kwargs)
-
-    autotuner.run = run
-    try:
+    with _before_calls(CachingAutotuner, "run", by_address):
         yield
-    finally:
-        autotuner.run = original
 
 
 @contextmanager
 def noted_triton_launches(note: Callable[[str], None]) -> Iterator[None]:
-    """Tell `note` the name of each Triton kernel that this thread launches in the block and Inductor did not make."""
-    from triton.runtime.jit import JITFunction
+    """Tell `note` the name of each Triton kernel that this thread launches in the block and Inductor did not make.
 
-    function: Any = JITFunction
-    original, thread = function.run, threading.get_ident()
+    Without Triton there is none.
+    """
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            note(str(getattr(self, "__name__", self)))
-        return original(self, *args, **kwargs)
+    def noted(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        note(str(getattr(kernel, "__name__", kernel)))
+        return args
 
-    function.run = run
+    with _before_calls(JITFunction, "run", noted):
+        yield
+
+
+_Before = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
+
+
+@contextmanager
+def _before_calls(owner: Any, name: str, action: _Before) -> Iterator[None]:
+    """`action` gets object and arguments of each call of a method by this thread in the block; it gives the arguments.
+
+    The method is replaced once for all threads that ask, by the first of them, and put back by the last.
+    """
+    thread = threading.get_ident()
+    with _watch_lock:
+        if (owner, name) not in _watched:
+            _watched[owner, name] = (getattr(owner, name), {})
+            setattr(owner, name, _watching(*_watched[owner, name]))
+        original, actions = _watched[owner, name]
+        actions.setdefault(thread, []).append(action)
     try:
         yield
     finally:
-        function.run = original
+        with _watch_lock:
+            actions[thread].remove(action)
+            if not actions[thread]:
+                del actions[thread]
+            if not actions:
+                setattr(owner, name, original)
+                del _watched[owner, name]
+
+
+def _watching(original: Callable[..., Any], actions: dict[int, list[_Before]]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for action in actions.get(threading.get_ident(), ()):
+            args = action(self, args)
+        return original(self, *args, **kwargs)
+
+    return call
 
 
 def supported_options(options: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,8 @@
 """Passes: a captured graph written differently, so that Inductor makes better kernels of it. Each gives equal numbers.
 
 A pass is a function of a graph, and one switch in the config. What it puts in is plain code here, run on the graph's
-own nodes, so that reading that code is reading what runs.
+own nodes, so that reading that code is reading what runs. Low precision, which does not give equal numbers, is in
+precision.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Proxy
 from torch.fx.proxy import GraphAppendingTracer
+
+from .precision import low_precision
 
 aten = torch.ops.aten
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
@@ -25,23 +28,33 @@ def split(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, o
 
 
 def group_norms(module: GraphModule) -> int:
-    """Write group norms by channels (see `by_channels`); gives how many. Those without dimensions behind stay."""
+    """Write group norms by channels (see `by_channels`); gives how many.
+
+    Those stay that have no dimensions behind, or any number of channels.
+    """
     found = 0
     for node in list(module.graph.nodes):
         if node.target is not aten.group_norm.default:
             continue
         arguments: list[Any] = [*node.args[:5], *(None, None, 1e-5)[len(node.args[:5]) - 2 :]]
         x, groups, weight, bias, eps = arguments
-        if x.meta["val"].dim() < 3:
+        shape = x.meta["val"].shape
+        if len(shape) < 3 or _fixed(shape[1]) is None:
             continue
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
             given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
             written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps)
+        written.node.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(written.node)
         module.graph.erase_node(node)
         found += 1
     return found
+
+
+def _fixed(size: Any) -> int | None:
+    """A size that is the same in every call, or None."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
@@ -54,7 +67,8 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     operators of aten, because a graph with methods in it is not stored by the compiler.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    channels = int(like.shape[1])
+    channels = _fixed(like.shape[1])
+    assert channels is not None, "its number of channels is any"
     each, behind = channels // groups, [1] * (like.dim() - 2)
 
     def grouped(values: Any) -> Any:
@@ -83,4 +97,4 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     return aten.to.dtype(result, like.dtype)
 
 
-PASSES: dict[str, Callable[[GraphModule], int]] = {"group_norm": group_norms}
+PASSES: dict[str, Callable[[GraphModule], int]] = {"group_norm": group_norms, "low_precision": low_precision}

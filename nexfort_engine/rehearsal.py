@@ -5,12 +5,12 @@ With the allocator cudaMallocAsync a capture that fails ends the process: tensor
 to a graph that never came to be, and their destructors throw. So what would make it fail is looked for beforehand: code
 that waits for the GPU or copies between it and main memory, and Triton kernels of others, whose launcher refuses memory
 that a graph will only own when it runs (the engine's own kernels are launched by address, flags.launched_by_address).
+Not seen is what does not go through an operator: `torch.cuda.synchronize()` in the network's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,39 +21,58 @@ from .flags import noted_triton_launches
 
 _WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _MASKS = (torch.bool, torch.uint8)
+_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+_COPIES = ("_to_copy", "copy_", "copy", "lift_fresh", "lift_fresh_copy")
 
 
 class Rehearsal(TorchDispatchMode):
-    """Runs every operator and keeps the first reason why a capture would fail. reason: None while there is none."""
+    """Inside the block every operator runs, and the first reason why a capture would fail is kept.
+
+    reason: None while there is none.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.reason: str | None = None
+        self._noting = ExitStack()
 
-    def note(self, reason: str) -> None:
-        """Keep a reason if it is the first."""
+    def __enter__(self) -> Rehearsal:
+        self._noting.enter_context(
+            noted_triton_launches(lambda name: self._note(f"it launches a Triton kernel of others ({name})"))
+        )
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._noting.close()
+
+    def _note(self, reason: str) -> None:
         self.reason = self.reason or reason
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.reason is None:
-            name = func._schema.name.partition("::")[2]
-            taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            # an index waits if it is a mask, whose result is as long as it has ones
-            if _WAITS & set(func.tags) and (name != "index" or any(t.dtype in _MASKS for t in taken[1:])):
-                self.note(f"its code waits for the GPU ({name})")
-            given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if len({t.device.type for t in (*taken, *given) if t.dim() > 0}) > 1:  # one number is passed by value
-                self.note(f"its code copies between the GPU and main memory ({name})")
+        if not isinstance(func, torch._ops.OpOverload):
+            self._note(f"it uses the operator {func}, of which nothing is known")
+        elif self.reason is None:
+            self._look(func, _tensors((args, kwargs)), _tensors(result))
         return result
 
+    def _look(self, func: Any, taken: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+        name = func._schema.name.partition("::")[2]
+        # an index waits if it is a mask: what it takes is as much as the mask has ones
+        masked = name in _INDEXED and any(t.dtype in _MASKS for t in taken[1:])
+        if masked or (name not in _INDEXED and _WAITS & set(func.tags)):
+            self._note(f"its code waits for the GPU ({name})")
+        # arithmetic takes a tensor of one number by value, a copy does not
+        seen = (*taken, *given) if name in _COPIES else [t for t in (*taken, *given) if t.dim() > 0]
+        if len({t.device.type for t in seen}) > 1:
+            self._note(f"its code copies between the GPU and main memory ({name})")
 
-@contextmanager
-def rehearsed() -> Iterator[Callable[[], str | None]]:
-    """Rehearse what this thread runs inside the block; gives a function that tells the reason found so far."""
-    rehearsal = Rehearsal()
-    with (
-        rehearsal,
-        noted_triton_launches(lambda name: rehearsal.note(f"it launches a Triton kernel of others ({name})")),
-    ):
-        yield lambda: rehearsal.reason
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -54,9 +54,10 @@ class Residence:
         due = self._due(self._slots.read())
         if due is None or self._layers is None:
             return due is not None
-        if bool(due) == self._lent == self._layers.kept:
+        is_lent = bool(due) and self._layers.kept
+        if is_lent == self._lent and (is_lent or not due):
             return True
-        self._layers.forget()
+        self._layers.forget()  # what was held is not what would be used
         return False
 
     def settle(self, device: torch.device) -> bool:
@@ -70,7 +71,7 @@ class Residence:
             return due is not None
         try:
             _, loan = self._layers.borrow(due, weights, device)
-        except NotLent:
+        except (NotLent, torch.OutOfMemoryError):  # a picture is not lost for want of a graph
             return False
         loan.give_back()
         return self._layers.kept

@@ -55,6 +55,12 @@ def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
     assert "4096" not in call
 
 
+def test_low_precision_multiplies_in_fp8(payloads: dict[str, Path]) -> None:
+    (code,) = (text for file in payloads["feed_forward"].rglob("*.py") if "def call(" in (text := file.read_text()))
+    assert code.count("extern_kernels._scaled_mm(") + code.count("aten._scaled_mm.default(") == 2
+    assert "float8e4nv" in code and "extern_kernels.addmm(" not in code
+
+
 def test_what_is_done_before_a_fork_asks_no_device() -> None:
     """Without a GPU every question to CUDA's runtime raises; with one it would keep the forked workers from it."""
     code = (

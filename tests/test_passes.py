@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from probe import Probe
+from probe import Probe, block_of
 
 from nexfort_engine import lower
 from nexfort_engine.passes import by_channels, group_norms, split
@@ -76,6 +76,13 @@ def test_those_with_dimensions_behind_are_rewritten_and_the_graph_can_be_stored(
         y = torch.randn(size)
         (found,) = code([block.norm.weight, block.norm.bias, y])
         assert error(found, block(y).double()) < 1e-5, size
+
+
+def test_one_without_weights_whose_channels_are_free_stays() -> None:
+    block = block_of(lambda b, h: torch.nn.functional.group_norm(h, 2) * b.table.sum())
+    probe = Probe(block, torch.randn(2, 6, 5, 7))
+    assert group_norms(probe.captured.graph) == 0
+    probe.agrees(torch.randn(2, 8, 5, 7))
 
 
 def test_own_switches_are_told_apart() -> None:

@@ -20,12 +20,12 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver"),
+        *("conditions", "driver", "graphmemory"),
     ),
     "cache": ("cache",),
-    "block": ("modulestate", "shadow", "parts", "loans", "residence", "regions", "cpu_probe"),
+    "block": ("modulestate", "shadow", "parts", "loans", "residence", "glue", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
-    "lower": ("lower", "passes", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
+    "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
     "dispatch": ("dispatch", "build", "cudagraph", "rehearsal"),
     "engine": ("engine",),

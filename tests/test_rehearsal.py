@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from nexfort_engine.flags import noted_triton_launches
-from nexfort_engine.rehearsal import Rehearsal, rehearsed
+from nexfort_engine.rehearsal import Rehearsal
 
 
 def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
     x = torch.randn(2, 3, 8, 8)
-    with rehearsed() as problem, torch.inference_mode():
+    with Rehearsal() as rehearsal, torch.inference_mode():
         found = torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + torch.tensor(1.0)
-    assert problem() is None
+    assert rehearsal.reason is None
     assert torch.equal(found, torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + 1.0)
 
 
@@ -29,23 +29,24 @@ def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
         lambda x: bool((x > 0).all()),
         lambda x: torch.equal(x, x),
         lambda x: torch.unique(x),
+        lambda x: x.__setitem__(x > 0, 1.0),
     ],
-    ids=["item", "mask", "nonzero", "bool", "equal", "unique"],
+    ids=["item", "mask", "nonzero", "bool", "equal", "unique", "masked assignment"],
 )
 def test_code_that_waits_is_named(waits) -> None:
-    with rehearsed() as problem:
+    with Rehearsal() as rehearsal:
         waits(torch.randn(4, 4))
-    assert "waits for the GPU" in (problem() or "")
+    assert "waits for the GPU" in (rehearsal.reason or "")
 
 
 def test_copies_between_devices_are_named() -> None:
-    rehearsal = Rehearsal()
-    with rehearsal:
-        torch.randn(4).to("meta")
-    assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"
-    with rehearsed() as problem:
+    for copied in (lambda: torch.randn(4).to("meta"), lambda: torch.tensor(2.0).to("meta")):
+        with Rehearsal() as rehearsal:
+            copied()
+        assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"
+    with Rehearsal() as rehearsal:
         torch.randn(4, device="meta") * torch.tensor(2.0)
-    assert problem() is None, "a tensor of one number is passed by value"
+    assert rehearsal.reason is None, "a tensor of one number is passed by value"
 
 
 def test_triton_kernels_of_others_are_named_in_this_thread_only() -> None:
@@ -65,3 +66,30 @@ def test_triton_kernels_of_others_are_named_in_this_thread_only() -> None:
         other.start()
         other.join()
     assert names == ["others_kernel"] and jit.JITFunction.run is before
+
+
+def test_threads_that_watch_at_once_leave_things_as_they_were() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    before, entered, left = jit.JITFunction.run, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Rehearsal():
+            entered.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=other)
+    with Rehearsal():
+        thread.start()
+        assert entered.wait(30)
+    assert jit.JITFunction.run is not before, "the other still watches"
+    left.set()
+    thread.join()
+    assert jit.JITFunction.run is before
+
+
+def test_an_operator_that_is_a_program_is_run_and_named() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q = torch.randn(1, 1, 16, 8)
+    with Rehearsal() as rehearsal:
+        found = flex.flex_attention(q, q, q)
+    assert found.shape == q.shape and rehearsal.reason is not None

@@ -32,7 +32,7 @@ _KEYS = {
 
 
 def _filled() -> Report:
-    report = Report(CompileConfig.parse("max-autotune:low-precision"), cache_dir="/cache")
+    report = Report(CompileConfig.parse("max-autotune:quant"), cache_dir="/cache")
     report.region("blocks.0", kind="Block", key="k1")
     report.region("blocks.1", kind="Block", key="k1")
     report.compiled("blocks.0", "k1", 2.5)
@@ -58,8 +58,8 @@ def test_as_dict_holds_everything_and_is_json():
     assert data["variants"] == [{"region": "blocks.0", "reason": "batch of one"}]
     assert data["eager"] == [{"region": "blocks.1", "reason": "a block replacement is installed"}]
     assert (data["calls"], data["cache_dir"], data["notes"]) == (1, "/cache", ["the cache is read-only"])
-    assert data["config"]["mode"] == "low-precision:max-autotune"
-    assert [row["token"] for row in data["inactive"]] == ["low-precision"]
+    assert data["config"]["mode"] == "max-autotune:quant"
+    assert [row["token"] for row in data["inactive"]] == ["quant"]
 
 
 def test_an_empty_report_has_the_same_keys():
@@ -181,12 +181,12 @@ def test_the_cache_directory_can_come_later(tmp_path):
 def test_text_is_readable():
     text = str(_filled())
     assert text.splitlines() == [
-        "Nexfort low-precision:max-autotune: 2 regions of 1 kind, 1 call",
+        "Nexfort max-autotune:quant: 2 regions of 1 kind, 1 call",
         "  artefacts: 1 loaded in 0.2 s, 1 compiled in 2.5 s",
         "  cache: /cache",
         "  variant: blocks.0: batch of one",
         "  eager: blocks.1: a block replacement is installed",
-        "  not active: low-precision: low precision is not available yet; everything runs at the model's own precision",
+        "  not active: quant: quantised kernels are not available yet; weights are used as they are",
         "  note: the cache is read-only",
     ]
     assert str(Report()).startswith("Nexfort: 0 regions of 0 kinds, 0 calls")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,19 @@ def test_operators_of_others_are_walked_into(tmp_path: Path, monkeypatch: pytest
 
     probe = Probe(block_of(lambda b, h: torch.ops.nexfort_test_sources.triple(b.linear(h))), x())
     assert some_operators.__name__ in probe.captured.sources
+
+
+def test_no_garbage_is_collected_meanwhile() -> None:
+    """The finalizers of what others left behind would count as code of the block."""
+    seen: list[bool] = []
+
+    def looks(block: Any, h: torch.Tensor) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return block.linear(h)
+
+    assert gc.isenabled()
+    Probe(block_of(looks), x())
+    assert False in seen and gc.isenabled()
 
 
 def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products in fp8: which are taken, and that the graph then computes what it did within what fp8 can tell apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from probe import Probe, block_of
+from subjects import graphs_as_they_are
+
+import nexfort_engine
+from nexfort_engine import precision
+from nexfort_engine.precision import gain, low_precision, plan, rows_in_fp8
+
+scaled_mm = torch.ops.aten._scaled_mm.default
+
+
+class Emulated(torch.fx.Interpreter):
+    """Runs a graph with the one product that only a GPU has computed from its meaning: (a * scale) @ (b * scale)."""
+
+    products = 0
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not scaled_mm:
+            return super().call_function(target, args, kwargs)
+        a, b, scale_a, scale_b, bias, _, dtype, _ = args
+        assert a.dtype == b.dtype == torch.float8_e4m3fn and a.is_contiguous() and b.t().is_contiguous()
+        assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
+        assert scale_a.dtype == scale_b.dtype == torch.float32 and a.shape[1] % 16 == b.shape[1] % 16 == 0
+        Emulated.products += 1
+        result = (a.float() * scale_a) @ (b.float() * scale_b)
+        return (result if bias is None else result + bias.float()).to(dtype)
+
+
+class Attention(torch.nn.Module):
+    """Three products of one input, one of another, and one of a single row."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(64, 64, bias=bias) for bias in (True, False, True))
+        self.out, self.gate, self.odd = torch.nn.Linear(64, 32), torch.nn.Linear(16, 32), torch.nn.Linear(64, 30)
+        self.to(dtype).eval().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed = torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2) / 8, -1) @ self.v(x)
+        return self.out(mixed) * self.gate(y)[:, None], self.odd(x)
+
+
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are taken however small: these tests' would not pay."""
+    monkeypatch.setattr(precision, "gain", lambda rows, *_: 1.0 if rows > 8 else -1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_graph_computes_the_same_within_what_fp8_tells_apart(dtype: torch.dtype, every_size: None) -> None:
+    torch.manual_seed(0)
+    block = Attention(dtype)
+    probe = Probe(block, torch.randn(2, 24, 64).to(dtype), torch.randn(2, 16).to(dtype))
+    graph, weights = probe.captured.graph, [dict(block.named_parameters())[n] for n in names(block)]
+    taken = {product.node.args[1].name: product.reason for product in plan(graph)}  # type: ignore[union-attr]
+    assert len(taken) == 6 and sum(reason is None for reason in taken.values()) == 4
+    assert any("multiples of 16" in (reason or "") for reason in taken.values())
+    assert low_precision(graph) == 4
+    graph.recompile()
+    casts = [n for n in graph.graph.nodes if n.target is torch.ops.aten.to.dtype and n.args[1] is torch.float8_e4m3fn]
+    assert len(casts) == 2 + 4, "x once for its three products"
+    for sizes in ((2, 24), (1, 24), (3, 7)):
+        x, y = torch.randn(*sizes, 64).to(dtype), torch.randn(sizes[0], 16).to(dtype)
+        Emulated.products = 0
+        found = Emulated(graph).run(*[weights[i] for i in probe.artefact.weights], x, y)
+        assert Emulated.products == 4
+        for result, wanted in zip(found, block(x, y), strict=True):
+            assert result.dtype == dtype and result.shape == wanted.shape
+            error = float((result.float() - wanted.float()).norm() / wanted.float().norm())
+            assert error < 0.06
+        assert torch.equal(found[1], block(x, y)[1]), "what was not taken is as it was"
+
+
+def names(block: torch.nn.Module) -> list[str]:
+    return [name for name, _ in block.named_parameters()]
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.floats(-8, 8),
+    st.integers(0, 2**16),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+)
+def test_rows_keep_their_numbers_within_half_a_step(
+    rows: int, inner: int, size: float, seed: int, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)) * 2.0**size).to(dtype)
+    x[0] = 0.0
+    values, scale = rows_in_fp8(x)
+    back = values.float() * scale
+    assert values.dtype == torch.float8_e4m3fn and scale.shape == (rows, 1)
+    assert torch.equal(back[0], torch.zeros(inner)) and bool(back.isfinite().all())
+    largest = x.float().abs().amax(-1, keepdim=True)
+    # three bits behind the point: half a step is 1/16 of a number, or of the smallest that has all three
+    step = torch.maximum(x.float().abs(), largest * 2.0**-14) / 16
+    assert bool(((back - x.float()).abs() <= step * 1.01 + 1e-30).all())
+
+
+def test_small_products_do_not_pay_and_large_ones_do() -> None:
+    assert gain(4608, 3072, 12288) > 1e-4 and gain(8192, 640, 5120) > 0
+    assert gain(2, 3072, 18432) < 0 and gain(154, 2048, 1280) < 0 and gain(64, 64, 64) < 0
+
+
+def test_where_there_is_no_such_card_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "NVIDIA" in (precision.missing("cpu") or "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
+    assert precision.missing("cuda") == "the card's compute capability is 8.6, products in fp8 need 8.9 or newer"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert precision.missing("cuda") is None
+    with graphs_as_they_are():
+        block = torch.nn.Sequential(torch.nn.Linear(16, 16)).eval().requires_grad_(False)
+        compiled = nexfort_engine.compile(block, options={"mode": "O3"})
+        with torch.inference_mode():
+            assert torch.allclose(compiled(torch.ones(2, 16)), block(torch.ones(2, 16)), atol=1e-6)
+    assert any("low precision is not active" in note for note in compiled.report.as_dict()["notes"])
+
+
+def test_products_one_after_another_and_weights_that_are_no_matrix(every_size: None) -> None:
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)).half().eval().requires_grad_(False)
+    probe = Probe(block, torch.randn(2, 24, 32).half())
+    assert low_precision(probe.captured.graph) == 2
+    vector = Probe(block_of(lambda b, h, v: torch.nn.functional.linear(h, v)), torch.randn(2, 9, 16), torch.randn(16))
+    (product,) = plan(vector.captured.graph)
+    assert "no matrix" in (product.reason or "")
