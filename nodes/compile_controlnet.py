@@ -14,6 +14,7 @@ from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
 
 if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
+    from nexfort_engine.report import Report
 
 WHERE = "a ComfyUI control net"
 
@@ -61,6 +62,7 @@ class NexfortCompileControlNet(io.ComfyNode):
                     display_name="control_net", tooltip="The same control net, compiled in the first step it acts in."
                 )
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -79,10 +81,11 @@ class NexfortCompileControlNet(io.ComfyNode):
         enabled: bool = True,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first step."""
-        return compiled(control_net, _attach, WHERE, (mode, dynamic, memory_format, options), enabled)
+        return compiled(control_net, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
 
 
-def _attach(control_net: Any, config: CompileConfig) -> Any:
+def _attach(control_net: Any, config: CompileConfig) -> tuple[Any, Report | None]:
     from nexfort_engine.hosts import comfy_control
 
-    return comfy_control.attach_control(control_net, config)
+    attached = comfy_control.attach_control(control_net, config)
+    return attached, comfy_control.report_of(attached)

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from .status import remember
+
 if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
+    from nexfort_engine.report import Report
 
 CATEGORY = "model/compile"
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
@@ -57,19 +60,22 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str) -> list[io.
 
 def compiled(
     given: Any,
-    attach: Callable[[Any, CompileConfig], Any],
+    attach: Callable[[Any, CompileConfig], tuple[Any, Report | None]],
     where: str,
     widgets: tuple[str, bool, str, str | None],
     enabled: bool,
+    node: type[io.ComfyNode],
 ) -> io.NodeOutput:
     """A node's output: what came in with the engine attached, or itself where the node is switched off.
 
-    widgets: mode, dynamic, memory_format and options. Raises ValueError as `read_config`.
+    attach: gives what comes out and its report. widgets: mode, dynamic, memory_format and options. node: the class
+    that runs, whose badge is told. Raises ValueError as `read_config`.
     """
-    if not enabled:
-        return io.NodeOutput(given)
-    config = read_config(*widgets, where)
-    return io.NodeOutput(given if config.disable else attach(given, config))
+    config = read_config(*widgets, where) if enabled else None
+    result, report = (given, None) if config is None or config.disable else attach(given, config)
+    if node.hidden is not None:
+        remember(node.hidden.unique_id, node.define_schema().node_id, report)
+    return io.NodeOutput(result)
 
 
 def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None, where: str) -> CompileConfig:

@@ -14,6 +14,7 @@ from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
 
 if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
+    from nexfort_engine.report import Report
 
 WHERE = "a ComfyUI model"
 
@@ -54,6 +55,7 @@ class NexfortCompileModel(io.ComfyNode):
                 *shared_inputs(memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, compiled when it first samples.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -72,10 +74,11 @@ class NexfortCompileModel(io.ComfyNode):
         enabled: bool = True,
     ) -> io.NodeOutput:
         """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
-        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled)
+        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
 
 
-def _attach(model: Any, config: CompileConfig) -> Any:
+def _attach(model: Any, config: CompileConfig) -> tuple[Any, Report | None]:
     from nexfort_engine.hosts import comfy
 
-    return comfy.attach(model, config)
+    attached = comfy.attach(model, config)
+    return attached, comfy.report_of(attached)

@@ -14,6 +14,7 @@ from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
 
 if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
+    from nexfort_engine.report import Report
 
 WHERE = "a ComfyUI VAE"
 
@@ -49,6 +50,7 @@ class NexfortCompileVAE(io.ComfyNode):
             outputs=[
                 io.Vae.Output(display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes.")
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -67,10 +69,11 @@ class NexfortCompileVAE(io.ComfyNode):
         enabled: bool = True,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first decode."""
-        return compiled(vae, _attach, WHERE, (mode, dynamic, memory_format, options), enabled)
+        return compiled(vae, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
 
 
-def _attach(vae: Any, config: CompileConfig) -> Any:
+def _attach(vae: Any, config: CompileConfig) -> tuple[Any, Report | None]:
     from nexfort_engine.hosts import comfy
 
-    return comfy.attach_vae(vae, config)
+    attached = comfy.attach_vae(vae, config)
+    return attached, comfy.report_of(attached)

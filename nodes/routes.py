@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from . import status
 from .cache_manager import listing
 from .requests import RefusedError, answered, ids_in, read_body
 from .told import without_paths
@@ -32,6 +33,7 @@ def register_routes() -> bool:
     if server is None:
         return False
     server.routes.get("/nexfort/cache")(get_cache)
+    server.routes.get("/nexfort/nodes")(get_nodes)
     server.routes.get("/nexfort/report")(get_report)
     server.routes.post("/nexfort/cache/prune")(post_prune)
     server.routes.post("/nexfort/cache/clear")(post_clear)
@@ -47,12 +49,33 @@ async def get_cache(request: web.Request) -> dict[str, Any]:
 
 
 @answered
+async def get_nodes(request: web.Request) -> dict[str, Any]:
+    """GET /nexfort/nodes: {"nodes": [{"id", "class", "state", "eager"}]}, the compile nodes that ran, for their badges.
+
+    "state" is waiting, compiling (with "done", "total", "seconds_left"), warm, compiled, eager or off.
+    """
+    return {"nodes": await asyncio.to_thread(status.nodes)}
+
+
+@answered
 async def get_report(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/report: {"engines": [{"name", "report"}]}, one for each compiled model or VAE alive."""
+    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache"}, one for each compiled network alive.
+
+    "nodes" are the ids of the compile nodes it belongs to, "cache" says where artefacts are kept, without the path.
+    """
+    from nexfort_engine.cache.place import chosen_root
     from nexfort_engine.hosts.comfy import reports
 
     found = await asyncio.to_thread(reports)
-    return {"engines": [{"name": name, "report": without_paths(report.as_dict())} for name, report in found]}
+    engines = [
+        {
+            "name": name,
+            "nodes": [node["id"] for node in status.nodes_of(report)],
+            "report": without_paths(report.as_dict()),
+        }
+        for name, report in found
+    ]
+    return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen"}
 
 
 @answered

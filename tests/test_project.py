@@ -219,6 +219,12 @@ def test_what_the_readme_refers_to_exists() -> None:
                 assert (ROOT / target.split("#")[0]).exists(), f"{name} refers to {target}"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "web" / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_what_a_help_page_refers_to_exists(page: Path) -> None:
+    for target in [part.split(")")[0] for part in page.read_text(encoding="utf-8").split("](")[1:]]:
+        assert "://" in target or (page.parent / target).is_file(), f"{page.name} refers to {target}"
+
+
 def test_the_design_names_every_room() -> None:
     text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
     missing = [name for names in ROOMS.values() for name in names if name != "__main__" and name not in text]

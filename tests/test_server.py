@@ -259,7 +259,23 @@ def test_the_report_tells_no_path(server: ComfyServer, base: Path, cache: Path, 
     told = server.get("/nexfort/report")
     assert told["engines"]
     assert all("cache_dir" not in engine["report"] for engine in told["engines"])
+    assert told["cache"] == "chosen"
     assert_no_path(told, cache, base, comfyui, served.ROOT)
+    assert_no_path(server.get("/nexfort/nodes"), cache, base, comfyui, served.ROOT)
+
+
+def test_the_nodes_route_tells_what_became_of_the_node(server: ComfyServer) -> None:
+    workflow = served.tiny_workflow("flux_compile_model", seed=11)
+    (number,) = [one for one, node in workflow.items() if node["class_type"] == "NexfortCompileModel"]
+    server.run(workflow, timeout=300)
+    told = {node["id"]: node for node in server.get("/nexfort/nodes")["nodes"]}
+    assert told[number]["class"] == "NexfortCompileModel"
+    assert told[number]["state"] in ("compiled", "warm")
+    (mine,) = [engine for engine in server.get("/nexfort/report")["engines"] if number in engine["nodes"]]
+    assert mine["report"]["calls"]
+    server.run(served.tiny_workflow("flux_compile_model", seed=11, compiled=False), timeout=300)
+    told = {node["id"]: node for node in server.get("/nexfort/nodes")["nodes"]}
+    assert told[number]["state"] == "off"
 
 
 @pytest.mark.parametrize("route", ["prune", "clear", "pin"])
@@ -308,7 +324,8 @@ def test_pages_of_other_origins_are_refused(server: ComfyServer, route: str, hea
     before = server.get("/nexfort/cache")
     for data in (b'{"confirm": true}', b'{"max_bytes": 0}', json.dumps({"ids": ids_of(server)}).encode()):
         assert request(server, f"/nexfort/cache/{route}", data, **headers)[0] == 403
-    assert request(server, "/nexfort/cache", None, **headers)[0] == 403
+    for told in ("cache", "report", "nodes"):
+        assert request(server, f"/nexfort/{told}", None, **headers)[0] == 403
     assert server.get("/nexfort/cache") == before
 
 
@@ -336,6 +353,7 @@ def test_wrong_methods_are_refused(server: ComfyServer) -> None:
     assert request(server, "/nexfort/cache/pin", None)[0] in (404, 405)
     assert request(server, "/nexfort/cache", b"{}")[0] == 405
     assert request(server, "/nexfort/report", b"{}")[0] == 405
+    assert request(server, "/nexfort/nodes", b"{}")[0] == 405
 
 
 @pytest.mark.parametrize("value", ["1", 1.5, True, -1, [1]])

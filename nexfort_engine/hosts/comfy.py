@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .. import flags, progress
+from .. import flags
 from ..cache.place import chosen_root
 from ..compiled import store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
+from .comfy_progress import shown
 from .comfy_weights import ComfyWeights
 
 log = logging.getLogger("nexfort")
@@ -123,7 +124,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             if reason:
                 engine.report.eager("(whole module)", reason)
             return executor(*args, **kwargs)
-        with progress.use_sink(_show), engine.active(watch_root=True):
+        with shown(engine.report), engine.active(watch_root=True):
             return executor(*args, **kwargs)
 
     return run_compiled
@@ -201,15 +202,14 @@ def wrapped(network: nn.Module, engine: Engine, methods: tuple[str, ...], **give
     def again(copied: nn.Module) -> Any:
         return wrapped(copied, engine_for(copied, engine.config, copied, **given), methods, **given)
 
-    return wrap_methods(network, engine, methods, around=_with_progress, again=again)
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with shown(engine.report):
+                return call(*args, **kwargs)
 
+        return run
 
-def _with_progress(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with progress.use_sink(_show):
-            return call(*args, **kwargs)
-
-    return run
+    return wrap_methods(network, engine, methods, around=around, again=again)
 
 
 def report_of(value: Any) -> Report | None:
@@ -267,16 +267,3 @@ def _others_code(options: dict[Any, Any]) -> str | None:
     if any(isinstance(v, list) and any(hasattr(t, "shape") for t in v) for v in options.values()):
         return "a ControlNet is connected"
     return None
-
-
-def _show(event: progress.Event) -> None:
-    """Show progress under the node that is executing; without a running server there is nobody to show it to."""
-    if "server" not in sys.modules:
-        return
-    from comfy_execution.utils import get_executing_context
-    from server import PromptServer
-
-    context = get_executing_context()
-    server = getattr(PromptServer, "instance", None)
-    if context is not None and server is not None:
-        server.send_progress_text(event.text, context.node_id)

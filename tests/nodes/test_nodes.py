@@ -126,6 +126,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, CompileC
     host = types.ModuleType("nexfort_engine.hosts.comfy")
     host.attach = host.attach_vae = attach  # type: ignore[attr-defined]
     host.attach_control = attach  # type: ignore[attr-defined]
+    host.report_of = lambda attached: None  # type: ignore[attr-defined]
     package = types.ModuleType("nexfort_engine.hosts")
     package.comfy = package.comfy_control = host  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", package)

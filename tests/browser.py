@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What browser tests share: a Chromium, ComfyUI's own front end, pages that notice errors of our modules, axe.
+
+No test lives here. Without a Chromium, Playwright or the front end's package the tests are skipped with one reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexfort_engine.headless import ComfyServer
+
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+OURS = "/extensions/nexfort/"
+SERIOUS = ("serious", "critical")
+REFUSED = 409  # the status of a refusal that a test asks for
+# Large enough that the tab, the panel and a whole node are on screen at once.
+VIEWPORT = {"width": 1400, "height": 900}
+# A user who has seen ComfyUI before, with everything the tests change as it is at first: settings stay on the server.
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,
+    "Comfy.ColorPalette": "dark",
+    "Comfy.Locale": "en",
+    "Comfy.VueNodes.Enabled": False,
+    "Nexfort.Nodes.DefaultMode": "O2",
+    "Nexfort.Nodes.ShowBadges": True,
+    "Nexfort.Nodes.TellEager": True,
+    "Nexfort.Cache.Limit": 0,
+}
+READY = "() => window.app?.extensionManager && document.querySelector('.nexfort-tab-button')"
+
+
+def front_end_or_skip() -> Path:
+    """ComfyUI's front end as its package holds it; skips the test where anything for a browser is missing."""
+    pytest.importorskip("playwright.sync_api", reason="no browser: Playwright is missing; pip install playwright")
+    if chromium() is None:
+        pytest.skip("no browser: no Chromium was found; install one, or name it in NEXFORT_TEST_CHROMIUM")
+    found = importlib.util.find_spec("comfyui_frontend_package")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("no browser: comfyui_frontend_package is missing; pip install it as ComfyUI's requirements do")
+    return Path(found.submodule_search_locations[0]) / "static"
+
+
+def chromium() -> str | None:
+    """The Chromium that `NEXFORT_TEST_CHROMIUM` names, or the system's."""
+    return os.environ.get("NEXFORT_TEST_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
+
+
+@contextmanager
+def running() -> Iterator[Any]:
+    """A headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Faults:
+    """Errors that our modules caused on a page: those that name one of our files, and none of the host's own."""
+
+    def __init__(self, page: Any) -> None:
+        self.found: list[str] = []
+        page.on("console", self._on_console)
+        page.on("pageerror", self._on_error)
+        page.on("response", self._on_response)
+
+    def _on_console(self, message: Any) -> None:
+        place = message.location.get("url", "")
+        about_us = OURS in place or "nexfort" in message.text.lower() or "/nexfort/" in place
+        if message.type in ("error", "warning") and about_us and str(REFUSED) not in message.text:
+            self.found.append(f"console {message.type}: {message.text}")
+
+    def _on_error(self, error: Any) -> None:
+        if OURS in (error.stack or ""):
+            self.found.append(f"uncaught: {error.stack}")
+
+    def _on_response(self, answer: Any) -> None:
+        if "/nexfort/" in answer.url and answer.status >= 400 and answer.status != REFUSED:
+            self.found.append(f"{answer.status} {answer.url}")
+
+
+def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[Any, Faults]:
+    """A page with the front end loaded, the user's settings as in SETTINGS but for those given with _ for the dots."""
+    server.post("/settings", {**SETTINGS, **{name.replace("_", "."): value for name, value in settings.items()}})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    faults = Faults(page)
+    page.goto(server.url)
+    page.wait_for_function(READY)
+    return page, faults
+
+
+def load(page: Any, workflow: dict[str, Any]) -> None:
+    """Load an API workflow, as dropping its file onto the canvas does."""
+    page.evaluate("workflow => window.app.loadApiJson(workflow, 'tiny.json')", workflow)
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'NexfortCompileModel')")
+
+
+def set_value(page: Any, setting: str, value: object) -> None:
+    """Change one setting, as the dialog of settings does."""
+    page.evaluate("([id, value]) => window.app.extensionManager.setting.set(id, value)", [setting, value])
+
+
+def serious(page: Any, selector: str) -> list[str]:
+    """What axe finds serious or worse inside `selector`, one line each."""
+    axe = importlib.util.find_spec("axe_playwright_python")
+    if axe is None or not axe.submodule_search_locations:
+        pytest.skip("no browser: axe is missing; pip install axe-playwright-python")
+    page.evaluate((Path(axe.submodule_search_locations[0]) / "axe.min.js").read_text(encoding="utf-8"))
+    result = page.evaluate("selector => axe.run(selector)", selector)
+    assert result["passes"], f"axe looked at nothing in {selector}"
+    return [
+        f"{one['id']}: {node['html'][:120]} {node['failureSummary']}"
+        for one in result["violations"]
+        if one["impact"] in SERIOUS
+        for node in one["nodes"]
+    ]

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end as a person meets it: a real ComfyUI server, its own front end, a headless Chromium that clicks.
+
+What the routes answer is tested in test_server.py; here is only what is seen and done in the browser.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+import served
+
+from nexfort_engine.headless import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+BADGE = ".nexfort-badge"
+TAB = ".nexfort-cache"
+REPORT = "dialog.nexfort-report"
+MODES_OF = """() => window.app.graph.nodes.filter((node) => node.comfyClass === 'NexfortCompileModel')
+  .map((node) => node.widgets.find((widget) => widget.name === 'mode').value)"""
+# The compile node as it is queued and as it is saved.
+SAVED = """async () => {
+  const { output, workflow } = await window.app.graphToPrompt()
+  const ours = (node) => (node.class_type ?? node.type) === 'NexfortCompileModel'
+  return [Object.values(output).find(ours), workflow.nodes.find(ours)]
+}"""
+# Every text that any badge ever shows, from before the workflow is loaded.
+RECORD = """() => {
+  window.said = []
+  const look = () => document.querySelectorAll('.nexfort-badge').forEach((badge) => {
+    if (badge.textContent !== window.said.at(-1)) window.said.push(badge.textContent)
+  })
+  new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true })
+}"""
+
+
+@pytest.fixture(scope="module")
+def comfyui() -> Path:
+    """The ComfyUI of this machine, where there is a browser for it."""
+    browser.front_end_or_skip()
+    return served.comfyui_or_skip()
+
+
+@pytest.fixture(scope="module")
+def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with a tiny Flux."""
+    return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, "flux_unet", "taesd_flux")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artefact cache that is empty at first."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
+    """A server with ComfyUI's real front end."""
+    root = str(browser.front_end_or_skip())
+    with served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", root) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium(comfyui: Path) -> Iterator[Any]:
+    """The browser."""
+    with browser.running() as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A page of the server."""
+    with page_of(chromium, server) as opened:
+        yield opened
+
+
+@contextmanager
+def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[Any]:
+    """A page of a user who has changed nothing yet; at the end our modules must have caused no error."""
+    context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
+    try:
+        opened, faults = browser.open_page(context, server, **settings)
+        yield opened
+        assert faults.found == []
+    finally:
+        context.close()
+
+
+def shoot(page: Any, name: str) -> None:
+    """Keep a picture where NEXFORT_TEST_SHOTS names a directory."""
+    if shots := os.environ.get("NEXFORT_TEST_SHOTS"):
+        page.screenshot(path=Path(shots) / f"{name}.png")
+
+
+@pytest.fixture(scope="module")
+def filled(server: ComfyServer) -> ComfyServer:
+    """The server after a compiled prompt, so that cache and report hold something."""
+    if not server.get("/nexfort/cache")["count"]:
+        server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
+    return server
+
+
+def run_and_watch(page: Any, seed: int = 3) -> list[str]:
+    """Load the tiny workflow, click Run, and give every text its badge showed until the run was over."""
+    page.evaluate(RECORD)
+    browser.load(page, served.tiny_workflow("flux_compile_model", seed=seed))
+    page.locator(BADGE).wait_for()
+    page.evaluate(
+        "() => { const { api } = window.comfyAPI.api;"
+        "api.addEventListener('execution_success', () => { window.finished = true }) }"
+    )
+    page.get_by_test_id("queue-button").click()
+    page.wait_for_function("() => window.finished", timeout=240_000)
+    page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
+    return list(page.evaluate("() => window.said"))
+
+
+def open_tab(page: Any) -> Any:
+    """The tab of the cache, opened by its button."""
+    page.locator(".nexfort-tab-button").click()
+    page.locator(f"{TAB} tbody tr").first.wait_for()
+    return page.locator(TAB)
+
+
+def rows_of(tab: Any) -> list[str]:
+    """The ids of the rows that are shown, in order."""
+    return list(tab.locator("tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.id)"))
+
+
+# ---- the badge and the report ------------------------------------------------------------------------------
+
+
+def test_the_badge_goes_through_its_states(page: Any) -> None:
+    said = run_and_watch(page)
+    assert said[0] == "waiting"
+    assert any(text.startswith("compiling 0 of ") for text in said), said
+    assert said[-1] == "compiled"
+    shoot(page, "badge")
+    page.reload()
+    page.wait_for_function(browser.READY)
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    page.locator(BADGE, has_text="compiled").wait_for()
+
+
+def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
+    run_and_watch(page, seed=4)
+    page.locator(BADGE).focus()
+    page.keyboard.press("Enter")
+    report = page.locator(REPORT)
+    report.wait_for()
+    (told,) = [engine["report"] for engine in filled.get("/nexfort/report")["engines"] if engine["nodes"]]
+    assert told["artefacts_compiled"] > 0
+    shown = report.inner_text()
+    assert f"{len(told['regions'])} of {len({row['kind'] for row in told['regions']})} kinds" in shown
+    assert f"Compiled\n{told['artefacts_compiled']} in {told['seconds_cold']:.1f} s" in shown
+    assert all(f"{row['region']}: {row['reason']}" in shown for row in (*told["eager"], *told["variants"]))
+    report.locator("summary", has_text="Artefacts").click()
+    assert report.locator("tbody tr").count() == len(told["artefacts"])
+    for theme in ("dark", "light"):
+        browser.set_value(page, "Comfy.ColorPalette", theme)
+        shoot(page, f"report_{theme}")
+        assert browser.serious(page, REPORT) == [], theme
+    page.keyboard.press("Escape")
+    report.wait_for(state="detached")
+    assert page.evaluate("() => document.activeElement.matches('.nexfort-badge')"), "the keyboard is where it was"
+
+
+def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
+    browser.set_value(page, "Comfy.VueNodes.Enabled", True)
+    browser.set_value(page, "Nexfort.Cache.Limit", 2)
+    with page.expect_request("**/nexfort/cache/prune") as pruned:
+        said = run_and_watch(page, seed=5)
+    assert json.loads(pruned.value.post_data) == {"max_bytes": 2 << 30}, "the limit holds after each run"
+    assert said[-1] == "compiled"
+    shoot(page, "vue_nodes")
+    page.locator(f"[data-node-id] {BADGE}").click()
+    report = page.locator(REPORT)
+    report.get_by_role("button", name="Close").click()
+    report.wait_for(state="detached")
+
+
+# ---- search, settings, languages ---------------------------------------------------------------------------
+
+
+def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
+    browser.set_value(page, "Nexfort.Nodes.DefaultMode", "max-autotune")
+    page.evaluate("() => window.app.graph.clear()")
+    page.mouse.move(700, 300)
+    page.wait_for_timeout(500)  # what the front end still loads would close the search
+    page.mouse.dblclick(700, 300, delay=60)
+    search = page.get_by_role("combobox", name="Add a node...")
+    search.fill("torch compile")  # an alias
+    page.get_by_role("option").filter(has_text="Nexfort Compile Model").first.click()
+    page.wait_for_function("() => window.app.graph.nodes.length === 1")
+    assert page.evaluate(MODES_OF) == ["max-autotune"]
+    page.mouse.click(700, 300)  # the search leaves the node at the pointer, to be dropped
+    badge = page.locator(BADGE)
+    badge.wait_for()
+    assert badge.inner_text() == "waiting"
+    browser.set_value(page, "Nexfort.Nodes.ShowBadges", False)
+    badge.wait_for(state="hidden")
+    browser.set_value(page, "Nexfort.Nodes.ShowBadges", True)
+    badge.wait_for(state="visible")
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    assert page.evaluate(MODES_OF) == ["O2"], "a node that brings its own mode keeps it"
+    prompt, saved = page.evaluate(SAVED)
+    assert set(prompt["inputs"]) == {"model", "mode", "dynamic", "memory_format", "options", "enabled"}
+    assert len(saved["widgets_values"]) == 5, "the badge is saved in no workflow"
+
+
+def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) -> None:
+    with page_of(chromium, filled, Comfy_Locale="fr") as page:
+        browser.load(page, served.tiny_workflow("flux_compile_model", seed=6))
+        page.locator(BADGE).wait_for()
+        assert page.locator(BADGE).get_attribute("title") == "Ouvrir le rapport"
+        assert open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
+        page.locator(".comfy-menu-button-wrapper").click()
+        page.get_by_role("menuitem", name="Extensions").first.hover()
+        page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
+        page.get_by_role("menuitem", name="Nexfort : afficher le rapport").click()
+        page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
+
+
+# ---- the tab of the cache ----------------------------------------------------------------------------------
+
+
+def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
+    tab = open_tab(page)
+    entries = filled.get("/nexfort/cache")["entries"]
+    sizes = {entry["id"]: entry["size"] for entry in entries}
+    assert set(rows_of(tab)) == set(sizes) and len(sizes) > 1
+    tab.get_by_label("Sort by").select_option("Size")
+    assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values(), reverse=True)
+    tab.get_by_role("button", name="Reverse the order").click()
+    assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values())
+    for theme in ("dark", "light"):
+        browser.set_value(page, "Comfy.ColorPalette", theme)
+        shoot(page, f"cache_{theme}")
+        assert browser.serious(page, TAB) == [], theme
+    tab.get_by_role("searchbox").fill(entries[0]["region"])
+    wanted = {entry["id"] for entry in entries if entries[0]["region"] in entry["region"]}
+    assert set(rows_of(tab)) == wanted != set(sizes)
+    with page.expect_download() as exported:
+        tab.get_by_role("button", name="Export list").click()
+    lines = Path(exported.value.path()).read_text(encoding="utf-8").splitlines()
+    assert {line.split(",")[0].strip('"') for line in lines[1:]} == wanted
+    page.route("**/nexfort/cache", lambda route: route.fulfill(body=json.dumps({"error": "Locked."}), status=409))
+    with page.expect_response("**/nexfort/cache"):
+        tab.get_by_role("button", name="Refresh").click()
+    page.get_by_text("Locked.").wait_for()
+    assert set(rows_of(tab)) == wanted, "a refusal takes nothing away"
+
+
+def test_after_a_restart(
+    chromium: Any, filled: ComfyServer, comfyui: Path, base: Path, cache: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    root = str(browser.front_end_or_skip())
+    with served.server(comfyui, base, tmp_path, "--front-end-root", root) as server:
+        fill = lambda: shutil.copytree(cache / "entries", tmp_path / "entries", dirs_exist_ok=True)  # noqa: E731
+        fill()
+        with page_of(chromium, server) as page:
+            what_is_pinned_stays_and_the_rest_goes(page, server)
+            fill()
+            said = run_and_watch(page)
+            assert (said[0], said[-1]) == ("waiting", "warm")
+            assert not [text for text in said if "compiling" in text]
+
+
+def what_is_pinned_stays_and_the_rest_goes(page: Any, server: ComfyServer) -> None:
+    """Pin one by the keyboard, delete one, prune the rest, then clear: not after Cancel, but after Confirm."""
+    tab = open_tab(page)
+    ids = rows_of(tab)
+    pin, delete = f"[data-key='pin-{ids[0]}']", f"[data-key='delete-{ids[1]}']"
+    tab.locator(pin).focus()
+    page.keyboard.press("Enter")
+    tab.locator(f"{pin}[data-pinned=true]").wait_for()
+    assert page.evaluate("() => document.activeElement.dataset.key") == f"pin-{ids[0]}", "the keyboard stays there"
+    tab.locator(delete).click()
+    tab.locator(f"[data-id='{ids[1]}']").wait_for(state="detached")
+    assert len(rows_of(tab)) == len(ids) - 1
+    tab.get_by_role("spinbutton").fill("0")
+    tab.get_by_role("button", name="Prune").click()
+    tab.locator(f"[data-id='{ids[2]}']").wait_for(state="detached")
+    assert [entry["id"] for entry in server.get("/nexfort/cache")["entries"]] == [ids[0]]
+    tab.locator(pin).click()
+    tab.locator(f"{pin}[data-pinned=false]").wait_for()
+    for answer, left in (("Cancel", 1), ("Confirm", 0)):
+        tab.get_by_role("button", name="Clear", exact=True).click()
+        page.get_by_role("dialog").get_by_role("button", name=answer).click()
+        page.get_by_role("dialog").wait_for(state="detached")
+        page.wait_for_timeout(300)
+        assert server.get("/nexfort/cache")["count"] == left, answer
+    tab.get_by_text("The compile cache is empty").wait_for()
+    page.locator(".nexfort-tab-button").click()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The translations: every language says everything, English says what the code says, and no name goes astray."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+
+LOCALES = served.ROOT / "locales"
+WEB = served.ROOT / "web"
+LANGUAGES = ("en", "zh", "ja", "ko", "de", "fr", "es")
+FILES = ("main", "nodeDefs", "commands", "settings")
+# What is the same in every language: choices of the widgets, options, model names and commands.
+TOKENS = re.compile(
+    r"\{\w+\}|\{\"mode\".*\}\}|O3:benchmark|• [A-Za-z0-9_-]+(?::[a-z-]+)*|`[^`]+`"
+    r"|SDXL|SD1\.5|SD3|Flux|PixArt|Wan|Qwen|H200|T2I|VAE|LoRA"
+)
+
+
+def content(language: str, name: str) -> dict[str, Any]:
+    return dict(json.loads((LOCALES / language / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def texts(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of everything in a tree."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from texts(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_there_is_a_folder_for_each_language_and_no_other() -> None:
+    assert sorted(path.name for path in LOCALES.iterdir()) == sorted(LANGUAGES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("language", LANGUAGES[1:])
+def test_every_language_says_everything(language: str, name: str) -> None:
+    ours, english = dict(texts(content(language, name))), dict(texts(content("en", name)))
+    assert list(ours) == list(english)
+    assert not [key for key, text in ours.items() if not text.strip()]
+    for key, text in english.items():
+        assert set(TOKENS.findall(text)) == set(TOKENS.findall(ours[key])), key
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_what_the_front_end_formats_holds_none_of_its_signs(language: str) -> None:
+    formatted = [text for name in ("commands", "settings") for _, text in texts(content(language, name))]
+    formatted += [
+        node[key] for node in content(language, "nodeDefs").values() for key in ("display_name", "description")
+    ]
+    assert not [text for text in formatted if set(text) & set("{}@|")]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_menu_calls_commands_by_their_names(language: str) -> None:
+    english, ours = content("en", "commands"), content(language, "commands")
+    wanted = {english[key]["label"]: ours[key]["label"] for key in english}
+    assert content(language, "main")["menuLabels"] == wanted
+
+
+@pytest.mark.parametrize("language", LANGUAGES[1:])
+def test_a_translation_is_one(language: str) -> None:
+    english = dict(texts(content("en", "nodeDefs")))
+    ours = dict(texts(content(language, "nodeDefs")))
+    same = [key for key in english if not key.endswith(".name") and ours[key] == english[key]]
+    assert not same
+
+
+@pytest.mark.comfy
+def test_english_says_what_the_nodes_say() -> None:
+    shown = {node.define_schema().node_id: node.define_schema() for node in nodes()}
+    english = content("en", "nodeDefs")
+    assert set(english) == set(shown)
+    for name, schema in shown.items():
+        assert english[name] == {
+            "display_name": schema.display_name,
+            "description": schema.description,
+            "inputs": {one.id: {"tooltip": one.tooltip} for one in schema.inputs},
+            "outputs": {
+                str(slot): {"name": one.display_name, "tooltip": one.tooltip} for slot, one in enumerate(schema.outputs)
+            },
+        }
+
+
+def nodes() -> list[Any]:
+    """The plugin's node classes beside a real comfy_api."""
+    comfyui = str(served.comfyui_or_skip())
+    if comfyui not in sys.path:
+        sys.path.append(comfyui)
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    name = "custom_nodes/NexfortTexts"
+    spec = importlib.util.spec_from_file_location(name, served.ROOT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return list(sys.modules[name + ".nodes"].NODES)
+
+
+def test_english_says_what_the_front_end_registers() -> None:
+    code = (WEB / "nexfort.js").read_text(encoding="utf-8")
+    named = dict(re.findall(r"const (\w+) = '(Nexfort\.[\w.]+)'", code + (WEB / "cache_tab.js").read_text("utf-8")))
+    settings = re.findall(r"id: ([\w'.]+),\s+category: .*\s+name: '([^']*)',\s+tooltip:\s+'([^']*)'", code)
+    found = {
+        named.get(one, one).strip("'").replace(".", "_"): {"name": name, "tooltip": tip} for one, name, tip in settings
+    }
+    assert found == content("en", "settings")
+    commands = re.findall(r"id: '(Nexfort\.\w+)',\s+label: '([^']*)'", code)
+    assert {one.replace(".", "_"): {"label": label} for one, label in commands} == content("en", "commands")
+
+
+def test_every_text_of_the_panels_is_there_and_used() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sorted(WEB.glob("*.js")))
+    keys = {key for key, _ in texts(content("en", "main")["nexfort"])}
+    plain = set(re.findall(r"'((?:badge|report|cache|toast)\.\w+)'", code))
+    assert not plain - keys, "a text without a translation"
+    composed = {f"badge.{state}" for state in ("waiting", "compiling", "warm", "compiled", "eager", "off")}
+    composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}
+    composed |= {f"cache.{one}" for one in re.findall(r"'(\w+)'", code.split("const ORDERS = ")[1].split("]")[0])}
+    composed |= {"report.loaded", "report.compiled", "cache.artefact", "cache.sizeAndUse", "cache.actions"}
+    assert keys - plain <= composed, "a translation that nobody shows"
+    assert composed <= keys
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_each_file_is_written_in_one_way(language: str) -> None:
+    for name in FILES:
+        text = Path(LOCALES / language / f"{name}.json").read_text(encoding="utf-8")
+        assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=2) + "\n"

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The badge on a compile node: one button that says what became of it and opens its report. It is a DOM widget, which
+// the classic canvas and Vue nodes both show, and is saved in no workflow.
+
+import { element } from './elements.js'
+import { openReport } from './report.js'
+import { onStatus, statusOf } from './status.js'
+import { text } from './texts.js'
+
+export const COMPILE_NODES = ['NexfortCompileModel', 'NexfortCompileVAE', 'NexfortCompileControlNet']
+const HEIGHT = 36
+const badges = new Map()
+let visible = true
+
+/** Put the badge on a new compile node. */
+export function addBadge(node) {
+  const button = element('button', { type: 'button', class: 'nexfort-badge', click: () => openReport(node) })
+  const height = () => HEIGHT
+  const options = { serialize: false, hideOnZoom: false, margin: 6, getMinHeight: height, getMaxHeight: height }
+  const widget = node.addDOMWidget('nexfort_status', 'nexfort_status', button, options)
+  widget.serialize = false
+  widget.label = ' '
+  badges.set(node, { button, widget })
+  const removed = node.onRemoved
+  node.onRemoved = function (...rest) {
+    badges.delete(node)
+    return removed?.apply(this, rest)
+  }
+  draw(node)
+  // A node has its id, by which its state is known, only after it was created.
+  setTimeout(() => badges.has(node) && draw(node))
+  node.setSize?.([node.size[0], Math.max(node.size[1], node.computeSize()[1])])
+}
+
+/** Say anew what every badge says: something changed, or the language did. */
+export function drawBadges() {
+  for (const node of badges.keys()) draw(node)
+}
+
+/** Show badges, or hide them. */
+export function showBadges(yes) {
+  visible = yes !== false
+  drawBadges()
+}
+
+/** Keep the badges true. */
+export function watchBadges() {
+  onStatus(drawBadges)
+}
+
+/** What a badge says of a state. */
+export function stateText(status) {
+  const values = { done: status.done, total: status.total, left: leftText(status.seconds_left), eager: status.eager }
+  let said = text(`badge.${status.state}`, values)
+  if (status.state === 'compiling' && status.seconds_left) said = text('badge.compilingLeft', values)
+  return status.eager ? `${said}, ${text('badge.someEager', values)}` : said
+}
+
+function leftText(seconds) {
+  if (!seconds) return ''
+  return seconds < 100 ? `${seconds} s` : `${Math.round(seconds / 60)} min`
+}
+
+function draw(node) {
+  const { button, widget } = badges.get(node)
+  const status = statusOf(node)
+  const said = stateText(status)
+  button.dataset.state = status.eager && status.state !== 'compiling' ? 'eager' : status.state
+  button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', {}, said))
+  button.title = text('badge.open')
+  button.setAttribute('aria-label', `Nexfort: ${said}. ${text('badge.open')}`)
+  if (Boolean(widget.hidden) === visible) {
+    widget.hidden = !visible
+    widget.options.hidden = !visible
+    node.setDirtyCanvas?.(true, true)
+  }
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// HTML elements and readable quantities. Text is only ever set as text: what an artefact says of itself may come from
+// somebody else's bundle.
+
+/** An element: attributes that are functions listen to that event, those that are null or false are left out. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag)
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === 'function') made.addEventListener(name, value)
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value === true ? '' : value)
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined))
+  return made
+}
+
+/** "512 B", "3.4 MiB", as the command line writes it. */
+export function sizeText(bytes) {
+  const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB']
+  let count = bytes
+  let unit = 0
+  while (count >= 1024 && unit < units.length - 1) {
+    count /= 1024
+    unit += 1
+  }
+  return unit === 0 ? `${count} B` : `${count.toFixed(1)} ${units[unit]}`
+}
+
+/** A moment of the server in the time and the way of writing of whoever looks. */
+export function momentText(text, locale) {
+  const moment = new Date(text)
+  if (Number.isNaN(moment.getTime())) return '?'
+  return moment.toLocaleString(locale, { dateStyle: 'short', timeStyle: 'short' })
+}
+
+/** Give the user a file that is made here. */
+export function download(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type }))
+  const link = element('a', { href: address, download: name })
+  link.click()
+  setTimeout(() => URL.revokeObjectURL(address), 1000)
+}
+
+/** Load the style sheet that lies beside these modules, once. */
+export function loadStyles() {
+  const address = new URL('./nexfort.css', import.meta.url).href
+  if (document.querySelector(`link[href="${address}"]`)) return
+  document.head.append(element('link', { rel: 'stylesheet', href: address }))
+}

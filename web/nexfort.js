@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// Nexfort's face in ComfyUI: badges and reports of the compile nodes, the tab of the cache, settings and commands.
+// Only what ComfyUI offers to extensions is used, and nothing of it is replaced.
+
+import { app } from '../../scripts/app.js'
+import { api } from '../../scripts/api.js'
+import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './badge.js'
+import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
+import { loadStyles } from './elements.js'
+import { openReport } from './report.js'
+import { ask, change, toast } from './server.js'
+import { watchStatus } from './status.js'
+import { text, textsReady } from './texts.js'
+
+const TAB = 'nexfort'
+const DEFAULT_MODE = 'Nexfort.Nodes.DefaultMode'
+const TELL_EAGER = 'Nexfort.Nodes.TellEager'
+const MODES = ['O2', 'max-autotune', 'max-optimize:max-autotune', 'jit:disable-runtime-fusion']
+const told = new Set()
+
+function setting(id) {
+  return app.extensionManager.setting.get(id)
+}
+
+function showCache() {
+  const tabs = app.extensionManager.sidebarTab
+  if (tabs.activeSidebarTabId !== TAB) tabs.toggleSidebarTab(TAB)
+}
+
+function limitBytes() {
+  const limit = Number(setting(CACHE_LIMIT))
+  return limit > 0 ? Math.round(limit * GIB) : null
+}
+
+/** After a run: hold the cache to the limit that is set, show what it holds now, and say once what ran uncompiled. */
+async function afterRun() {
+  const limit = limitBytes()
+  if (limit !== null) await change('cache/prune', { max_bytes: limit })
+  await refreshCache()
+  if (setting(TELL_EAGER) === false) return
+  const report = await ask('report', { quiet: true })
+  for (const { name, report: one } of report?.engines ?? []) {
+    const reasons = one.eager.map((row) => row.reason).filter((reason) => !told.has(`${name}: ${reason}`))
+    for (const reason of reasons) told.add(`${name}: ${reason}`)
+    if (reasons.length) toast('warn', text('toast.eager', { name }), [...new Set(reasons)].join('\n'))
+  }
+}
+
+app.registerExtension({
+  name: 'Nexfort',
+  settings: [
+    {
+      id: DEFAULT_MODE,
+      category: ['Nexfort', 'Nodes', 'DefaultMode'],
+      name: 'Mode of new compile nodes',
+      tooltip: 'How much time a compile node that you add spends on compiling. Nodes that are there already keep theirs.',
+      type: 'combo',
+      options: MODES,
+      defaultValue: MODES[0]
+    },
+    {
+      id: 'Nexfort.Nodes.ShowBadges',
+      category: ['Nexfort', 'Nodes', 'ShowBadges'],
+      name: 'Show the state on compile nodes',
+      tooltip: 'A line on each compile node says whether it waits, compiles or runs compiled, and opens its report.',
+      type: 'boolean',
+      defaultValue: true,
+      onChange: showBadges
+    },
+    {
+      id: TELL_EAGER,
+      category: ['Nexfort', 'Nodes', 'TellEager'],
+      name: 'Say when blocks run uncompiled',
+      tooltip: 'After a run a message names the reason, once for each. The report names it in any case.',
+      type: 'boolean',
+      defaultValue: true
+    },
+    {
+      id: CACHE_LIMIT,
+      category: ['Nexfort', 'Cache', 'Limit'],
+      name: 'Compile cache size limit (GiB)',
+      tooltip: 'After each run what was used least recently is removed until the rest fits. 0: the limit of the server.',
+      type: 'number',
+      attrs: { min: 0, max: 1024, step: 1 },
+      defaultValue: 0
+    }
+  ],
+  commands: [
+    { id: 'Nexfort.ShowReport', label: 'Nexfort: show the report', icon: 'pi pi-chart-bar', function: () => openReport() },
+    { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', icon: 'pi pi-database', function: showCache },
+    {
+      id: 'Nexfort.PruneCache',
+      label: 'Nexfort: prune the compile cache',
+      icon: 'pi pi-filter',
+      function: () => (limitBytes() === null ? toast('info', text('cache.prune'), text('cache.limitWanted')) : pruneCache(limitBytes()))
+    },
+    { id: 'Nexfort.ClearCache', label: 'Nexfort: clear the compile cache', icon: 'pi pi-trash', function: clearCache }
+  ],
+  menuCommands: [
+    {
+      path: ['Extensions', 'Nexfort'],
+      commands: ['Nexfort.ShowReport', 'Nexfort.ShowCache', 'Nexfort.PruneCache', 'Nexfort.ClearCache']
+    }
+  ],
+
+  async setup() {
+    loadStyles()
+    const tab = { id: TAB, icon: 'pi pi-bolt', title: 'Nexfort', tooltip: 'Nexfort', type: 'custom' }
+    app.extensionManager.registerSidebarTab({ ...tab, render: renderCacheTab, destroy: leaveCacheTab })
+    watchBadges()
+    api.addEventListener('execution_success', afterRun)
+    await textsReady
+    await watchStatus()
+  },
+
+  nodeCreated(node) {
+    if (!COMPILE_NODES.includes(node.comfyClass)) return
+    // A node of a workflow that is loaded gets its own values after this.
+    const mode = node.widgets?.find((widget) => widget.name === 'mode')
+    if (mode && MODES.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
+    addBadge(node)
+  },
+
+  afterConfigureGraph() {
+    drawBadges()
+  }
+})

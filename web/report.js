@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
+
+import { element } from './elements.js'
+import { ask } from './server.js'
+import { idsOf, onStatus } from './status.js'
+import { language, text } from './texts.js'
+
+let open = null
+
+/** Open the report of a node, or of everything that is alive without one. */
+export async function openReport(node = null) {
+  open?.close()
+  const body = element('div', { class: 'nexfort-report-body', tabindex: '0', role: 'region', 'aria-label': text('report.title') })
+  const close = element('button', { type: 'button', class: 'nexfort-button', click: () => dialog.close() }, text('report.close'))
+  const heading = element('h2', { id: 'nexfort-report-title' }, node ? `${text('report.title')}: ${node.title}` : text('report.title'))
+  const dialog = element('dialog', { class: 'nexfort-panel nexfort-report', 'aria-labelledby': 'nexfort-report-title' })
+  dialog.append(element('header', {}, heading, close), body)
+  let due = null
+  const fill = () => {
+    // Events come once a second while something compiles; one question at a time is enough.
+    due ??= show(body, node).finally(() => {
+      due = null
+    })
+    return due
+  }
+  const ended = onStatus(fill)
+  dialog.addEventListener('close', () => {
+    ended()
+    dialog.remove()
+    if (open === dialog) open = null
+  })
+  open = dialog
+  document.body.append(dialog)
+  await fill()
+  if (dialog.isConnected && !dialog.open) dialog.showModal()
+}
+
+async function show(body, node) {
+  const told = await ask('report')
+  if (told === undefined) return
+  const ids = node ? idsOf(node) : null
+  const engines = told.engines.filter((engine) => ids === null || engine.nodes.some((id) => ids.includes(id)))
+  const parts = engines.map((engine) => engineSection(engine, told.cache))
+  body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
+}
+
+function engineSection({ name, report }, cache) {
+  const section = element('section', {}, element('h3', {}, name))
+  section.append(facts(report, cache))
+  section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
+  section.append(list('report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)))
+  section.append(list('report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)))
+  section.append(list('report.notes', report.notes))
+  if (report.artefacts.length) section.append(artefacts(report.artefacts))
+  return section
+}
+
+function facts(report, cache) {
+  const kinds = new Set(report.regions.map((row) => row.kind)).size
+  const rows = [
+    ['report.mode', report.config.mode ?? ''],
+    ['report.regions', text('report.regionsValue', { regions: report.regions.length, kinds })],
+    ['report.loaded', text('report.artefactsIn', { count: report.artefacts_loaded, seconds: number(report.seconds_warm) })],
+    ['report.compiled', text('report.artefactsIn', { count: report.artefacts_compiled, seconds: number(report.seconds_cold) })],
+    ['report.calls', text('report.callsValue', { calls: report.calls, seconds: number(report.seconds_calls) })],
+    ['report.place', text(cache === 'chosen' ? 'report.placeChosen' : 'report.placeUser')]
+  ]
+  return element('dl', {}, rows.map(([key, value]) => [element('dt', {}, text(key)), element('dd', {}, value)]).flat())
+}
+
+function list(key, lines) {
+  if (!lines.length) return ''
+  const items = lines.map((line) => element('li', {}, line))
+  return element('details', { open: true }, element('summary', {}, `${text(key)} (${lines.length})`), element('ul', {}, items))
+}
+
+function artefacts(rows) {
+  const headings = ['report.region', 'report.source', 'report.seconds'].map((key) => element('th', { scope: 'col' }, text(key)))
+  const lines = rows.map((row) =>
+    element(
+      'tr',
+      {},
+      element('td', {}, row.region),
+      element('td', {}, text(`report.${row.source}`)),
+      element('td', { class: 'nexfort-number' }, number(row.seconds))
+    )
+  )
+  const table = element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, lines))
+  return element('details', {}, element('summary', {}, `${text('report.artefacts')} (${rows.length})`), table)
+}
+
+function number(value) {
+  return value.toLocaleString(language(), { minimumFractionDigits: 1, maximumFractionDigits: 1 })
+}

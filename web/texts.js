@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// The texts of our panels in the user's language, from locales/<language>/main.json as the server hands it out.
+
+import { app } from '../../scripts/app.js'
+import { api } from '../../scripts/api.js'
+
+const SOURCE = 'en'
+let texts = {}
+
+/** Resolves when texts are there. Without them their keys are shown, which is ugly and works. */
+export const textsReady = loadTexts()
+
+async function loadTexts() {
+  try {
+    const answer = await api.fetchApi('/i18n')
+    if (!answer.ok) throw new Error(`GET /i18n was answered with ${answer.status}`)
+    texts = await answer.json()
+  } catch (error) {
+    console.warn('Nexfort: its texts could not be loaded, so that names stand in their places:', error)
+  }
+}
+
+/** The language that is set, as a tag such as "en" or "zh". */
+export function language() {
+  return app.extensionManager?.setting?.get('Comfy.Locale') ?? SOURCE
+}
+
+/** The text under a dotted key, in English if the language has none, with {names} replaced. */
+export function text(key, values = {}) {
+  const found = find(texts[language()], key) ?? find(texts[SOURCE], key) ?? key
+  return found.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole))
+}
+
+function find(tree, key) {
+  let node = tree?.nexfort
+  for (const part of key.split('.')) node = node?.[part]
+  return typeof node === 'string' ? node : undefined
+}
