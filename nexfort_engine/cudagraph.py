@@ -274,7 +274,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
         fits, problem = False, None
-        self._steps.pop(key)  # until it is there
+        self._steps.pop(key, None)  # until it is there
         try:
             # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
             with (

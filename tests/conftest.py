@@ -112,8 +112,11 @@ def import_comfyui(root: Path) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` means: each may start a compiler of its own, with a gigabyte or two."""
-    return min(os.cpu_count() or 1, MOST_PROCESSES)
+    """How many processes `-n auto` means: each may start a compiler of its own, with a gigabyte or two.
+
+    One more than there are processors, because tests wait for servers, browsers and restarted processes.
+    """
+    return min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
