@@ -202,9 +202,11 @@ def wrapped(network: nn.Module, engine: Engine, methods: tuple[str, ...], **give
     def again(copied: nn.Module) -> Any:
         return wrapped(copied, engine_for(copied, engine.config, copied, **given), methods, **given)
 
+    report = engine.report  # not the engine, which would keep the network alive
+
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with shown(engine.report):
+            with shown(report):
                 return call(*args, **kwargs)
 
         return run
