@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builder: from a call no artefact is known for, to a binding. Finds in the store, plans, captures, lowers, loads.
 
-Planning: the first time something is missing, the backbone is run once eagerly beside the real call, at batch 2 where
-the call has batch 1, to learn what every region is called with. Then all that is missing is captured and lowered
-together, with one progress bar. At batch 2 a batch dimension cannot be mistaken for a constant of 1, and an artefact
-made there serves every batch.
+The first time something is missing, planning.py says what else is: all of it is captured and lowered together, with one
+progress bar.
 
 Everything here runs under one process-wide lock, off the path of calls whose artefact is known.
 """
@@ -14,14 +12,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower
+from . import lower, precision
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .cache.key import driver_problem, environment_parts, primary_key
 from .cache.store import Entry, StoreError
@@ -31,9 +29,9 @@ from .dispatch import Ineligible, Region, device_of
 from .guards import checker
 from .lowering import Job, await_left, lower_all
 from .modulestate import matches_text
-from .precision import missing
+from .planning import Planner
 from .report import named
-from .signature import Flat, Unsupported, flatten_call, normalised
+from .signature import Flat, normalised
 from .sources import sources_changed
 
 if TYPE_CHECKING:
@@ -66,6 +64,7 @@ class Builder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.planner = Planner(engine, self.wanted)
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported = known.made, known.reported
@@ -84,7 +83,7 @@ class Builder:
             carried = region.carries()
             if carried:
                 raise Ineligible(f"it carries {carried}")
-            wanted = self._wanted(region, key[0], flat)
+            wanted = self.wanted(region, key[0], flat)
             binding, refusal = self._find_or_make(wanted, session)
         if binding is not None:
             region.remember(key, binding)
@@ -106,7 +105,7 @@ class Builder:
         if binding is None and await_left(self.engine.cancel):
             binding, misfit = self._bind(wanted)
         if binding is None and not session.planned and self._may_make(wanted, misfit):
-            self._plan(session)
+            self._make_all(self.planner.calls(session))
             binding, again = self._bind(wanted)
             misfit = misfit or again
         if binding is None and self._may_make(wanted, misfit, first=session.planned):
@@ -144,7 +143,8 @@ class Builder:
         stored = len(self.artefacts.get(wanted.primary, ()))
         return self._made[wanted.primary] >= MOST_VARIANTS or stored >= _MOST_STORED
 
-    def _wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
+    def wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
+        """What a region needs for a call, with the key under which artefacts for it are kept."""
         metas = region.metas(flat)
         plain = Flat()
         plain.tensors, plain.ints, plain.mappings = [normalised(t) for t in flat.tensors], flat.ints, flat.mappings
@@ -265,76 +265,10 @@ class Builder:
 
     def _options(self, device_type: str) -> dict[str, object]:
         options = self.engine.config.lowering_options(device_type)
-        if self.engine.config.has("low-precision") and (reason := missing(device_type)):
+        if self.engine.config.has("low-precision") and (reason := precision.missing(device_type)):
             self.engine.report.note(f"low precision is not active: {reason}")
             options["nexfort.low_precision"] = False
         return options
-
-    # -- planning ----------------------------------------------------------------------------------------
-
-    def _plan(self, session: Session) -> None:
-        """Learn every region's call from one eager run beside the real one, and make all that is missing."""
-        session.planned = True
-        if session.root is None or not self.engine.config.dynamic:
-            return
-        call, args, kwargs = session.root
-        args, kwargs = self.engine.plain_call(args, kwargs)
-        wants_two = _batch_of(args, kwargs) == 1
-        args, kwargs = _of_its_own(args, wants_two), _of_its_own(kwargs, wants_two)
-        try:
-            further = self.engine.also(args, kwargs)  # before the call: networks take items out of what they are given
-            found = self._observe(call, args, kwargs)
-            found += self._observe_further(call, further)
-        except torch.OutOfMemoryError:
-            self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
-            return
-        except Exception as error:
-            if isinstance(error, self.engine.stops()):
-                raise
-            # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
-            log.debug("Nexfort: planning failed", exc_info=True)
-            self.engine.report.note(f"planning ahead failed ({named(error)})")
-            return
-        self._make_all(found)
-
-    def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
-        root = self.engine.root
-        region = next((r for r in self.engine.regions if r.module is root), None)
-        if region is not None:
-            flat = Flat()
-            return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
-        devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices=[d.index for d in devices]), self.engine.active(recording=True) as session:
-            call(*args, **kwargs)
-        return session.examples
-
-    def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
-        """What calls need that the host knows of; a network that does not take one loses nothing but that."""
-        found: list[Wanted] = []
-        for args, kwargs in calls:
-            try:
-                found += self._observe(call, args, kwargs)
-            except Exception as error:
-                if isinstance(error, self.engine.stops()):
-                    raise
-                log.debug("Nexfort: planning a further call failed", exc_info=True)
-                self.engine.report.note(f"planning ahead for other sizes failed ({named(error)})")
-        return found
-
-    def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
-        """Note what a region is called with, and run it eagerly."""
-        flat = Flat()
-        try:
-            spec = flatten_call(args, kwargs, flat)
-            if not region.due():
-                region.weights()
-            if region.latched is None and region.carries() is None:
-                wanted = self._wanted(region, spec, flat)
-                wanted.flat = _ghost(wanted.example)
-                session.examples.append(wanted)
-        except (Unsupported, Ineligible) as reason:
-            log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        return region._inside(plain, args, kwargs, session)
 
     def _make_all(self, found: list[Wanted]) -> None:
         """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave."""
@@ -443,30 +377,3 @@ def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
 def _device_of(wanted: Wanted) -> torch.device:
     given = [device for *_, device in wanted.example.tensors]
     return device_of(given + [weight.device for weight in wanted.region.slots.read()])
-
-
-def _ghost(example: Example) -> Flat:
-    """The example's call without its data: sizes and options are all that the checks look at."""
-    flat = Flat()
-    flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]
-    flat.ints, flat.mappings = example.ints, example.mappings
-    return flat
-
-
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The batch of a call: the first size of its first tensor that has one; 0 if there is none."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            return value.shape[0]
-    return 0
-
-
-def _of_its_own(value: Any, twice: bool) -> Any:
-    """A call with tensors of its own, which the network may change. `twice`: at batch 2 where the call has batch 1."""
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value, value]) if twice and value.ndim > 0 and value.shape[0] == 1 else value.clone()
-    if type(value) in (list, tuple):
-        return type(value)(_of_its_own(v, twice) for v in value)
-    if isinstance(value, dict):
-        return {k: _of_its_own(v, twice) for k, v in value.items()}
-    return value

@@ -118,12 +118,15 @@ class Region:
         self.engine.report.eager(self.path, reason)
         return self._inside(plain, args, kwargs, session)
 
-    @staticmethod
-    def _inside(plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def _inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
         session.ran_eager = True
         session.inside, before = True, session.inside
         try:
             return plain(*args, **kwargs)
+        except Exception as error:
+            if hasattr(error, "add_note") and not isinstance(error, self.engine.stops()):  # Python 3.11
+                error.add_note(f"It was raised in the block {self.path} ({self.kind}), which Nexfort ran uncompiled.")
+            raise
         finally:
             session.inside = before
 

@@ -223,7 +223,7 @@ class Engine:
         if region is None or session.inside:
             return plain(*args, **kwargs)
         if session.recording:
-            return self.builder.record(region, plain, args, kwargs, session)
+            return self.builder.planner.record(region, plain, args, kwargs, session)
         return region.call(plain, args, kwargs, session)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .modulestate import INTERNAL, Forwards
+from .modulestate import INTERNAL, Tree
 from .readset import PLAIN
 
 _MOST_ITEMS = 64  # of a container that is looked into
@@ -43,22 +43,16 @@ class Glue:
         self._functions = [value for _, _, value in functions]
         self._tables = [sub.__dict__ for sub in outside]
         self._names = [_public(table) for table in self._tables]
-        children = [(sub._modules, name) for sub in outside for name in sub._modules]
-        self._parents, self._children = [table for table, _ in children], [name for _, name in children]
-        self._modules = [table.get(name) for table, name in children]
-        self._hooks = [table for sub in outside for table in (sub._forward_hooks, sub._forward_pre_hooks)]
-        self._bare = Forwards([*outside, *regions])
-        self.hooked = any(self._hooks) or self._bare.replaced()
+        self._tree = Tree(outside, own_forwards=[*outside, *regions])
+        self.hooked = self._tree.patched
 
     def unchanged(self) -> bool:
         """Whether everything is as it was."""
-        if any(self._hooks) or self._bare.replaced():
+        if not self._tree.unchanged():
             return False
         if list(map(dict.get, *self._plain)) != self._values:
             return False
         if not all(map(is_, map(dict.get, *self._put_on), self._functions)):
-            return False
-        if list(map(dict.get, self._parents, self._children)) != self._modules:
             return False
         if list(map(_public, self._tables)) != self._names:
             return False

@@ -187,11 +187,8 @@ class ModuleState:
         self._class_values = [_frozen(table.get(name, _MISSING)) for table, name in self._on_classes]
         found = [table.get(name) for table, name in (*slots, *self._on_classes)]
         self._objects = [(fields, _frozen(fields)) for value in found for fields in _objects_in(value)]
-        children = [(sub._modules, name) for sub in by_path.values() for name in sub._modules]
-        self._parents, self._children = [table for table, _ in children], [name for _, name in children]
-        self._modules = [table.get(name) for table, name in children]
-        self._hooks = [sub.__dict__[t] for sub in by_path.values() for t in _HOOKS]
-        self._below = Forwards([sub for sub in by_path.values() if sub is not module])
+        below = [sub for sub in by_path.values() if sub is not module]
+        self._tree = Tree([module, *below], own_forwards=below)
 
     def unchanged(self) -> bool:
         """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
@@ -199,25 +196,35 @@ class ModuleState:
             return False
         if [table.get(name, _MISSING) for table, name in self._on_classes] != self._class_values:
             return False
-        if list(map(dict.get, self._parents, self._children)) != self._modules:
-            return False
-        if any(self._hooks) or self._below.replaced():
+        if not self._tree.unchanged():
             return False
         return all(fields == before for fields, before in self._objects) if self._objects else True
 
 
-class Forwards:
-    """Whether somebody put another forward on one of some modules. Asked on every call: flat."""
+class Tree:
+    """How some modules hang together: their submodules, hooks, and forwards put on them. Asked on every call: flat."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        self._tables = [module.__dict__ for module in modules]
+    def __init__(self, modules: list[nn.Module], own_forwards: list[nn.Module]) -> None:
+        """modules: whose submodules and hooks count. own_forwards: which must run their class's forward."""
+        children = [(module._modules, name) for module in modules for name in module._modules]
+        self._parents, self._names = [table for table, _ in children], [name for _, name in children]
+        self._children = [table.get(name) for table, name in children]
+        self._hooks = [module.__dict__[table] for module in modules for table in _HOOKS]
+        self._watched = own_forwards
+        self._tables = [module.__dict__ for module in own_forwards]
 
-    def replaced(self) -> bool:
-        """Whether one of them has another forward than its class's."""
+    @property
+    def patched(self) -> bool:
+        """Whether one of them has a hook now, or another forward than its class's."""
+        if any(self._hooks):
+            return True
         if not any(map(contains, self._tables, repeat("forward"))):
             return False
-        return any(replaced_forward(module) is not None for module in self._modules)
+        return any(replaced_forward(module) is not None for module in self._watched)
+
+    def unchanged(self) -> bool:
+        """Whether no submodule was exchanged since, and nothing is patched."""
+        return not self.patched and list(map(dict.get, self._parents, self._names)) == self._children
 
 
 def _frozen(value: Any) -> Any:

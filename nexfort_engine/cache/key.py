@@ -30,21 +30,9 @@ TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-ro
 # artefact.
 NOT_SHAPING = frozenset(
     (
-        *(
-            "__init__",
-            "__main__",
-            "cache",
-            "clear_cache",
-            "cli",
-            "cli_cache",
-            "cudagraph",
-            "doctor",
-            "driver",
-            "glue",
-            "graphmemory",
-        ),
-        *("headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report", "residence", "selfcheck"),
-        *("terminal", "warm", "warm_workflow"),
+        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "cudagraph", "doctor", "driver", "glue"),
+        *("graphmemory", "headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report"),
+        *("residence", "selfcheck", "terminal", "warm", "warm_workflow"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")
