@@ -74,7 +74,7 @@ def _is_list(module: nn.Module) -> bool:
     """A container that its owner walks over: it has no forward, or a Sequential whose forward is its owner's own."""
     if isinstance(module, nn.Sequential):
         return type(module).forward is not nn.Sequential.forward
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import BACKBONES, make, tensors_of
+from outside import unexplained
 from restarted import counting, digests
 from subjects import (
     MOVES,
@@ -83,6 +84,12 @@ def test_same_call_gives_the_same_bits(tiny: Subject) -> None:
     first = tiny.run()
     tiny.run(seed=1)
     assert equal_bits(tiny.run(), first)
+
+
+@every
+def test_nothing_runs_as_python_that_the_report_does_not_name(tiny: Subject) -> None:
+    assert unexplained(tiny.module, {"eager": []}, tiny.eager), "without the engine everything runs so"
+    assert not unexplained(tiny.module, tiny.report.as_dict(), tiny.run)
 
 
 # ---- one artefact for all ------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ class Part(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
 
 class Net(nn.Module):
     """A backbone of whatever it is given."""
@@ -32,6 +35,11 @@ class Net(nn.Module):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
 
 
 class Walked(nn.Sequential):
@@ -73,9 +81,8 @@ def test_what_holds_no_weights_is_no_region() -> None:
 
 
 def test_buffers_are_weights() -> None:
-    table = nn.Module()
-    table.register_buffer("values", torch.ones(3))
-    assert paths(Net(blocks=blocks(2), table=table)) == ["blocks.0", "blocks.1", "table"]
+    norm = nn.BatchNorm1d(8, affine=False)
+    assert paths(Net(blocks=blocks(2), norm=norm)) == ["blocks.0", "blocks.1", "norm"]
 
 
 def test_a_single_module_that_holds_repeated_blocks_is_taken_apart() -> None:
@@ -101,6 +108,21 @@ def test_lists_in_lists_and_dictionaries_are_walked() -> None:
     named = nn.ModuleDict({"block0": Part(), "block1": Part()})
     assert paths(Net(deep=deep)) == ["deep.0.0", "deep.0.1", "deep.1.0"]
     assert paths(Net(named=named)) == ["named.block0", "named.block1"]
+
+
+def test_what_has_no_forward_is_never_called_and_so_taken_apart() -> None:
+    def level() -> nn.Module:
+        made = nn.Module()  # as an autoencoder groups the parts of one resolution
+        made.block, made.up = blocks(2), nn.Linear(8, 8)
+        return made
+
+    parts = ["block.0", "block.1", "up"]
+    net = Net(levels=nn.ModuleList([level(), level()]), middle=level())
+    assert paths(net) == [f"{at}.{part}" for at in ("levels.0", "levels.1", "middle") for part in parts]
+    called = nn.Module()
+    called.up = nn.Linear(8, 8)
+    called.forward = called.up.forward
+    assert paths(Net(blocks=blocks(2), head=called)) == ["blocks.0", "blocks.1", "head"], "a forward of its own"
 
 
 def test_a_sequential_is_a_region_and_so_are_its_parts_for_owners_that_walk_over_it() -> None:

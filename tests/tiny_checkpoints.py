@@ -192,6 +192,13 @@ def wan_vae(seed: int) -> dict[str, Any]:
     return _weights(model, seed)
 
 
+def vae(build: Callable[[int], dict[str, Any]]) -> Any:
+    """ComfyUI's VAE object around one of these autoencoders."""
+    import comfy.sd
+
+    return comfy.sd.VAE(sd=build(0))
+
+
 def clip_l(seed: int) -> dict[str, Any]:
     """CLIP-L at full size in half precision (about 250 MB): its sizes are fixed in ComfyUI."""
     import torch

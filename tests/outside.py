@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a compiled network still runs as Python, against what the report says does. No test lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from nexfort_engine.regions import find_regions
+
+
+def unexplained(
+    root: nn.Module, report: dict[str, Any], call: Callable[[], object], *, whole: bool = True
+) -> list[str]:
+    """Modules with weights of their own whose code runs in a call, and that the report does not name as eager.
+
+    A region is called like any module and then runs its artefact; what holds regions is the network's own code. Neither
+    counts. whole: as for `find_regions`.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    ran: dict[str, None] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        if id(module) in names and next(module.parameters(recurse=False), None) is not None:
+            ran[names[id(module)]] = None
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        call()
+    finally:
+        handle.remove()
+    regions = [spec.path for spec in find_regions(root, whole=whole)]
+    eager = [row["region"] for row in report["eager"]]
+    return [
+        name
+        for name in ran
+        if not any(path == name or path.startswith(f"{name}." if name else "") for path in regions)
+        and not any(name == path or name.startswith(f"{path}.") for path in eager)
+    ]
