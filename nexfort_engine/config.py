@@ -40,6 +40,7 @@ OPTIONS: dict[str, type] = {
     "cuda.fuse_timestep_embedding": bool,
     "triton.cudagraphs": bool,
     "fuse.group_norm": bool,
+    "fuse.upsample": bool,
     "fuse.whole_rows": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
@@ -71,7 +72,7 @@ _INACTIVE_OPTIONS: dict[str, str] = {
 _LOWERING_TOKENS = ("low-precision", "quant")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in ("overrides.conv_benchmark", "triton.cudagraphs"))
 
-_REWRITES = ("group_norm", "whole_rows")
+_REWRITES = ("group_norm", "upsample", "whole_rows")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {

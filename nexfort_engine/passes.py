@@ -8,16 +8,19 @@ precision.py.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Proxy
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
 from .precision import low_precision
 
 aten = torch.ops.aten
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
 
 
@@ -97,4 +100,84 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     return aten.to.dtype(result, like.dtype)
 
 
-PASSES: dict[str, Callable[[GraphModule], int]] = {"group_norm": group_norms, "low_precision": low_precision}
+_NEAREST = {aten.upsample_nearest1d.vec: 1, aten.upsample_nearest2d.vec: 2, aten.upsample_nearest3d.vec: 3}
+_EXACT = (1, 2, 4, 8)  # factors whose inverse torch's float32 index arithmetic has no rounding for
+
+
+def upsamplings(module: GraphModule) -> int:
+    """Write nearest-neighbour upsampling without a division for every number of the result; gives how many.
+
+    Where the sizes are any, Inductor finds the place that each number comes from by dividing sizes in float64 once for
+    each of them. Upsampling by 2, 4 or 8 repeats numbers instead, and other sizes get their indices from a list that is
+    made once a call.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        dims = _NEAREST.get(node.target)
+        if dims is None:
+            continue
+        x, sizes, scales = (*node.args, None)[:3]
+        like, result = x.meta["val"], node.meta["val"]
+        factors = [_factor(like.shape[2 + d], result.shape[2 + d]) for d in range(dims)]
+        if None in factors and scales is not None:
+            continue
+        with module.graph.inserting_before(node):
+            tracer = GraphAppendingTracer(module.graph)
+            given = Proxy(x, tracer)
+            if None not in factors:
+                written = repeated(given, factors)
+            else:
+                ends = [Proxy(size, tracer) if isinstance(size, Node) else size for size in sizes]
+                written = looked_up(given, ends, like.device)
+            if _channels_last(result):
+                written = aten.clone.default(written, memory_format=_CHANNELS_LAST[result.dim()])
+        written.node.meta["val"] = result
+        node.replace_all_uses_with(written.node)
+        module.graph.erase_node(node)
+        found += 1
+    return found
+
+
+def _factor(before: Any, after: Any) -> int | None:
+    """How many times larger one size is than the other, whatever they are, if that is one of _EXACT."""
+    return next((factor for factor in _EXACT if statically_known_true(after == factor * before)), None)
+
+
+def _channels_last(like: torch.Tensor) -> bool:
+    # the strides and not `is_contiguous`, which knows nothing of sizes that are symbols
+    strides = like.stride()
+    return like.dim() in _CHANNELS_LAST and _fixed(strides[1]) == 1 and _fixed(strides[-1]) != 1
+
+
+def repeated(x: Any, factors: list[Any]) -> Any:
+    """x (N, C, ...) with each number of the dimensions behind repeated `factors` times."""
+    for at, factor in enumerate(factors):
+        if factor > 1:
+            dim, count = 2 + at, len(factors)
+            wide = aten.expand.default(
+                aten.unsqueeze.default(x, dim + 1), [-1] * (dim + 1) + [factor] + [-1] * (count - at - 1)
+            )
+            x = aten.flatten.using_ints(wide, dim, dim + 1)
+    return x
+
+
+def looked_up(x: Any, sizes: list[Any], device: torch.device) -> Any:
+    """x (N, C, ...) upsampled to `sizes` by a list of indices for each dimension, with the arithmetic of torch."""
+    indices: list[Any] = [None, None]
+    for at, size in enumerate(sizes):
+        scale = operator.truediv(aten.sym_size.int(x, 2 + at), size)
+        places = aten.arange.default(size, dtype=torch.float32, device=device)
+        index = aten.to.dtype(aten.mul.Tensor(places, scale), torch.int64)
+        # as_strided wants a tensor in memory: otherwise the arithmetic is done again for every number of the result
+        index = aten.as_strided.default(index, [size], [1])
+        for _ in sizes[at + 1 :]:
+            index = aten.unsqueeze.default(index, -1)
+        indices.append(index)
+    return aten._unsafe_index.Tensor(x, indices)
+
+
+PASSES: dict[str, Callable[[GraphModule], int]] = {
+    "group_norm": group_norms,
+    "upsample": upsamplings,
+    "low_precision": low_precision,
+}

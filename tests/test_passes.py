@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from probe import Probe, block_of
+from torch.nn import functional
 
 from nexfort_engine import lower
-from nexfort_engine.passes import by_channels, group_norms, split
+from nexfort_engine.passes import by_channels, group_norms, split, upsamplings
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
@@ -88,3 +90,43 @@ def test_one_without_weights_whose_channels_are_free_stays() -> None:
 def test_own_switches_are_told_apart() -> None:
     own, inductors = split({"nexfort.group_norm": True, "max_autotune": False})
     assert own == {"group_norm": True} and inductors == {"max_autotune": False}
+
+
+# ---- upsampling ------------------------------------------------------------------------------------------------------
+
+
+class Larger(torch.nn.Module):
+    """Upsampling by a factor, to twice the size, and to a size that the call names; in one, two or three dimensions."""
+
+    def forward(self, x: torch.Tensor, line: torch.Tensor, film: torch.Tensor, height: int, width: int) -> list[Any]:
+        resized = functional.interpolate
+        return [
+            resized(x, scale_factor=2.0, mode="nearest"),
+            resized(x, scale_factor=(4.0, 1.0), mode="nearest"),
+            resized(x, size=(x.shape[2] * 2, x.shape[3] * 2), mode="nearest"),
+            resized(x, size=(height, width), mode="nearest"),
+            resized(x, scale_factor=3.0, mode="nearest"),
+            resized(line, scale_factor=8.0, mode="nearest"),
+            resized(film, scale_factor=(1.0, 2.0, 2.0), mode="nearest"),
+        ]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: torch.memory_format) -> None:
+    def inputs(height: int, width: int) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(2, 4, height, width).contiguous(memory_format=format)
+        return x, torch.randn(2, 3, height), torch.randn(1, 2, 3, height, width)
+
+    block = Larger()
+    probe = Probe(block, *inputs(6, 5), 11, 10)
+    graph = probe.captured.graph
+    assert upsamplings(graph) == 6, "all but the one by a factor that float32 has no exact inverse of"
+    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
+    code = lower.load(tmp_path / "payload", {}, [], 0)
+    for height, width, to in ((6, 5, (11, 10)), (7, 9, (13, 18)), (33, 2, (100, 3)), (64, 64, (127, 128))):
+        given = inputs(height, width)
+        wanted = block(*given, *to)
+        found = code([*given, *to])
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
