@@ -45,7 +45,9 @@ class NexfortCompileVAE(io.ComfyNode):
             search_aliases=["nexfort", "torch compile vae", "speed up vae", "faster decode", "onediff vae"],
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to speed up. It stays as it is; the output is a copy."),
-                *shared_inputs(memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP),
+                *shared_inputs(
+                    memory_format="channels_last", memory_format_tooltip=MEMORY_FORMAT_TOOLTIP, low_precision=False
+                ),
             ],
             outputs=[
                 io.Vae.Output(display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes.")

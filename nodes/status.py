@@ -8,6 +8,7 @@ with its engine, and the node is then as before its first step. Changes are sent
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -112,9 +113,13 @@ def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
     return found
 
 
-def _send(told: list[dict[str, Any]]) -> None:
-    from server import PromptServer
+def front_end() -> Any | None:
+    """ComfyUI's server, through which front ends are told; None where there is none."""
+    module = sys.modules.get("server")  # not imported here: where nobody has, nobody listens
+    return getattr(getattr(module, "PromptServer", None), "instance", None)
 
-    server = getattr(PromptServer, "instance", None)
+
+def _send(told: list[dict[str, Any]]) -> None:
+    server = front_end()
     if server is not None and told:
         server.send_sync(EVENT, {"nodes": told})
