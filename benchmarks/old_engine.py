@@ -82,13 +82,14 @@ def main(argv: list[str] | None = None) -> int:
     except Unusable as error:
         sys.stderr.write(f"old_engine: {error}\n")
         return 2
-    rows = []
+    failed = False
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(name, args, Path(folder))
-    if args.csv and rows:
-        append_rows(Path(args.csv), rows, COLUMNS)
-    return 0 if all(row["inference_s"] != "" for row in rows) else 1
+            rows = measure(name, args, Path(folder))
+        failed |= any(row["inference_s"] == "" for row in rows)
+        if args.csv:  # model by model: a run that is stopped keeps what it has
+            append_rows(Path(args.csv), rows, COLUMNS)
+    return 1 if failed else 0
 
 
 def check(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ NAMES = {
     "sdxl": "SDXL, batch 2",
     "flux": "Flux-dev, batch 1",
     "pixart": "PixArt-XL, batch 2",
+    "sd_vae": "SD/SDXL VAE, a whole `VAE.decode`",
     "sd21": "SD2.1, batch 2",
     "wan": "Wan2.1-1.3B, batch 2",
 }
