@@ -149,13 +149,24 @@ def hashes(files: set[str], block: nn.Module) -> dict[str, str]:
     """
     own = {sys.modules.get(kind.__module__) for sub in block.modules() for kind in type(sub).__mro__}
     names = {getattr(module, "__file__", None): module.__name__ for module in own if module is not None}
-    by_file = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
-    names |= {file: by_file[file] for file in files & by_file.keys()}
+    names |= {file: name for file in files if not file.startswith(("<", _TORCH)) and (name := _module_of(file))}
     return {
         name: hash_source(file)
         for file, name in names.items()
         if file and _is_host(name, file) and Path(file).is_file()
     }
+
+
+_modules: dict[str, str] = {}  # file -> name of the module that it was when all modules were last looked through
+
+
+def _module_of(file: str) -> str | None:
+    """The name of the module that a file is, or None."""
+    name = _modules.get(file)
+    if name is None or getattr(sys.modules.get(name), "__file__", None) != file:
+        _modules.clear()  # and again: there are thousands, so not for each capture
+        _modules.update((f, n) for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None)))
+    return _modules.get(file)
 
 
 def _is_host(name: str, file: str) -> bool:

@@ -27,3 +27,12 @@ def files(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
     with graphs_as_they_are(), comfyui_nodes(comfyui):
         yield tiny_files(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """Graphs run as they are: lowering them is not what is asked here."""
+    from subjects import graphs_as_they_are
+
+    with graphs_as_they_are():
+        yield

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attach` and `attach_vae` on ComfyUI's own model patchers, VAEs and samplers, in this process.
+"""`attach` on ComfyUI's own model patchers and samplers, in this process; test_comfy_vae.py has VAEs,
+test_comfy_memory.py what becomes of memory.
 
 The network is a small transformer with ComfyUI's calling convention, and its own Flux class where the family matters.
 A server, its loaders and nodes are in test_server.py.
@@ -7,14 +8,10 @@ A server, its loaders and nodes are in test_server.py.
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +20,7 @@ from backbones import make
 from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, sample
 from restarted import counting
 from subjects import graphs_as_they_are
-from tiny_checkpoints import taesd
+from tiny_checkpoints import taesd, vae
 
 from nexfort_engine import engine as engine_module
 from nexfort_engine import lower
@@ -148,7 +145,7 @@ def test_freezing_is_refused_with_the_reason(patcher: Any) -> None:
     with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI model weights can change.*expected.*'O2'"):
         host.attach(patcher, config)
     with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI VAE"):
-        host.attach_vae(vae(), config)
+        host.attach_vae(vae(taesd(4)), config)
     assert_clean(patcher)
 
 
@@ -156,7 +153,7 @@ def test_switched_off_it_gives_back_what_it_gets(patcher: Any, monkeypatch: pyte
     assert host.attach(patcher, CompileConfig.parse({"disable": True})) is patcher
     compiled = host.attach(patcher, CONFIG)
     sample(compiled)
-    wanted, given_vae = sample(patcher), vae()
+    wanted, given_vae = sample(patcher), vae(taesd(4))
     monkeypatch.setenv("NEXFORT_DISABLE", "1")
     assert host.attach(patcher, CONFIG) is patcher and host.attach_vae(given_vae, CONFIG) is given_vae
     calls = report(compiled)["calls"]
@@ -282,107 +279,3 @@ def test_cancel_while_lowering_stops_within_a_second_and_the_model_stays_usable(
         assert distance(sample(compiled), wanted) < TOLERANCE
     assert report(compiled)["artefacts_compiled"] > 0 and not report(compiled)["eager"]
     assert_clean(patcher)
-
-
-# ---- memory ----------
-
-
-def _let_go(made: Callable[[], weakref.ref[Any]]) -> bool:
-    import comfy.model_management as management
-
-    gone = made()
-    management.unload_all_models()
-    management.cleanup_models()
-    for _ in range(5):
-        gc.collect()
-    return gone() is None
-
-
-def test_nothing_keeps_an_unloaded_model_alive() -> None:
-    def used(compiled: bool) -> weakref.ref[Any]:
-        patcher = patcher_around(make("torch_dit").module)
-        if compiled:
-            patcher = host.attach(patcher, CONFIG)
-        sample(patcher)
-        return weakref.ref(patcher.model.diffusion_model)
-
-    assert _let_go(lambda: used(False)), "ComfyUI keeps it itself"
-    assert _let_go(lambda: used(True))
-
-
-def test_nothing_keeps_a_model_alive_whose_capture_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
-
-    def used() -> weakref.ref[Any]:
-        network = make("torch_dit").module
-        network.blocks[0].gain = torch.tensor(1.0)  # no plain number: the first block cannot be captured as it was
-        compiled = host.attach(patcher_around(network), CompileConfig.parse({"dynamic": False}))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.export, "export", _refuse)
-            sample(compiled)
-        assert report(compiled)["eager"]
-        return weakref.ref(network)
-
-    assert _let_go(used)
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("it cannot be traced")
-
-
-# ---- VAE ----------
-
-
-def vae() -> Any:
-    """ComfyUI's VAE object around its TAESD with random weights."""
-    import comfy.sd
-
-    return comfy.sd.VAE(sd=taesd(4)(0))
-
-
-class Coder(torch.nn.Module):
-    """An autoencoder without a list of blocks whose forward is neither of the two that a VAE calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = torch.nn.Linear(8, 4), torch.nn.Linear(4, 8)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x)
-
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(-x)
-
-
-@torch.inference_mode()
-def test_decode_is_not_taken_for_forward() -> None:
-    model = Coder()
-    compiled = host.attach_vae(SimpleNamespace(first_stage_model=model), CONFIG).first_stage_model
-    latent = torch.randn(2, 4)
-    for _ in range(2):
-        assert distance(compiled.decode(latent), model.decode(latent)) < TOLERANCE
-        assert distance(compiled.encode(model.decode(latent)), model.encode(model.decode(latent))) < TOLERANCE
-    found = compiled.report.as_dict()
-    assert sorted(row["name"] for row in found["regions"]) == ["decoder", "encoder"] and not found["eager"]
-
-
-@pytest.mark.slow
-@torch.inference_mode()  # as ComfyUI runs its nodes
-def test_a_vae_s_copy_decodes_and_encodes_as_eager_tiled_too() -> None:
-    given_vae = vae()
-    latent = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(3))
-    wanted = given_vae.decode(latent)
-    compiled = host.attach_vae(given_vae, CONFIG)
-    assert compiled is not given_vae and compiled.patcher is given_vae.patcher
-    assert host.report_of(compiled) is not None and host.report_of(given_vae) is None
-    assert distance(compiled.decode(latent), wanted) < TOLERANCE
-    assert distance(compiled.encode(wanted), given_vae.encode(wanted)) < TOLERANCE
-    tiled = {"tile_x": 8, "tile_y": 8, "overlap": 2}
-    assert distance(compiled.decode_tiled(latent, **tiled), given_vae.decode_tiled(latent, **tiled)) < TOLERANCE
-    found = report(compiled)
-    assert found["calls"] > 2 and found["regions"] and not found["eager"]
-    assert torch.equal(given_vae.decode(latent), wanted)
-    assert host.report_of(host.attach_vae(compiled, CONFIG)) is host.report_of(compiled)

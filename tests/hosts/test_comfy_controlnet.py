@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attach_control` on ComfyUI's own control nets, under its own sampler: what moves eager is followed compiled.
 
-What nodes and other packs do to a *model* under control nets is in test_comfy_patches.py.
+What nodes and other packs do to a *model* under control nets is in test_comfy_patches.py, what becomes of memory in
+test_comfy_memory.py.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import logging
 import threading
-import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +20,6 @@ from control_nets import HOLDS_ITS_OWN, KINDS, hint, model_for, picture
 from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, nothing_new, sample
 from restarted import counting
 from subjects import distance as tensors_distance
-from subjects import graphs_as_they_are
 
 from nexfort_engine import engine as engine_module
 from nexfort_engine import lower
@@ -33,13 +29,6 @@ from nexfort_engine.hosts import comfy_control
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "quick")]
 FAST = CompileConfig.parse("jit")
-
-
-@pytest.fixture
-def quick() -> Iterator[None]:
-    """Graphs run as they are: lowering them is not what is asked here."""
-    with graphs_as_they_are():
-        yield
 
 
 class Pair:
@@ -403,7 +392,7 @@ def test_cancel_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(pair.eager(), wanted)
 
 
-# ---- copies and memory ----------
+# ---- copies ----------
 
 
 def test_a_copy_for_another_device_has_an_engine_of_its_own_that_knows_comfyui() -> None:
@@ -420,45 +409,3 @@ def test_a_copy_for_another_device_has_an_engine_of_its_own_that_knows_comfyui()
     assert counted.as_dict() == {"exports": 0, "lowerings": 0}
     report = comfy_control.report_of(clone)
     assert report is not pair.report and report is not None and report.as_dict()["calls"] == STEPS
-
-
-def _let_go(kept: weakref.ref[Any]) -> bool:
-    import comfy.model_management as management
-
-    management.unload_all_models()
-    management.cleanup_models()
-    for _ in range(5):
-        gc.collect()
-    return kept() is None
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_nothing_keeps_an_unloaded_control_net_alive(name: str) -> None:
-    def used(compiled: bool) -> weakref.ref[Any]:
-        plain, patcher = KINDS[name][0](), model_for(name)
-        control = comfy_control.attach_control(plain, CONFIG) if compiled else plain
-        picture(patcher, control)
-        kept = next(iter(comfy_control.networks_of(plain).values()), control)
-        return weakref.ref(kept)
-
-    assert _let_go(used(False)), "ComfyUI keeps it itself"
-    assert _let_go(used(True))
-
-
-def test_a_control_lora_s_network_goes_with_its_run() -> None:
-    made: list[weakref.ref[Any]] = []
-    plain, patcher = control_nets.lora(), model_for("lora")
-    compiled = comfy_control.attach_control(plain, CONFIG)
-    kind = type(plain)
-    with pytest.MonkeyPatch.context() as patch:
-        own = kind.pre_run
-
-        def pre_run(self: Any, *args: Any) -> None:
-            own(self, *args)
-            made.append(weakref.ref(self.control_model))
-
-        patch.setattr(kind, "pre_run", pre_run)
-        picture(patcher, compiled)
-    gc.collect()
-    assert made and all(one() is None for one in made)
-    assert copy.copy(compiled).control_weights is plain.control_weights

@@ -256,7 +256,7 @@ def test_an_interrupt_while_the_first_step_is_planned_is_not_lost(monkeypatch: p
     """A step is run eagerly beside the first one; ComfyUI's own layers may see the interrupt there."""
     import comfy.model_management as management
 
-    from nexfort_engine import build
+    from nexfort_engine import planning
 
     def interrupted(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
         management.interrupt_current_processing()
@@ -266,7 +266,7 @@ def test_an_interrupt_while_the_first_step_is_planned_is_not_lost(monkeypatch: p
         patcher = another("comfy_flux", seed=11)
         compiled = host.attach(patcher, CompileConfig.parse("jit:benchmark"))
         with monkeypatch.context() as patch:
-            patch.setattr(build.Builder, "_observe", interrupted)
+            patch.setattr(planning.Planner, "_observe", interrupted)
             with pytest.raises(management.InterruptProcessingException):
                 sample(compiled)
         assert not host.report_of(compiled).as_dict()["notes"]  # type: ignore[union-attr]
