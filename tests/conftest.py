@@ -33,6 +33,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor would try out the processor's vector instructions for each empty cache, a quarter of a minute of compiling.
 # It still asks the processor for them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Kernels without vector instructions: writing and compiling them takes a fifth less, and there are hundreds.
+os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 # Read when sympy is loaded. Lowering asks it the same things again and again; workers have as large a memory.
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 
@@ -61,6 +63,9 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     os.chmod(folder, 0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", str(folder))
+        # torch.compile's own cache, which tests compare with, names an entry without the vector instructions that it
+        # was written for, so one that anybody else left in the default place may not compile here
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         if "CXX" not in os.environ and shutil.which("g++"):
             patch.setenv("CXX", str(Path(__file__).with_name("compiler") / "g++"))
             patch.setenv("NEXFORT_TEST_KERNELS", str(kernels))
@@ -88,9 +93,15 @@ def comfyui(threads: int) -> Path:
     if found is None:
         pytest.skip(f"no ComfyUI was found; {HOW_TO_GIVE_ONE}")
     import_comfyui(found[0])
-    gc.collect()
-    gc.freeze()  # tests that look for garbage need not go through all that was imported
     return found[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage() -> None:
+    """Tests that look for garbage, and Python while it runs them, need not go through all that earlier ones left."""
+    gc.unfreeze()  # or what has died since would never go
+    gc.collect()
+    gc.freeze()
 
 
 def import_comfyui(root: Path) -> None:
@@ -117,6 +128,20 @@ def pytest_xdist_auto_num_workers() -> int:
     One more than there are processors, because tests wait for servers, browsers and restarted processes.
     """
     return min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the contracts, which take longest, run in two processes: each backbone in one of them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            backbone = test.partition("[")[2].partition("-")[0].rstrip("]")
+            return f"{file} {sum(backbone.encode()) % 2}" if file.endswith("contracts.py") else file
+
+    return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import by_path
 import pytest
 import torch
 from patchers import in_the_middle
@@ -29,22 +29,7 @@ WIDGETS = {"mode": "O2", "dynamic": True, "memory_format": "contiguous_format"}
 Prompt = dict[str, dict[str, Any]]
 
 
-@functools.cache
-def _module(name: str, path: Path) -> ModuleType:
-    """A file or a package under a name that others may have as well."""
-    package = path / "__init__.py"
-    where = {"submodule_search_locations": [str(path)]} if package.exists() else {}
-    spec = importlib.util.spec_from_file_location(name, package if where else path, **where)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(name)
-    sys.modules[name] = made
-    try:
-        spec.loader.exec_module(made)
-    finally:
-        if before is not None:
-            sys.modules[name] = before
-    return made
+_load = functools.cache(by_path.load)  # ComfyUI's nodes must be the same classes in every test
 
 
 @contextlib.contextmanager
@@ -52,12 +37,12 @@ def comfyui_nodes(comfyui: Path) -> Iterator[Any]:
     """ComfyUI's module `nodes` under its name, which is also that of the plugin's package, with the plugin's nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))  # ComfyUI's puts a folder in front
-        found = _module("nodes", comfyui / "nodes.py")
+        found = _load("nodes", comfyui / "nodes.py")
         patch.setitem(sys.modules, "nodes", found)
         for name in BOUND_TO_NODES:
             patch.setattr(importlib.import_module(name), "nodes", found)
-        ours = _module("nexfort_nodes", ROOT / "nodes")
-        testing = _module("nexfort_testing_nodes", ROOT / "tests" / "testing_nodes")
+        ours = _load("nexfort_nodes", ROOT / "nodes")
+        testing = _load("nexfort_testing_nodes", ROOT / "tests" / "testing_nodes")
         more = {
             **{kind.define_schema().node_id: kind for kind in (*ours.NODES, testing.TestRandomConditioning)},
             **{kind.__name__: kind for kind in _more_of_comfyui()},

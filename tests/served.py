@@ -6,10 +6,14 @@ The server itself is `nexfort_engine.headless.ComfyServer`. No test lives here.
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import by_path
 import numpy
 import pytest
 import tiny_checkpoints
@@ -58,6 +62,14 @@ def comfyui_or_skip() -> Path:
     if found is None:
         pytest.skip("no ComfyUI found; set COMFYUI_PATH to the root of one")
     return found[0]
+
+
+@functools.cache
+def plugin_nodes() -> ModuleType:
+    """The plugin's package of nodes as a custom node pack, in this process. ComfyUI must be imported first."""
+    name = "custom_nodes/Nexfort"
+    by_path.load(name, ROOT)
+    return sys.modules[name + ".nodes"]
 
 
 def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,8 +75,9 @@ def test_a_translation_is_one(language: str) -> None:
 
 
 @pytest.mark.comfy
+@pytest.mark.usefixtures("comfyui")
 def test_english_says_what_the_nodes_say() -> None:
-    shown = {node.define_schema().node_id: node.define_schema() for node in nodes()}
+    shown = {node.define_schema().node_id: node.define_schema() for node in served.plugin_nodes().NODES}
     english = content("en", "nodeDefs")
     assert set(english) == set(shown)
     for name, schema in shown.items():
@@ -90,23 +89,6 @@ def test_english_says_what_the_nodes_say() -> None:
                 str(slot): {"name": one.display_name, "tooltip": one.tooltip} for slot, one in enumerate(schema.outputs)
             },
         }
-
-
-def nodes() -> list[Any]:
-    """The plugin's node classes beside a real comfy_api."""
-    comfyui = str(served.comfyui_or_skip())
-    if comfyui not in sys.path:
-        sys.path.append(comfyui)
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True
-    name = "custom_nodes/NexfortTexts"
-    spec = importlib.util.spec_from_file_location(name, served.ROOT / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return list(sys.modules[name + ".nodes"].NODES)
 
 
 def test_english_says_what_the_front_end_registers() -> None:

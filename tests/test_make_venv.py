@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import stat
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import by_path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="make and its scripts ar
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("make_venv", ROOT / "tools" / "make_venv.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = by_path.load("make_venv", ROOT / "tools" / "make_venv.py")
     monkeypatch.delenv("PYTHON", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return module

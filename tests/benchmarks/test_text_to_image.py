@@ -146,10 +146,6 @@ def test_the_old_configs_run_unchanged(config: str, tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 def test_what_quantisation_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import nexfort_engine
-
-    if hasattr(nexfort_engine, "quantize_pipe"):
-        pytest.skip("it is there")
     found = run(tmp_path, "--quantize", "--quantize-config", '{"quant_type": "int8_dynamic"}')
     assert found["inactive"][0]["token"] == "--quantize int8_dynamic"
     assert "not active: --quantize int8_dynamic: quantised kernels are not available yet" in capsys.readouterr().out

@@ -6,7 +6,6 @@ The nodes only translate, so a recorder stands for the engine's host here; test_
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -86,22 +85,9 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def plugin() -> types.ModuleType:
+def plugin(comfyui: Path) -> types.ModuleType:
     """The plugin's package of nodes, loaded in this process beside a real comfy_api."""
-    comfyui = str(served.comfyui_or_skip())
-    if comfyui not in sys.path:
-        sys.path.insert(0, comfyui)
-    import comfy.cli_args
-
-    comfy.cli_args.args.cpu = True
-    comfy.cli_args.args.use_pytorch_cross_attention = True
-    name = "custom_nodes/Nexfort"
-    spec = importlib.util.spec_from_file_location(name, served.ROOT / "__init__.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return sys.modules[name + ".nodes"]
+    return served.plugin_nodes()
 
 
 def part(plugin: types.ModuleType, name: str) -> types.ModuleType:
@@ -142,7 +128,9 @@ COMPILE = ("NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet
 
 @pytest.mark.comfy
 @pytest.mark.parametrize("name", COMPILE)
-@pytest.mark.parametrize("mode", ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"])
+@pytest.mark.parametrize(
+    "mode", ["O2", "O3", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
+)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("memory_format", ["channels_last", "contiguous_format"])
 def test_widgets_become_a_config(

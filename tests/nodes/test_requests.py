@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import types
 from pathlib import Path
 
+import by_path
 import pytest
 
 multidict = pytest.importorskip("multidict")
@@ -18,11 +18,7 @@ FILE = Path(__file__).resolve().parents[2] / "nodes" / "requests.py"
 def requests() -> types.ModuleType:
     """The module by itself: it needs aiohttp, which comes with ComfyUI, and neither ComfyUI nor the engine."""
     pytest.importorskip("aiohttp")
-    spec = importlib.util.spec_from_file_location("nexfort_requests_alone", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return by_path.load("nexfort_requests_alone", FILE)
 
 
 def refused(requests: types.ModuleType, *headers: tuple[str, str]) -> bool:

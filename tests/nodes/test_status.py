@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import by_path
 import pytest
 
 from nexfort_engine.progress import Event
@@ -33,11 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 @pytest.fixture
 def status(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The module by itself: it needs neither ComfyUI nor an engine."""
-    spec = importlib.util.spec_from_file_location("nexfort_status_alone", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "nexfort_status_alone", module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = by_path.load("nexfort_status_alone", FILE)
     monkeypatch.setattr(module, "_listen", lambda: None)
     return module
 
