@@ -95,6 +95,14 @@ class CompiledModule:
         """What the engine did for this module."""
         return self._nexfort_engine.report
 
+    def verify_next(self) -> None:
+        """Compare the next call with eager, region by region, once it has ended.
+
+        The result, under "verifications" in the report, holds milliseconds both ways, distances (relative norms) and
+        errors to a wider computation; a region over the budget runs eager from then on. It costs about eight calls.
+        """
+        self._nexfort_engine.verify_next()
+
     def uncompiled(self) -> nn.Module:
         """The original module; it shares every weight with this one."""
         return self._nexfort_engine.root

@@ -9,16 +9,17 @@ every time.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .artefact import Artefact, Binding
 from .loans import Layers, Loan, NotLent
-from .modulestate import WeightSlots, foreign, structure
+from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
 from .readset import Refused
 from .regions import RegionSpec
@@ -48,7 +49,7 @@ class Region:
         self._ids: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._device: torch.device | None = None
-        self._parts: Parts | None = None  # how weights come apart that are not plain
+        self.parts: Parts | None = None  # how weights come apart that are not plain
         self._structure: list[Any] | None = None
         self._problem: str | None = None
         self._layers: Layers | None = None
@@ -81,7 +82,7 @@ class Region:
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
         if binding is None:
-            return self._inside(plain, args, kwargs, session)
+            return self.inside(plain, args, kwargs, session)
         if loan is None:
             return self._run(binding, weights, flat, plain, args, kwargs, session)
         session.fetched |= not loan.kept
@@ -110,15 +111,20 @@ class Region:
             raise  # the host has its own remedies: unloading, tiling
         except Exception as error:
             # whatever it was, the step must complete; the region stays eager from here on and says why
-            self.latched = f"its artefact failed: {named(error)}"
-            log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, self.latched)
-            return self._eager(plain, args, kwargs, session, self.latched)
+            self.latch(f"its artefact failed: {named(error)}")
+            return self.inside(plain, args, kwargs, session)
+
+    def latch(self, reason: str) -> None:
+        """Run the block eager from now on."""
+        self.latched = reason
+        self.engine.report.eager(self.path, reason)
+        log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 
     def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
         self.engine.report.eager(self.path, reason)
-        return self._inside(plain, args, kwargs, session)
+        return self.inside(plain, args, kwargs, session)
 
-    def _inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
         session.ran_eager = True
         session.inside, before = True, session.inside
         try:
@@ -174,13 +180,28 @@ class Region:
             weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device)
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
-        plain = self._parts.take(weights) if self._parts is not None else weights
+        plain = self.parts.take(weights) if self.parts is not None else weights
         problem = _weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
         if problem is not None or plain is None:
             loan.give_back()
             raise Ineligible(problem)
         self._sound = loan if plain is weights else None
         return plain, loan
+
+    @contextlib.contextmanager
+    def resident_weights(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The block's weights, those on loan included, for a call with these tensors. Raises Ineligible."""
+        due = self.due()
+        weights, loan = self._borrow(due, tensors) if due else (self.weights(), None)
+        try:
+            yield weights
+        finally:
+            if loan is not None:
+                loan.give_back()
+
+    def hidden(self) -> Hidden:
+        """What a copy of the block shows in the place of its own attributes, so that it is taken for resident."""
+        return self.layers.hidden() if self.layers is not None else {}
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
@@ -194,12 +215,12 @@ class Region:
             weights = self.slots.read()
         if self._problem is not None:
             raise Ineligible(self._problem)
-        return weights if self._parts is None else self._apart(weights)
+        return weights if self.parts is None else self._apart(weights)
 
     def _apart(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """The plain tensors that the weights hold. Raises Ineligible."""
         for _ in range(2):
-            plain = self._parts.take(weights) if self._parts is not None else weights
+            plain = self.parts.take(weights) if self.parts is not None else weights
             if plain is not None:
                 return plain
             self._inspect(weights)  # a weight was changed in its place: another scale or layout
@@ -211,11 +232,11 @@ class Region:
         if self._has_others():
             weights = self.slots.read()
         try:
-            self._parts = Parts.of(weights)
-            plain = self._parts.take(weights) if self._parts is not None else weights
+            self.parts = Parts.of(weights)
+            plain = self.parts.take(weights) if self.parts is not None else weights
             self._problem = _weight_problem(plain) if plain is not None else None
         except Refused as reason:
-            self._parts, self._problem = None, str(reason)
+            self.parts, self._problem = None, str(reason)
         before = self._structure
         self._structure = None
         if self._problem is None or self.engine.lender is not None:
@@ -249,11 +270,11 @@ class Region:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
         if self._structure is None:
             weights = self.slots.read()
-            plain = (self._parts.take(weights) if self._parts is not None else None) or weights
+            plain = (self.parts.take(weights) if self.parts is not None else None) or weights
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
             self._structure = [structure(self.module, self._lent, self.engine.besides), strides]
-            if self._parts is not None:
-                self._structure.append(self._parts.text)
+            if self.parts is not None:
+                self._structure.append(self.parts.text)
         return self._structure
 
     def remember(self, key: Any, binding: Binding) -> None:

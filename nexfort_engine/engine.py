@@ -32,8 +32,10 @@ from .lower import import_ahead
 from .modulestate import replaced_forward, structure
 from .regions import find_regions
 from .report import Report
-from .session import Session, current, entered
+from .session import Instead, Session, current, entered
+from .signature import of_its_own
 from .support import OLDEST, torch_version, unsupported
+from .verify import Verifier
 
 log = logging.getLogger("nexfort")
 
@@ -89,6 +91,7 @@ class Engine:
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
+        self._verify_due = False
         self._model_keys: dict[str, str] = {}
 
     @property
@@ -153,9 +156,20 @@ class Engine:
             if reason:
                 self.report.eager("(whole module)", reason)
             return plain(*args, **kwargs)
-        with self.active() as session:
+        return self._called(plain, args, kwargs)
+
+    def uncounted(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One more step that nobody asked for; the report does not count it."""
+        return self._called(plain, args, kwargs, counted=False)
+
+    def _called(self, plain: Callable[..., Any], args: Any, kwargs: Any, *, counted: bool = True) -> Any:
+        with self.active(counted=counted) as session:
             session.root = (plain, _copied(args), _copied(kwargs))
             return self._step(self._through(plain, session), args, kwargs, session)
+
+    def verify_next(self) -> None:
+        """Compare the next step with eager, region by region, once it has ended; see verify.py."""
+        self._verify_due = True
 
     def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
         """The backbone's own forward, or its region where it is one region as a whole."""
@@ -165,9 +179,15 @@ class Engine:
         return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+        due, self._verify_due = self._verify_due, False
+        given = (of_its_own(args), of_its_own(kwargs)) if due else ((), {})  # networks may change what they get
         if self.graphs is None or not torch.cuda.is_available():
-            return run(*args, **kwargs)
-        return self.graphs.call(run, args, kwargs, session)
+            result = run(*args, **kwargs)
+        else:
+            result = self.graphs.call(run, args, kwargs, session)
+        if due and session.root is not None:
+            Verifier(self).run(session.root[0], *given)
+        return result
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""
@@ -188,12 +208,15 @@ class Engine:
         return self._off or None
 
     @contextlib.contextmanager
-    def active(self, *, watch_root: bool = False, recording: bool = False) -> Iterator[Session]:
+    def active(
+        self, *, watch_root: bool = False, instead: Instead | None = None, counted: bool = True
+    ) -> Iterator[Session]:
         """Regions stand in the blocks' places inside the block, in this context only.
 
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
+        instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
-        session = Session(self, recording=recording)
+        session = Session(self, instead=instead)
         placed = []
         for region in self._regions().values():
             if region.module is not self.root:
@@ -210,7 +233,7 @@ class Engine:
         finally:
             for module in placed:
                 _displace(module)
-            if not recording:
+            if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
                 pool.dismiss()
 
@@ -222,8 +245,8 @@ class Engine:
         region = self._regions().get(id(module))
         if region is None or session.inside:
             return plain(*args, **kwargs)
-        if session.recording:
-            return self.builder.planner.record(region, plain, args, kwargs, session)
+        if session.instead is not None:
+            return session.instead(region, plain, args, kwargs, session)
         return region.call(plain, args, kwargs, session)
 
 

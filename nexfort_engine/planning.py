@@ -15,7 +15,7 @@ import torch
 
 from .dispatch import Ineligible, Region
 from .report import named
-from .signature import Flat, Unsupported, flatten_call
+from .signature import Flat, Unsupported, flatten_call, of_its_own
 
 if TYPE_CHECKING:
     from .build import Wanted
@@ -42,7 +42,7 @@ class Planner:
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
         wants_two = _batch_of(args, kwargs) == 1
-        args, kwargs = _of_its_own(args, wants_two), _of_its_own(kwargs, wants_two)
+        args, kwargs = of_its_own(args, wants_two), of_its_own(kwargs, wants_two)
         try:
             further = self.engine.also(args, kwargs)  # before the call: networks take items out of what they are given
             return self._observe(call, args, kwargs) + self._observe_further(call, further)
@@ -63,7 +63,10 @@ class Planner:
             flat = Flat()
             return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
-        with torch.random.fork_rng(devices=[d.index for d in devices]), self.engine.active(recording=True) as session:
+        with (
+            torch.random.fork_rng(devices=[d.index for d in devices]),
+            self.engine.active(instead=self.record) as session,
+        ):
             call(*args, **kwargs)
         return session.examples
 
@@ -93,7 +96,7 @@ class Planner:
                 session.examples.append(wanted)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        return region._inside(plain, args, kwargs, session)
+        return region.inside(plain, args, kwargs, session)
 
 
 def _ghost(example: Example) -> Flat:
@@ -110,14 +113,3 @@ def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             return value.shape[0]
     return 0
-
-
-def _of_its_own(value: Any, twice: bool) -> Any:
-    """A call with tensors of its own, which the network may change. `twice`: at batch 2 where the call has batch 1."""
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value, value]) if twice and value.ndim > 0 and value.shape[0] == 1 else value.clone()
-    if type(value) in (list, tuple):
-        return type(value)(_of_its_own(v, twice) for v in value)
-    if isinstance(value, dict):
-        return {k: _of_its_own(v, twice) for k, v in value.items()}
-    return value

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import CompileConfig
 
-_LISTS = ("regions", "artefacts", "variants", "eager", "notes")
+_LISTS = ("regions", "artefacts", "variants", "eager", "notes", "verifications")
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
@@ -99,6 +99,17 @@ class Report:
         with self._lock:
             self._append_once("notes", (text,), text)
 
+    def verified(self, result: Mapping[str, Any]) -> None:
+        """A step was compared with eager; `result` is as verify.py makes it."""
+        with self._lock:
+            self._rows["verifications"].append(dict(result))
+
+    @property
+    def verifications(self) -> int:
+        """How many steps were compared with eager."""
+        with self._lock:
+            return len(self._rows["verifications"])
+
     @property
     def calls(self) -> int:
         """How many calls of the backbone have ended."""
@@ -146,6 +157,7 @@ class Report:
         lines += [f"  eager: {row['region']}: {row['reason']}" for row in data["eager"]]
         lines += [f"  not active: {row['token']}: {row['reason']}" for row in data["inactive"]]
         lines += [f"  note: {text}" for text in data["notes"]]
+        lines += [_verified_line(row) for row in data["verifications"][-1:]]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -205,7 +217,16 @@ class Report:
             "config": _copied(self._config),
             "inactive": [dict(row) for row in self._inactive],
             "notes": new["notes"],
+            "verifications": new["verifications"],
         }
+
+
+def _verified_line(row: Mapping[str, Any]) -> str:
+    over = sum(one["over"] for one in row["regions"])
+    return (
+        f"  verified: a step takes {row['compiled_ms']:.1f} ms, eager {row['eager_ms']:.1f} ms; its result is "
+        f"{row['distance']:.1e} from eager's; {_count(over, 'region')} over the budget"
+    )
 
 
 def _copied(config: Mapping[str, object]) -> dict[str, object]:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine import Engine
 
+# with a region, its plain forward, its arguments and the session; it returns the region's result
+Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+
 
 class Session:
-    """One call of a backbone. `recording`: it only notes what its regions are called with."""
+    """One call of a backbone. `instead`: what is done with each region's call in the place of running it compiled."""
 
-    def __init__(self, engine: Engine, *, recording: bool = False) -> None:
+    def __init__(self, engine: Engine, *, instead: Instead | None = None) -> None:
         self.engine = engine
-        self.recording = recording
+        self.instead = instead
         self.inside = False  # a block runs its own forward: nothing below it is a region
         self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self.planned = False

@@ -124,6 +124,17 @@ class Leaves:
         self.tensors, self.ints, self.mappings = iter(tensors), iter(ints), iter(mappings)
 
 
+def of_its_own(value: Any, twice: bool = False) -> Any:
+    """Arguments with tensors of their own, which the callee may change. `twice`: at batch 2 where they have batch 1."""
+    if isinstance(value, torch.Tensor):
+        return torch.cat([value, value]) if twice and value.ndim > 0 and value.shape[0] == 1 else value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(of_its_own(v, twice) for v in value)
+    if isinstance(value, dict):
+        return {k: of_its_own(v, twice) for k, v in value.items()}
+    return value
+
+
 def spec_text(spec: Any) -> str:
     """A spec as text that is the same in every process: types by their qualified name."""
     if isinstance(spec, str):

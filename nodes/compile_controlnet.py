@@ -79,9 +79,10 @@ class NexfortCompileControlNet(io.ComfyNode):
         memory_format: str,
         options: str = "",
         enabled: bool = True,
+        verify: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first step."""
-        return compiled(control_net, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
+        return compiled(control_net, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, verify, cls)
 
 
 def _attach(control_net: Any, config: CompileConfig) -> tuple[Any, Report | None]:

@@ -52,6 +52,11 @@ ENABLED_TOOLTIP = """\
 Off: the input is handed on exactly as it came in, as if the node were bypassed.
 Switch it off to compare with the uncompiled result; nothing compiled is lost."""
 
+VERIFY_TOOLTIP = """\
+On: after the first step the same step is run uncompiled beside it, block by block, once for each model that is loaded.
+The report shows distance and speed-up; a block that is further from the exact result than it should be runs uncompiled.
+It costs about eight steps. Switch it on when you want to see for yourself."""
+
 
 def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precision: bool = True) -> list[io.Input]:
     """The widgets after what is to be compiled, in order. Those an API workflow may leave out are optional.
@@ -68,6 +73,7 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precisi
         io.Combo.Input("memory_format", options=MEMORY_FORMATS, default=memory_format, tooltip=memory_format_tooltip),
         io.String.Input("options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP),
         io.Boolean.Input("enabled", default=True, optional=True, advanced=True, tooltip=ENABLED_TOOLTIP),
+        io.Boolean.Input("verify", default=False, optional=True, advanced=True, tooltip=VERIFY_TOOLTIP),
     ]
 
 
@@ -77,15 +83,20 @@ def compiled(
     where: str,
     widgets: tuple[str, bool, str, str | None],
     enabled: bool,
+    verify: bool,
     node: type[io.ComfyNode],
 ) -> io.NodeOutput:
     """A node's output: what came in with the engine attached, or itself where the node is switched off.
 
-    attach: gives what comes out and its report. widgets: mode, dynamic, memory_format and options. node: the class
-    that runs, whose badge is told. Raises ValueError as `read_config`.
+    attach: gives what comes out and its report. widgets: mode, dynamic, memory_format and options. verify: compare the
+    first step with eager. node: the class that runs, whose badge is told. Raises ValueError as `read_config`.
     """
     config = read_config(*widgets, where) if enabled else None
     result, report = (given, None) if config is None or config.disable else attach(given, config)
+    if verify and report is not None:
+        from nexfort_engine.hosts.comfy import verify_next
+
+        verify_next(report, once=True)
     if node.hidden is not None:
         remember(node.hidden.unique_id, node.define_schema().node_id, report)
     return io.NodeOutput(result)

@@ -72,9 +72,10 @@ class NexfortCompileModel(io.ComfyNode):
         memory_format: str,
         options: str = "",
         enabled: bool = True,
+        verify: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
-        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
+        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, verify, cls)
 
 
 def _attach(model: Any, config: CompileConfig) -> tuple[Any, Report | None]:

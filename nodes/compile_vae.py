@@ -69,9 +69,10 @@ class NexfortCompileVAE(io.ComfyNode):
         memory_format: str,
         options: str = "",
         enabled: bool = True,
+        verify: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first decode."""
-        return compiled(vae, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, cls)
+        return compiled(vae, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, verify, cls)
 
 
 def _attach(vae: Any, config: CompileConfig) -> tuple[Any, Report | None]:

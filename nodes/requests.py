@@ -21,6 +21,7 @@ BODY_LIMIT = 4096
 # What a browser tells of a request that this server's own page made, or that the user typed.
 OWN_SITES = ("same-origin", "none")
 _ID = re.compile(r"[0-9a-f]{16,64}")
+_LONGEST_NODE_ID = 128  # inside subgraphs they hold those of the nodes around
 _PORTS = {"http": 80, "https": 443}
 
 Answer = Mapping[str, Any]
@@ -105,6 +106,17 @@ def ids_in(body: Mapping[str, Any]) -> list[str]:
     for one in ids:
         if not isinstance(one, str) or _ID.fullmatch(one) is None:
             raise RefusedError(400, f"ids holds {_short(one)}; expected whole ids as GET /nexfort/cache tells them.")
+    return list(dict.fromkeys(ids))
+
+
+def node_ids_in(body: Mapping[str, Any]) -> list[str]:
+    """The ids of nodes under "nodes", each once; RefusedError for anything that is not one."""
+    ids = body.get("nodes")
+    if not isinstance(ids, list) or not ids:
+        raise RefusedError(400, f"nodes is {_short(ids)}; expected a list of ids as GET /nexfort/nodes tells them.")
+    for one in ids:
+        if not isinstance(one, str) or not 0 < len(one) <= _LONGEST_NODE_ID:
+            raise RefusedError(400, f"nodes holds {_short(one)}; expected ids as GET /nexfort/nodes tells them.")
     return list(dict.fromkeys(ids))
 
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from . import status
 from .cache_manager import listing
-from .requests import RefusedError, answered, ids_in, read_body
+from .requests import RefusedError, answered, ids_in, node_ids_in, read_body
 from .told import without_paths
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def register_routes() -> bool:
     server.routes.get("/nexfort/cache")(get_cache)
     server.routes.get("/nexfort/nodes")(get_nodes)
     server.routes.get("/nexfort/report")(get_report)
+    server.routes.post("/nexfort/verify")(post_verify)
     server.routes.post("/nexfort/cache/prune")(post_prune)
     server.routes.post("/nexfort/cache/clear")(post_clear)
     server.routes.post("/nexfort/cache/pin")(post_pin)
@@ -76,6 +77,25 @@ async def get_report(request: web.Request) -> dict[str, Any]:
         for name, report in found
     ]
     return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen"}
+
+
+@answered
+async def post_verify(request: web.Request) -> dict[str, Any]:
+    """POST /nexfort/verify {"nodes": ["12"]}: compare the next step of these compile nodes' models with eager.
+
+    {}: of all. {"nodes": [...]} tells which; without a next step, such as one whose result is cached, nothing happens.
+    """
+    from nexfort_engine.hosts.comfy import verify_next
+
+    body = await read_body(request, ("nodes",), '{"nodes": ["12"]}')
+    ids = node_ids_in(body) if "nodes" in body else None
+    reports = status.reports_of(ids)
+    for one in ids or ():
+        if one not in reports:
+            raise RefusedError(
+                404, f"No compiled model belongs to node {one}; expected one that ran: GET /nexfort/nodes."
+            )
+    return {"nodes": [node for node, report in reports.items() if verify_next(report)]}
 
 
 @answered

@@ -84,6 +84,12 @@ def nodes_of(report: Report) -> list[dict[str, Any]]:
     return [_told(seat) for seat in _sitting() if seat.report is not None and seat.report() is report]
 
 
+def reports_of(ids: list[str] | None) -> dict[str, Report]:
+    """Id -> report of the nodes with these ids, or of all; those whose engine is gone are not among them."""
+    found = {seat.node: seat.report() for seat in _sitting() if seat.report is not None}
+    return {node: report for node, report in found.items() if report is not None and (ids is None or node in ids)}
+
+
 def _sitting() -> list[Seat]:
     with _lock:
         return [seat for seat in _seats.values() if seat.report is None or seat.report() is not None]

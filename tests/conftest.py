@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import pytest
 
 THREADS = 2
 MOST_PROCESSES = 4
+SECONDS_BETWEEN = 120.0
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
     "with comfy-cli: pip install comfy-cli && comfy install"
@@ -96,12 +99,21 @@ def comfyui(threads: int) -> Path:
     return found[0]
 
 
+_frozen = -math.inf
+
+
 @pytest.fixture(scope="module", autouse=True)
 def garbage() -> None:
-    """Tests that look for garbage, and Python while it runs them, need not go through all that earlier ones left."""
-    gc.unfreeze()  # or what has died since would never go
-    gc.collect()
-    gc.freeze()
+    """Tests that look for garbage, and Python while it runs them, need not go through all that earlier ones left.
+
+    It takes two seconds itself, so not for every small file.
+    """
+    global _frozen
+    if time.monotonic() - _frozen > SECONDS_BETWEEN:
+        gc.unfreeze()  # or what has died since would never go
+        gc.collect()
+        gc.freeze()
+        _frozen = time.monotonic()
 
 
 def import_comfyui(root: Path) -> None:
@@ -130,6 +142,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
 
 
+def half_of(backbone: str) -> int:
+    """In which of the two processes the contracts of a backbone run; "0" and "1" stand for themselves."""
+    return sum(backbone.encode()) % 2
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` the contracts, which take longest, run in two processes: each backbone in one of them."""
@@ -139,7 +156,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
             backbone = test.partition("[")[2].partition("-")[0].rstrip("]")
-            return f"{file} {sum(backbone.encode()) % 2}" if file.endswith("contracts.py") else file
+            return f"{file} {half_of(backbone)}" if file.endswith("contracts.py") else file
 
     return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import BACKBONES, make, tensors_of
+from conftest import half_of
 from outside import unexplained
 from restarted import counting, digests
 from subjects import (
@@ -84,6 +85,20 @@ def test_same_call_gives_the_same_bits(tiny: Subject) -> None:
     first = tiny.run()
     tiny.run(seed=1)
     assert equal_bits(tiny.run(), first)
+
+
+@every
+def test_a_verified_step_is_the_same_step(tiny: Subject) -> None:
+    before, calls = tiny.run(), tiny.report.calls
+    tiny.engine.verify_next()
+    assert equal_bits(tiny.run(), before)
+    told = tiny.report.as_dict()
+    assert told["calls"] == calls + 1
+    verified, eager = told["verifications"][-1], {row["region"] for row in told["eager"]}
+    assert verified["distance"] < TOLERANCE
+    rows = {row["region"]: row for row in verified["regions"]}
+    assert rows.keys() == {row["name"] for row in told["regions"]} - eager
+    assert not [row for row in rows.values() if row["over"] or row["unjudged"]]
 
 
 @every
@@ -186,10 +201,11 @@ def _installed(request: pytest.FixtureRequest) -> list[str]:
     return [name for name, kind in BACKBONES.items() if kind.host in hosts]
 
 
+@pytest.mark.parametrize("half", [0, 1])  # those that conftest.py's scheduler has compiled in this process
 def test_second_process_compiles_nothing_and_gives_the_same_bits(
-    request: pytest.FixtureRequest, artefact_cache: Path
+    request: pytest.FixtureRequest, artefact_cache: Path, half: int
 ) -> None:
-    names_here = _installed(request)
+    names_here = [name for name in _installed(request) if half_of(name) == half]
     wanted = {name: digests(subject(name).tiny, subject(name).compiled) for name in names_here}
     assert all(len(set(found)) == len(found) for found in wanted.values()), "two calls of a backbone gave the same"
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(artefact_cache)}

@@ -214,8 +214,8 @@ def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     browser.load(page, served.tiny_workflow("flux_compile_model"))
     assert page.evaluate(MODES_OF) == ["O2"], "a node that brings its own mode keeps it"
     prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {"model", "mode", "dynamic", "memory_format", "options", "enabled"}
-    assert len(saved["widgets_values"]) == 5, "the badge is saved in no workflow"
+    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
+    assert len(saved["widgets_values"]) == 6, "the badge is saved in no workflow"
 
 
 def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) -> None:

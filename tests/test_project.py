@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
-    "dispatch": ("dispatch", "build", "planning", "cudagraph", "rehearsal"),
+    "dispatch": ("dispatch", "build", "planning", "cudagraph", "rehearsal", "verify"),
     "engine": ("engine",),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),

@@ -7,13 +7,15 @@ import { api } from '../../scripts/api.js'
 import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './badge.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
-import { openReport } from './report.js'
+import { benchmarkWorkflow } from './benchmark.js'
+import { openReport, verifyNext } from './report.js'
 import { ask, change, toast } from './server.js'
 import { watchStatus } from './status.js'
 import { text, textsReady } from './texts.js'
 
 const TAB = 'nexfort'
 const DEFAULT_MODE = 'Nexfort.Nodes.DefaultMode'
+const VERIFY = 'Nexfort.Nodes.Verify'
 const TELL_EAGER = 'Nexfort.Nodes.TellEager'
 const MODES = ['O2', 'max-autotune', 'max-optimize:max-autotune', 'jit:disable-runtime-fusion']
 const told = new Set()
@@ -59,6 +61,14 @@ app.registerExtension({
       defaultValue: MODES[0]
     },
     {
+      id: VERIFY,
+      category: ['Nexfort', 'Nodes', 'Verify'],
+      name: 'Verify after compiling, in new compile nodes',
+      tooltip: 'Switches on "verify" in compile nodes that you add: the first step is compared with the uncompiled one.',
+      type: 'boolean',
+      defaultValue: false
+    },
+    {
       id: 'Nexfort.Nodes.ShowBadges',
       category: ['Nexfort', 'Nodes', 'ShowBadges'],
       name: 'Show the state on compile nodes',
@@ -87,6 +97,8 @@ app.registerExtension({
   ],
   commands: [
     { id: 'Nexfort.ShowReport', label: 'Nexfort: show the report', icon: 'pi pi-chart-bar', function: () => openReport() },
+    { id: 'Nexfort.Verify', label: 'Nexfort: verify the next step', icon: 'pi pi-check-circle', function: () => verifyNext() },
+    { id: 'Nexfort.Benchmark', label: 'Nexfort: benchmark this workflow', icon: 'pi pi-stopwatch', function: benchmarkWorkflow },
     { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', icon: 'pi pi-database', function: showCache },
     {
       id: 'Nexfort.PruneCache',
@@ -99,7 +111,7 @@ app.registerExtension({
   menuCommands: [
     {
       path: ['Extensions', 'Nexfort'],
-      commands: ['Nexfort.ShowReport', 'Nexfort.ShowCache', 'Nexfort.PruneCache', 'Nexfort.ClearCache']
+      commands: ['Nexfort.ShowReport', 'Nexfort.Verify', 'Nexfort.Benchmark', 'Nexfort.ShowCache', 'Nexfort.PruneCache', 'Nexfort.ClearCache']
     }
   ],
 
@@ -118,6 +130,8 @@ app.registerExtension({
     // A node of a workflow that is loaded gets its own values after this.
     const mode = node.widgets?.find((widget) => widget.name === 'mode')
     if (mode && MODES.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
+    const verify = node.widgets?.find((widget) => widget.name === 'verify')
+    if (verify) verify.value = setting(VERIFY) === true
     addBadge(node)
   },
 

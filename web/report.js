@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
-import { element } from './elements.js'
-import { ask } from './server.js'
-import { idsOf, onStatus } from './status.js'
+import { element, momentText } from './elements.js'
+import { ask, change, toast } from './server.js'
+import { idsOf, isKnown, onStatus } from './status.js'
 import { language, text } from './texts.js'
 
 let open = null
@@ -14,8 +14,10 @@ export async function openReport(node = null) {
   const body = element('div', { class: 'nexfort-report-body', tabindex: '0', role: 'region', 'aria-label': text('report.title') })
   const close = element('button', { type: 'button', class: 'nexfort-button', click: () => dialog.close() }, text('report.close'))
   const heading = element('h2', { id: 'nexfort-report-title' }, node ? `${text('report.title')}: ${node.title}` : text('report.title'))
+  const verify = element('button', { type: 'button', class: 'nexfort-button', title: text('verify.what'), click: async () => said.replaceChildren(await askToVerify(node)) }, text('verify.next'))
+  const said = element('p', { class: 'nexfort-said', role: 'status' })
   const dialog = element('dialog', { class: 'nexfort-panel nexfort-report', 'aria-labelledby': 'nexfort-report-title' })
-  dialog.append(element('header', {}, heading, close), body)
+  dialog.append(element('header', {}, heading, element('div', { class: 'nexfort-row' }, verify, close)), said, body)
   let due = null
   const fill = () => {
     // Events come once a second while something compiles; one question at a time is enough.
@@ -36,6 +38,18 @@ export async function openReport(node = null) {
   if (dialog.isConnected && !dialog.open) dialog.showModal()
 }
 
+/** Have the next step of every model that is alive compared with eager. */
+export async function verifyNext() {
+  toast('info', text('verify.next'), await askToVerify(null))
+}
+
+async function askToVerify(node) {
+  const ids = node && idsOf(node).filter(isKnown)
+  if (ids?.length === 0) return text('verify.nothing')
+  const told = await change('verify', ids ? { nodes: ids } : {})
+  return text(told?.nodes.length ? 'verify.due' : 'verify.nothing')
+}
+
 async function show(body, node) {
   const told = await ask('report')
   if (told === undefined) return
@@ -48,6 +62,8 @@ async function show(body, node) {
 function engineSection({ name, report }, cache) {
   const section = element('section', {}, element('h3', {}, name))
   section.append(facts(report, cache))
+  const verified = report.verifications.at(-1)
+  if (verified) section.append(verification(verified))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
   section.append(list('report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)))
   section.append(list('report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)))
@@ -90,6 +106,37 @@ function artefacts(rows) {
   return element('details', {}, element('summary', {}, `${text('report.artefacts')} (${rows.length})`), table)
 }
 
-function number(value) {
-  return value.toLocaleString(language(), { minimumFractionDigits: 1, maximumFractionDigits: 1 })
+function verification(told) {
+  const ratio = number(told.eager_ms / told.compiled_ms, 2)
+  const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
+  const keys = ['report.region', 'verify.eager', 'verify.ours', 'verify.distance', 'verify.judgement']
+  const headings = keys.map((key) => element('th', { scope: 'col' }, text(key)))
+  const lines = told.regions.map((row) =>
+    element(
+      'tr',
+      {},
+      element('td', {}, row.region),
+      element('td', { class: 'nexfort-number' }, number(row.eager_ms, 2)),
+      element('td', { class: 'nexfort-number' }, number(row.compiled_ms, 2)),
+      element('td', { class: 'nexfort-number' }, small(row.distance)),
+      element('td', { title: judgedBy(row) }, text(row.over ? 'verify.over' : row.unjudged ? 'verify.unjudged' : 'verify.equal'))
+    )
+  )
+  const table = element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, lines))
+  const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
+  const over = told.regions.some((row) => row.over)
+  return element('details', { open: true, class: 'nexfort-verified' }, element('summary', {}, text('verify.title')), element('p', {}, said), where, element('details', { open: over }, element('summary', {}, `${text('report.regions')} (${lines.length})`), table))
+}
+
+function judgedBy(row) {
+  if (row.unjudged) return row.unjudged
+  return row.error === null ? '' : text('verify.errors', { ours: small(row.error), eager: small(row.eager_error) })
+}
+
+function small(value) {
+  return value === 0 ? '0' : value.toExponential(1)
+}
+
+function number(value, digits = 1) {
+  return value.toLocaleString(language(), { minimumFractionDigits: digits, maximumFractionDigits: digits })
 }

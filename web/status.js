@@ -32,6 +32,11 @@ export function idsOf(node) {
   return [...states.keys()].filter((one) => one.endsWith(`:${id}`))
 }
 
+/** Whether the server knows of a node with this id. */
+export function isKnown(id) {
+  return states.has(id)
+}
+
 /** Ask for the state of all nodes. */
 export async function refreshStatus() {
   const told = await ask('nodes', { quiet: true })

@@ -32,7 +32,7 @@ NOT_SHAPING = frozenset(
     (
         *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "cudagraph", "doctor", "driver", "glue"),
         *("graphmemory", "headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report"),
-        *("residence", "selfcheck", "terminal", "warm", "warm_workflow"),
+        *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")

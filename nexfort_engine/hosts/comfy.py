@@ -44,6 +44,9 @@ class Told(Protocol):
     name: str
     report: Report
 
+    def verify_next(self) -> None:
+        """Compare the next step with eager."""
+
 
 _live: weakref.WeakSet[Told] = weakref.WeakSet()
 
@@ -228,6 +231,18 @@ def report_of(value: Any) -> Report | None:
 def reports() -> list[tuple[str, Report]]:
     """Name and report of every engine that is alive."""
     return [(told.name, told.report) for told in list(_live)]
+
+
+def verify_next(report: Report, *, once: bool = False) -> bool:
+    """Have the next step of the engine with this report compared with eager; False where it is gone.
+
+    once: not again where it was done before.
+    """
+    found = [told for told in list(_live) if told.report is report]
+    for told in found:
+        if not (once and report.verifications):
+            told.verify_next()
+    return bool(found)
 
 
 def _cancel() -> None:

@@ -136,7 +136,12 @@ class _Maker:
         self.name, self.config = name, config
         self.report = Report(config, str(comfy.cache_root()))
         self._known = Known()
+        self._verify_due = False
         comfy.tell_of(self)
+
+    def verify_next(self) -> None:
+        """Compare the next step of the networks that are made next."""
+        self._verify_due = True
 
     def compile(self, control: Any, model: Any) -> None:
         """Put the networks that `pre_run` has made into engines. model: what is sampled."""
@@ -149,7 +154,10 @@ class _Maker:
             if not kept and not _stays_plain(network, self.report):
                 engine = comfy.new_engine(network, self.config, network, known=self._known, **_given(control))
                 engine.name, engine.report = self.name, self.report
+                if self._verify_due:
+                    engine.verify_next()
                 setattr(control, name, comfy.wrapped(network, engine, _CALLED, **_given(control)))
+        self._verify_due &= not made
 
     def _nothing_found(self) -> None:
         reason = "no network was found in it, neither when the node ran nor when sampling began"

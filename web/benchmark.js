@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// "Benchmark this workflow": the open workflow is queued uncompiled and compiled, and a small chart compares the steps.
+// Times are those between the events of the sampler that takes the most steps, so loading and decoding do not count.
+
+import { app } from '../../scripts/app.js'
+import { api } from '../../scripts/api.js'
+import { COMPILE_NODES } from './badge.js'
+import { element } from './elements.js'
+import { toast } from './server.js'
+import { language, text } from './texts.js'
+
+const SEEDS = ['seed', 'noise_seed']
+// The first of a kind loads, compiles or warms up; the second counts.
+const RUNS = [
+  { enabled: true, counts: false },
+  { enabled: true, counts: true },
+  { enabled: false, counts: false },
+  { enabled: false, counts: true }
+]
+let busy = false
+
+/** Run the workflow both ways and show the result; resolves when the dialog is there. */
+export async function benchmarkWorkflow() {
+  const { output } = await app.graphToPrompt()
+  if (!Object.values(output).some((node) => COMPILE_NODES.includes(node.class_type))) {
+    return toast('info', text('benchmark.title'), text('benchmark.noNode'))
+  }
+  if (busy) return toast('info', text('benchmark.title'), text('benchmark.busy'))
+  busy = true
+  const dialog = openDialog()
+  try {
+    const found = []
+    for (const [turn, run] of RUNS.entries()) {
+      if (dialog.stopped) return
+      dialog.say(text('benchmark.running', { turn: turn + 1, turns: RUNS.length, way: text(run.enabled ? 'benchmark.ours' : 'benchmark.eager') }))
+      const steps = await measure(variant(output, run.enabled, turn), dialog)
+      if (run.counts) found.push({ ...run, milliseconds: steps })
+    }
+    dialog.chart(found)
+  } catch (error) {
+    dialog.say(text('benchmark.failed', { reason: error.message }))
+  } finally {
+    busy = false
+  }
+}
+
+/** The prompt with our nodes switched on or off. Each run has seeds of its own, so that nothing of it is cached. */
+function variant(output, enabled, turn) {
+  const made = structuredClone(output)
+  for (const node of Object.values(made)) {
+    if (COMPILE_NODES.includes(node.class_type)) Object.assign(node.inputs, { enabled, verify: false })
+    for (const name of SEEDS) if (Number.isInteger(node.inputs[name])) node.inputs[name] = Math.max(0, node.inputs[name] - 1 - turn)
+    if (node.class_type === 'SaveImage') {
+      node.class_type = 'PreviewImage' // what is measured is not to fill the output folder
+      delete node.inputs.filename_prefix
+    }
+  }
+  return made
+}
+
+/** Queue one prompt and wait for its end: milliseconds a step, null where no node told of several steps. */
+async function measure(prompt, dialog) {
+  const seen = []
+  const early = []
+  let id = null
+  const listeners = new Map()
+  const ended = new Promise((resolve, reject) => {
+    listeners.set('progress', ({ detail }) => seen.push({ ...detail, at: performance.now() }))
+    const end = (finish) => ({ detail }) => (id === null ? early.push([detail, finish]) : detail.prompt_id === id && finish(detail))
+    listeners.set('execution_success', end(() => resolve()))
+    listeners.set('execution_error', end((detail) => reject(new Error(`${detail.node_type}: ${detail.exception_message}`))))
+    listeners.set('execution_interrupted', end(() => reject(new Error(text('benchmark.stopped')))))
+  })
+  for (const [name, listener] of listeners) api.addEventListener(name, listener)
+  try {
+    const queued = await api.queuePrompt(0, { output: prompt, workflow: {} })
+    id = queued.prompt_id
+    dialog.running = id
+    for (const [detail, finish] of early) if (detail.prompt_id === id) finish(detail)
+    await ended
+  } finally {
+    dialog.running = null
+    for (const [name, listener] of listeners) api.removeEventListener(name, listener)
+  }
+  return perStep(seen.filter((event) => event.prompt_id === id))
+}
+
+/** Milliseconds between two steps of the node that told of the most, from progress events; null if none told of two. */
+function perStep(events) {
+  const lists = Object.values(Object.groupBy(events, (event) => event.node))
+  const longest = lists.reduce((best, one) => (one.length > best.length ? one : best), [])
+  const [first, last] = [longest.find((event) => event.value > 0), longest.at(-1)]
+  if (!first || last.value <= first.value) return null
+  return (last.at - first.at) / (last.value - first.value)
+}
+
+function openDialog() {
+  const said = element('p', { role: 'status' })
+  const place = element('div', { class: 'nexfort-report-body' }, said)
+  const close = element('button', { type: 'button', class: 'nexfort-button', click: () => node.close() }, text('report.close'))
+  const heading = element('h2', { id: 'nexfort-benchmark-title' }, text('benchmark.title'))
+  const node = element('dialog', { class: 'nexfort-panel nexfort-report nexfort-benchmark', 'aria-labelledby': 'nexfort-benchmark-title' })
+  node.append(element('header', {}, heading, close), place)
+  const dialog = {
+    stopped: false,
+    running: null,
+    say: (line) => said.replaceChildren(line),
+    chart: (found) => place.replaceChildren(chart(found))
+  }
+  node.addEventListener('close', () => {
+    dialog.stopped = true
+    if (dialog.running) api.interrupt(dialog.running)
+    node.remove()
+  })
+  document.body.append(node)
+  node.showModal()
+  return dialog
+}
+
+function chart(found) {
+  if (found.some((one) => one.milliseconds === null)) return element('p', {}, text('benchmark.noSteps'))
+  const [ours, eager] = [true, false].map((enabled) => found.find((one) => one.enabled === enabled).milliseconds)
+  const most = Math.max(ours, eager)
+  const rows = [
+    ['benchmark.eager', eager],
+    ['benchmark.ours', ours]
+  ].map(([key, value]) => {
+    const bar = element('div', { class: 'nexfort-bar', 'data-key': key })
+    bar.style.width = `${(100 * value) / most}%`
+    const label = `${value.toLocaleString(language(), { maximumFractionDigits: 1 })} ms`
+    return [element('dt', {}, text(key)), element('dd', {}, element('div', { class: 'nexfort-track', 'aria-hidden': 'true' }, bar), element('span', {}, label))]
+  })
+  const ratio = (eager / ours).toLocaleString(language(), { maximumFractionDigits: 2, minimumFractionDigits: 2 })
+  return element('figure', { class: 'nexfort-chart' }, element('dl', {}, rows.flat()), element('figcaption', {}, text('benchmark.result', { ratio })))
+}
