@@ -7,6 +7,7 @@ No test lives here. Without a Chromium, Playwright or the front end's package th
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,16 @@ from nexfort_engine.headless import ComfyServer
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OURS = "/extensions/nexfort/"
 SERIOUS = ("serious", "critical")
+MOST_SHIFT = 0.1  # of what is on screen: what the web's guidelines call good
+# Every shift of what is shown that no click or key called for, from the moment the page is there.
+WATCH_SHIFTS = """() => {
+  window.shifts = []
+  const place = (node) => (node?.closest ? node : node?.parentElement)?.outerHTML.slice(0, 160)
+  new PerformanceObserver((list) => {
+    for (const { value, startTime, hadRecentInput, sources } of list.getEntries())
+      if (!hadRecentInput) window.shifts.push([startTime, value, sources.map(({ node }) => place(node))])
+  }).observe({ type: 'layout-shift' })
+}"""
 REFUSED = 409  # the status of a refusal that a test asks for
 # Large enough that the tab, the panel and a whole node are on screen at once.
 VIEWPORT = {"width": 1400, "height": 900}
@@ -33,6 +44,7 @@ SETTINGS = {
     "Nexfort.Nodes.DefaultMode": "O2",
     "Nexfort.Nodes.ShowBadges": True,
     "Nexfort.Nodes.TellEager": True,
+    "Nexfort.Nodes.Verify": False,
     "Nexfort.Cache.Limit": 0,
 }
 READY = "() => window.app?.extensionManager && document.querySelector('.nexfort-tab-button')"
@@ -100,7 +112,24 @@ def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[An
     faults = Faults(page)
     page.goto(server.url)
     page.wait_for_function(READY)
+    page.evaluate(WATCH_SHIFTS)
     return page, faults
+
+
+def shifted(page: Any) -> tuple[float, list[str]]:
+    """How far what is shown has moved by itself at worst, and what did: the cumulative layout shift (CLS) of web.dev.
+
+    The largest sum of a run of shifts that are less than a second apart and five seconds long at most.
+    """
+    worst: tuple[float, list[str]] = (0.0, [])
+    began = last = -math.inf
+    total, moved = 0.0, []
+    for at, value, sources in page.evaluate("() => window.shifts ?? []"):
+        if at - last >= 1000 or at - began >= 5000:
+            began, total, moved = at, 0.0, []
+        last, total, moved = at, total + value, [*moved, *sources]
+        worst = max(worst, (total, moved))
+    return worst
 
 
 def load(page: Any, workflow: dict[str, Any]) -> None:

@@ -92,14 +92,24 @@ def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[
         opened, faults = browser.open_page(context, server, **settings)
         yield opened
         assert faults.found == []
+        shift, moved = browser.shifted(opened)
+        assert shift < browser.MOST_SHIFT, moved
     finally:
         context.close()
 
 
-def shoot(page: Any, name: str) -> None:
-    """Keep a picture where NEXFORT_TEST_SHOTS names a directory."""
+def shoot(shown: Any, name: str) -> None:
+    """Keep a picture of a panel where NEXFORT_TEST_SHOTS names a directory; web/docs/images has those of the docs."""
     if shots := os.environ.get("NEXFORT_TEST_SHOTS"):
-        page.screenshot(path=Path(shots) / f"{name}.png")
+        shown.screenshot(path=Path(shots) / f"{name}.png")
+
+
+def in_both_themes(page: Any, selector: str, name: str) -> None:
+    """A picture of a panel in the dark and in the light theme, where axe finds nothing serious."""
+    for theme in ("light", "dark"):
+        browser.set_value(page, "Comfy.ColorPalette", theme)
+        shoot(page.locator(selector), f"{name}_{theme}")
+        assert browser.serious(page, selector) == [], theme
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,11 @@ def run_and_watch(page: Any, seed: int = 3) -> list[str]:
     page.wait_for_function("() => window.finished", timeout=240_000)
     page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
     return list(page.evaluate("() => window.said"))
+
+
+def run_command(page: Any, name: str) -> None:
+    """Run one of the commands, as the menu and the search for commands do."""
+    page.evaluate("name => { void window.app.extensionManager.command.execute(name) }", name)
 
 
 def open_tab(page: Any) -> Any:
@@ -166,13 +181,57 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     assert all(f"{row['region']}: {row['reason']}" in shown for row in (*told["eager"], *told["variants"]))
     report.locator("summary", has_text="Artefacts").click()
     assert report.locator("tbody tr").count() == len(told["artefacts"])
-    for theme in ("dark", "light"):
-        browser.set_value(page, "Comfy.ColorPalette", theme)
-        shoot(page, f"report_{theme}")
-        assert browser.serious(page, REPORT) == [], theme
+    in_both_themes(page, REPORT, "report")
     page.keyboard.press("Escape")
     report.wait_for(state="detached")
     assert page.evaluate("() => document.activeElement.matches('.nexfort-badge')"), "the keyboard is where it was"
+
+
+def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: ComfyServer) -> None:
+    run_and_watch(page, seed=11)
+    page.locator(BADGE).click()
+    report = page.locator(REPORT)
+    report.get_by_role("button", name="Verify the next step").click()
+    report.get_by_role("status").filter(has_text="will be compared").wait_for()
+    page.keyboard.press("Escape")
+    run_and_watch(page, seed=12)
+    page.locator(BADGE).click()
+    verified = report.locator(".nexfort-verified")
+    verified.wait_for()
+    (told,) = [engine["report"] for engine in filled.get("/nexfort/report")["engines"] if engine["nodes"]]
+    (found,) = told["verifications"]
+    assert f"A step takes {found['compiled_ms']:.1f} ms compiled and {found['eager_ms']:.1f} ms uncompiled" in (
+        verified.inner_text()
+    )
+    verified.locator("details summary").click()
+    assert verified.locator("tbody tr").count() == len(found["regions"]) > 2
+    assert verified.locator("tbody tr td:last-child").all_inner_texts() == ["equal"] * len(found["regions"])
+    in_both_themes(page, REPORT, "verified")
+
+
+def test_a_workflow_is_benchmarked_both_ways(page: Any, filled: ComfyServer) -> None:
+    page.evaluate("() => window.app.graph.clear()")
+    run_command(page, "Nexfort.Benchmark")
+    page.get_by_text("The workflow has no Nexfort compile node").wait_for()
+    workflow = served.tiny_workflow("flux_compile_model", seed=20)
+    before = filled.get("/history")
+    browser.load(page, workflow)
+    run_command(page, "Nexfort.Benchmark")
+    chart = page.locator(".nexfort-benchmark .nexfort-chart")
+    chart.wait_for(timeout=120_000)
+    ours, eager = (float(one.removesuffix(" ms")) for one in reversed(chart.locator("dd span").all_inner_texts()))
+    ratio = float(chart.inner_text().split("A step takes ")[1].split(" times")[0])
+    assert min(ours, eager) > 0 and ratio == pytest.approx(eager / ours, rel=0.05)
+    in_both_themes(page, ".nexfort-benchmark", "benchmark")
+    page.keyboard.press("Escape")
+    page.locator(".nexfort-benchmark").wait_for(state="detached")
+    runs = [run for key, run in filled.get("/history").items() if key not in before]
+    prompts = [run["prompt"][2] for run in sorted(runs, key=lambda run: run["prompt"][0])]
+    of_kind = lambda kind: [node["inputs"] for p in prompts for node in p.values() if node["class_type"] == kind]  # noqa: E731
+    assert [inputs["enabled"] for inputs in of_kind("NexfortCompileModel")] == [True, True, False, False]
+    assert len({inputs["seed"] for inputs in of_kind("KSampler")}) == 4, "nothing of a run is cached"
+    assert not of_kind("SaveImage"), "pictures of a benchmark are previews"
+    assert all(run["status"]["completed"] for run in runs)
 
 
 def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
@@ -243,10 +302,7 @@ def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
     assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values(), reverse=True)
     tab.get_by_role("button", name="Reverse the order").click()
     assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values())
-    for theme in ("dark", "light"):
-        browser.set_value(page, "Comfy.ColorPalette", theme)
-        shoot(page, f"cache_{theme}")
-        assert browser.serious(page, TAB) == [], theme
+    in_both_themes(page, TAB, "cache")
     tab.get_by_role("searchbox").fill(entries[0]["region"])
     wanted = {entry["id"] for entry in entries if entries[0]["region"] in entry["region"]}
     assert set(rows_of(tab)) == wanted != set(sizes)

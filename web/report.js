@@ -92,7 +92,9 @@ function list(key, lines) {
 }
 
 function artefacts(rows) {
-  const headings = ['report.region', 'report.source', 'report.seconds'].map((key) => element('th', { scope: 'col' }, text(key)))
+  const headings = ['report.region', 'report.source', 'report.seconds'].map((key) =>
+    element('th', { scope: 'col', class: key === 'report.seconds' && 'nexfort-number' }, text(key))
+  )
   const lines = rows.map((row) =>
     element(
       'tr',
@@ -109,8 +111,10 @@ function artefacts(rows) {
 function verification(told) {
   const ratio = number(told.eager_ms / told.compiled_ms, 2)
   const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
-  const keys = ['report.region', 'verify.eager', 'verify.ours', 'verify.distance', 'verify.judgement']
-  const headings = keys.map((key) => element('th', { scope: 'col' }, text(key)))
+  const numbers = ['verify.eager', 'verify.ours', 'verify.distance']
+  const headings = ['report.region', ...numbers, 'verify.judgement'].map((key) =>
+    element('th', { scope: 'col', class: numbers.includes(key) && 'nexfort-number' }, text(key))
+  )
   const lines = told.regions.map((row) =>
     element(
       'tr',

@@ -72,6 +72,12 @@ def test_a_model_that_is_loaded_in_part_runs_the_same_artefacts(compiled: tuple[
         assert torch.equal(sample(patcher), wanted)
         assert due(patcher) > 4
         assert distance(sample(clone), wanted) < TOLERANCE
+        report = host.report_of(clone)
+        assert report is not None and host.verify_next(report)
+        assert distance(sample(clone), wanted) < TOLERANCE
+        (verified,) = report.as_dict()["verifications"]
+        assert verified["distance"] < TOLERANCE and len(verified["regions"]) > 4
+        assert not [row for row in verified["regions"] if row["over"] or row["unjudged"]]
         unload()
     assert distance(sample(clone), wanted) < TOLERANCE
     nothing_new(clone, mark)
