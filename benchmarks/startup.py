@@ -77,7 +77,8 @@ def main() -> int:
     except ComfyError as error:
         parser.error(str(error))
     if found is None or not is_comfyui(found[0]):
-        parser.error(f"found no ComfyUI ({found[0] if found else 'none'}); expected its root as --comfyui or COMFYUI_PATH")
+        where = f" at {found[0]}" if found else ""
+        parser.error(f"found no ComfyUI{where}; expected its root as --comfyui or in COMFYUI_PATH")
     comfyui = found[0]
     first = one_start(comfyui)
     runs = [one_start(comfyui) for _ in range(max(1, given.runs))]

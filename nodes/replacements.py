@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Old workflows: which compile nodes of ComfyUI and of other packs have a node of ours that does their work.
 
-ComfyUI puts a replacement in only where the old node is not installed: the front end offers it, and `POST /prompt` does
-it by itself. What is installed is never replaced behind the user's back; the command in web/replace.js does that when it
+ComfyUI puts a replacement in only where the old node is not installed: the front end offers it, `POST /prompt` does it
+by itself. What is installed is never replaced behind the user's back; the command in web/replace.js does that when it
 is asked to. Nothing is replaced here, only registered.
 
 Only links are carried over. The old nodes' modes are words of torch.compile, which has other ones, and ComfyUI hands

@@ -231,6 +231,50 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
 
 
+# ---- other packs' compile nodes ----------------------------------------------------------------------------
+
+# What the sampler's model comes from, and what that takes it from, in the prompt that would be queued.
+COMPILED_BY = """async () => {
+  const { output } = await window.app.graphToPrompt()
+  const sampler = Object.values(output).find((node) => node.class_type === 'KSampler')
+  const node = output[sampler.inputs.model[0]]
+  return [node.class_type, output[node.inputs.model[0]].class_type, Object.keys(output).length]
+}"""
+REPLACE = "() => { window.app.extensionManager.command.execute('Nexfort.ReplaceNodes') }"
+
+
+def load_old(page: Any, kind: str, **inputs: Any) -> None:
+    """Load the tiny workflow with another compile node."""
+    workflow = served.tiny_workflow("flux_compile_model")
+    for node in workflow.values():
+        if node["class_type"] == "NexfortCompileModel":
+            node |= {"class_type": kind, "inputs": {"model": node["inputs"]["model"], **inputs}}
+    page.evaluate("workflow => window.app.loadApiJson(workflow, 'old.json')", workflow)
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
+
+
+def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
+    load_old(page, "TorchCompileModel", backend="inductor")
+    page.wait_for_timeout(500)  # the front end takes note of the workflow as it was loaded
+    before = page.evaluate(COMPILED_BY)
+    assert before[0] == "TorchCompileModel", "nothing is replaced behind the user's back"
+    after = ["NexfortCompileModel", *before[1:]]
+    for answer, wanted in (("Cancel", before), ("Confirm", after)):
+        page.evaluate(REPLACE)
+        dialog = page.get_by_role("dialog")
+        assert "TorchCompileModel" in dialog.inner_text()
+        dialog.get_by_role("button", name=answer).click()
+        dialog.wait_for(state="detached")
+        page.wait_for_timeout(300)
+        assert page.evaluate(COMPILED_BY) == wanted, answer
+    page.locator(BADGE).wait_for()
+    page.evaluate(REPLACE)
+    page.get_by_text("holds no compile node").wait_for()
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Undo')")
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'TorchCompileModel')")
+    assert page.evaluate(COMPILED_BY) == before
+
+
 # ---- the tab of the cache ----------------------------------------------------------------------------------
 
 

@@ -81,7 +81,7 @@ def test_links_that_lead_nowhere_are_noticed() -> None:
     page = ROOT / "README.md"
     text = "[a](nowhere.md) ![b](nothing.png 'x') [c](LICENSE#x) [d](#nothing) [e](http://x.y) [f](/etc/passwd)"
     text += " [g](../../outside.md) [h](README.md#install) [i](#the-cache) [j](LICENSE) `[k](code.md)`"
-    text += "\n```\n[l](fenced.md)\n```\n<img src=\"gone.png\"> [m]: gone.md\n\n[n]: gone.md\n"
+    text += '\n```\n[l](fenced.md)\n```\n<img src="gone.png"> [m]: gone.md\n\n[n]: gone.md\n'
     found = {target: wrong(page, target) for target in targets(text)}
     fine = {target for target, problem in found.items() if problem is None}
     assert fine == {"README.md#install", "#the-cache", "LICENSE"}
