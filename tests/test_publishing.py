@@ -75,7 +75,7 @@ def test_the_registrys_own_table_is_complete(told: dict[str, Any]) -> None:
     comfy = told["tool"]["comfy"]
     assert set(comfy) == {"PublisherId", "DisplayName", "Icon", "requires-comfyui"}
     assert re.fullmatch(r"[a-z0-9-]+", comfy["PublisherId"]) and comfy["DisplayName"] == "Nexfort"
-    assert re.fullmatch(r">=\d+\.\d+(\.\d+)?", comfy["requires-comfyui"])
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"]), "with two numbers it is not taken"
 
 
 def test_the_icon_is_there_and_square(told: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ GETS = [path for method, path in ROUTES if method == "GET"]
 POSTS = [path for method, path in ROUTES if method == "POST"]
 TAKING_IDS = [path for (_, path), bodies in ROUTES.items() if any("ids" in body for body in bodies)]
 ABOVE = ["", "/api"]  # ComfyUI hands out each route under both
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")  # ComfyUI answers OPTIONS itself, before any route
 FOREIGN = [
     {"Origin": "http://evil.example"},
     {"Origin": "http://evil.example", "Host": "comfy.example"},  # what ComfyUI itself lets through
