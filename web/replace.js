@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command that puts our nodes in the place of other packs' compile nodes in the open workflow, because the user asks
-// for it. Nodes that are not installed are left to ComfyUI, which offers to replace them itself. What is replaced by
-// what is told by the server: the list in nodes/replacements.py.
+// The command that puts our nodes in the place of other packs' compile nodes in the open workflow, because the user
+// asks for it. Nodes that are not installed are left to ComfyUI, which offers to replace them itself. What is replaced
+// by what is told by the server: the list in nodes/replacements.py.
 
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
@@ -18,9 +18,9 @@ export async function replaceCompileNodes() {
     toast('info', text('replace.title'), text('replace.nothing'))
     return
   }
-  const names = [...new Set(found.map((node) => node.title))]
-  const message = text('replace.question', { count: found.length })
-  if (!(await app.extensionManager.dialog.confirm({ title: text('replace.title'), message, itemList: names }))) return
+  const names = found.map((node) => (node.title === node.type ? node.type : `${node.title} (${node.type})`))
+  const question = { title: text('replace.title'), message: text('replace.question', { count: found.length }) }
+  if (!(await app.extensionManager.dialog.confirm({ ...question, itemList: [...new Set(names)] }))) return
   app.canvas.emitBeforeChange()
   try {
     for (const node of found) replace(node, rules.get(node.type))
