@@ -5,8 +5,8 @@
 
 Prints one JSON object. Each run is a process of its own that first imports what ComfyUI has imported by the time it
 loads packs (comfy_api, torch with it, aiohttp), and then does what ComfyUI does with a pack. Milliseconds, the median
-and the largest; a first run that fills Python's cache of bytecode is told by itself. "imported" is how many modules
-came, "engine" how many of them are the engine's. The server itself and the front end's files are not in it.
+and the largest; "first_ms" is a start for which Python has no bytecode of the plugin yet. "imported" is how many
+modules came, "engine" how many of them are the engine's. The server itself and the front end's files are not in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from nexfort_engine.locate import ComfyError, find_comfyui, is_comfyui
 ROOT = Path(__file__).resolve().parent.parent
 ONE_START = """
 import asyncio, importlib.util, json, sys, time, types
-plugin, comfyui = sys.argv[1:3]
+plugin, comfyui, bytecode = sys.argv[1:4]
 sys.path.insert(0, comfyui)
 import comfy.cli_args
 comfy.cli_args.args.cpu = True
@@ -35,6 +36,7 @@ from aiohttp import web
 take = lambda *_: lambda handler: handler
 sys.modules["server"] = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(
     routes=types.SimpleNamespace(get=take, post=take), node_replace_manager=types.SimpleNamespace(register=take))))
+sys.pycache_prefix = bytecode or None
 before = set(sys.modules)
 began = time.perf_counter()
 name = plugin.replace(".", "_x_")
@@ -57,9 +59,12 @@ print(json.dumps({"ms": 1000 * seconds, "imported": len(new), "engine": len(engi
 """
 
 
-def one_start(comfyui: Path) -> dict[str, Any]:
-    """One process; what it measured. Raises RuntimeError with the end of its errors."""
-    command = [sys.executable, "-I", "-c", ONE_START, str(ROOT), str(comfyui)]
+def one_start(comfyui: Path, bytecode: str = "") -> dict[str, Any]:
+    """One process, with a folder of its own for the plugin's bytecode or Python's usual places; what it measured.
+
+    Raises RuntimeError with the end of its errors.
+    """
+    command = [sys.executable, "-I", "-c", ONE_START, str(ROOT), str(comfyui), bytecode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the plugin did not start in the ComfyUI at {comfyui}: {done.stderr[-2000:]}")
@@ -80,7 +85,8 @@ def main() -> int:
         where = f" at {found[0]}" if found else ""
         parser.error(f"found no ComfyUI{where}; expected its root as --comfyui or in COMFYUI_PATH")
     comfyui = found[0]
-    first = one_start(comfyui)
+    with tempfile.TemporaryDirectory() as empty:
+        first = one_start(comfyui, empty)
     runs = [one_start(comfyui) for _ in range(max(1, given.runs))]
     times = [run["ms"] for run in runs]
     print(json.dumps({
