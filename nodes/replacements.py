@@ -6,9 +6,10 @@ by itself. What is installed is never replaced behind the user's back; the comma
 is asked to. Nothing is replaced here, only registered.
 
 Only links are carried over. The old nodes' modes are words of torch.compile, which has other ones, and ComfyUI hands
-values on as they are or not at all. Their `dynamic` is off by default because torch.compile may do badly with it on;
-here one artefact for all sizes is the point. A pack's settings that change the picture (step caches, quantisation) have
-no node here, so the ids of such nodes are not in the list and a workflow with one says that it is missing.
+values on as they are or not at all. Their `dynamic` is off unless somebody switched it on, and nothing tells the two
+apart; here one artefact for all sizes is the rule. A pack's settings that change the picture (step caches,
+quantisation) have no node here, so the ids of such nodes are not in the list and a workflow with one says that it is
+missing.
 """
 
 from __future__ import annotations
