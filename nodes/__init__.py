@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node list for ComfyUI, and the moment the HTTP routes are registered. No node lives here."""
+"""The node list for ComfyUI, and the moment the HTTP routes and replacements are registered. No node lives here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .cache_manager import NexfortCacheManager
 from .compile_controlnet import NexfortCompileControlNet
 from .compile_model import NexfortCompileModel
 from .compile_vae import NexfortCompileVAE
+from .replacements import register_replacements
 from .routes import register_routes
 
 NODES: list[type[io.ComfyNode]] = [
@@ -23,8 +24,9 @@ class NexfortExtension(ComfyExtension):
     """What ComfyUI asks a pack for: its nodes, and a hook that runs once when the pack is loaded."""
 
     async def on_load(self) -> None:
-        """Register the routes. ComfyUI builds its web application after all packs are loaded."""
-        register_routes()
+        """Register routes and replacements. ComfyUI builds its web application after all packs are loaded."""
+        if register_routes():
+            await register_replacements()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack, in the order of the menu."""

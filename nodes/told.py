@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# An absolute path of two parts or more, on any system. Region names are dotted and hold no slash.
-_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[\\/]+[^\\/\s:'\"<>|,;()\[\]]+){2,}[\\/]?")
+# An absolute path of two parts or more, on any system. Region names are dotted and hold no slash. A part before another
+# one may hold single spaces, as in "C:\Program Files" and in the names of users.
+_PART = r"[^\\/\s:'\"<>|,;()\[\]]+"
+_PATH = re.compile(rf"(?<![\w.\\/])(?:[A-Za-z]:)?(?:[\\/]+{_PART}(?: {_PART})*(?=[\\/]))+[\\/]+{_PART}[\\/]?")
 
 
 def without_paths(value: Any) -> Any:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,10 +86,29 @@ def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:
     return folder
 
 
-def server(comfyui: Path, base: Path, cache: Path, *extra_args: str) -> ComfyServer:
+def server(comfyui: Path, base: Path, cache: Path, *extra_args: str, plugin: Path = ROOT) -> ComfyServer:
     """A server on a CPU with the plugin and nothing of the user's."""
     arguments = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", *extra_args]
-    return ComfyServer(comfyui, plugin=ROOT, base_dir=base, cache_dir=cache, extra_args=arguments)
+    return ComfyServer(comfyui, plugin=plugin, base_dir=base, cache_dir=cache, extra_args=arguments)
+
+
+def request(
+    server: ComfyServer,
+    path: str,
+    data: bytes | None = None,
+    *,
+    method: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, Any]:
+    """(status, JSON or text) of a request, refused or not. data: the body, JSON unless the headers say otherwise."""
+    told = {"Content-Type": "application/json", **(headers or {})}
+    asked = urllib.request.Request(server.url + path, data=data, headers=told, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            status, text = answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read().decode()
+    return status, json.loads(text) if text[:1] in ("{", "[") else text
 
 
 def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: int = 0) -> dict[str, Any]:

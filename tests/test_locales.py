@@ -106,7 +106,8 @@ def test_english_says_what_the_front_end_registers() -> None:
 def test_every_text_of_the_panels_is_there_and_used() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted(WEB.glob("*.js")))
     keys = {key for key, _ in texts(content("en", "main")["nexfort"])}
-    plain = set(re.findall(r"'((?:badge|report|cache|toast)\.\w+)'", code))
+    groups = "|".join(content("en", "main")["nexfort"])
+    plain = set(re.findall(rf"'((?:{groups})\.\w+)'", code)) | set(re.findall(r"\btext\('([^']+)'", code))
     assert not plain - keys, "a text without a translation"
     composed = {f"badge.{state}" for state in ("waiting", "compiling", "warm", "compiled", "eager", "off")}
     composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}

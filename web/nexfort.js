@@ -5,9 +5,10 @@
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
 import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './badge.js'
+import { benchmarkWorkflow } from './benchmark.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
-import { benchmarkWorkflow } from './benchmark.js'
+import { replaceCompileNodes } from './replace.js'
 import { openReport, verifyNext } from './report.js'
 import { ask, change, toast } from './server.js'
 import { watchStatus } from './status.js'
@@ -106,12 +107,26 @@ app.registerExtension({
       icon: 'pi pi-filter',
       function: () => (limitBytes() === null ? toast('info', text('cache.prune'), text('cache.limitWanted')) : pruneCache(limitBytes()))
     },
-    { id: 'Nexfort.ClearCache', label: 'Nexfort: clear the compile cache', icon: 'pi pi-trash', function: clearCache }
+    { id: 'Nexfort.ClearCache', label: 'Nexfort: clear the compile cache', icon: 'pi pi-trash', function: clearCache },
+    {
+      id: 'Nexfort.ReplaceNodes',
+      label: 'Nexfort: replace other compile nodes',
+      icon: 'pi pi-replay',
+      function: replaceCompileNodes
+    }
   ],
   menuCommands: [
     {
       path: ['Extensions', 'Nexfort'],
-      commands: ['Nexfort.ShowReport', 'Nexfort.Verify', 'Nexfort.Benchmark', 'Nexfort.ShowCache', 'Nexfort.PruneCache', 'Nexfort.ClearCache']
+      commands: [
+        'Nexfort.ShowReport',
+        'Nexfort.Verify',
+        'Nexfort.Benchmark',
+        'Nexfort.ShowCache',
+        'Nexfort.PruneCache',
+        'Nexfort.ClearCache',
+        'Nexfort.ReplaceNodes'
+      ]
     }
   ],
 
