@@ -131,13 +131,15 @@ class Known:
     """What an engine knows that would be as true of another network of the same kind. It holds no module.
 
     artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
-    out. reported: the artefacts that the report has.
+    out. reported: the artefacts that the report has. changing: by class, how often a block was refused because it
+    changes what it is given.
     """
 
     artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
     refusals: dict[str, list[Refusal]] = field(default_factory=dict)
     made: Counter[str] = field(default_factory=Counter)
     reported: set[str] = field(default_factory=set)
+    changing: Counter[str] = field(default_factory=Counter)
 
 
 class Binding:

@@ -26,12 +26,13 @@ from .cache.store import Entry, StoreError
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
+from .effects import CHANGES_GIVEN
 from .guards import checker
 from .lowering import Job, await_left, lower_all
 from .modulestate import matches_text
 from .planning import Planner
 from .report import named
-from .signature import Flat, normalised
+from .signature import Flat, holds_objects, normalised
 from .sources import sources_changed
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ log = logging.getLogger("nexfort")
 # every run
 MOST_VARIANTS = 8
 _MOST_STORED = 64
+# Blocks of one class that are tried although they change a list that they are given. A video's autoencoder hands such
+# blocks another list each time, and each try is a capture.
+_MOST_CHANGING = 3
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
@@ -67,7 +71,7 @@ class Builder:
         self.planner = Planner(engine, self.wanted)
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
-        self._made, self._reported = known.made, known.reported
+        self._made, self._reported, self._changing = known.made, known.reported, known.changing
         self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
@@ -351,11 +355,15 @@ class Builder:
         for check, reason in self.refusals.get(wanted.primary, ()):
             if check(wanted.flat.mappings):
                 return check, reason
+        if self._changing[_code_of(wanted)] >= _MOST_CHANGING and holds_objects(wanted.example.spec):
+            return (lambda _: True), CHANGES_GIVEN
         return None
 
     def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
         check = checker(guards or [])
         self.refusals.setdefault(wanted.primary, []).append((check, reason))
+        if reason == CHANGES_GIVEN:
+            self._changing[_code_of(wanted)] += 1
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
 
 
@@ -372,6 +380,11 @@ def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
         return misfit.reason
     # the artefacts that it runs have another primary key
     return "it is called in another way: other arguments, dtypes or memory formats" if wanted.region.bindings else None
+
+
+def _code_of(wanted: Wanted) -> str:
+    kind = type(wanted.region.module)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _device_of(wanted: Wanted) -> torch.device:

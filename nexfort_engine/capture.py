@@ -28,7 +28,7 @@ from torch import nn
 from . import modulestate, readset
 from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
-from .effects import mapping_writes, refuse_random
+from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
@@ -143,7 +143,7 @@ class _Lifted(nn.Module):
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         if _contents((args, kwargs)) != before or given != trace.admitted:
-            raise Refused("it changes a list or an object that it is given")
+            raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:
             trace.output = flatten(result, flat)

@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Node
 
 from .readset import PLAIN, Recording, Refused
 
+CHANGES_GIVEN = "it changes a list or an object that it is given"
+
 
 def refuse_random(graph: GraphModule) -> None:
     """Raise Refused if the graph draws random numbers."""

@@ -135,6 +135,16 @@ def of_its_own(value: Any, twice: bool = False) -> Any:
     return value
 
 
+def holds_objects(spec: Any) -> bool:
+    """Whether a call hands over anything that the callee could change but tensors and mappings: a list, an object."""
+    if not isinstance(spec, tuple) or not spec or spec[0] == "=":
+        return False
+    kind = spec[0]
+    if isinstance(kind, type) and not issubclass(kind, tuple):
+        return True
+    return any(map(holds_objects, spec[1:]))
+
+
 def spec_text(spec: Any) -> str:
     """A spec as text that is the same in every process: types by their qualified name."""
     if isinstance(spec, str):

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 from probe import Probe, T, block_of, x
+from restarted import counting
+from subjects import graphs_as_they_are
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import nexfort_engine
+from nexfort_engine.effects import CHANGES_GIVEN
 from nexfort_engine.readset import Refused
 from nexfort_engine.signature import Unsupported
 
@@ -96,3 +101,43 @@ def test_what_is_written_into_a_copy_goes_nowhere() -> None:
 
     probe = Probe(block_of(block), x(), {"scale": 1.0})
     assert probe.agrees(x(3, 9), {"scale": 2.0}) and not probe.artefact.writes
+
+
+class Keeps(nn.Module):
+    """A block that puts what it saw into a list of its caller's, as blocks of video autoencoders do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width + 1)
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor] | None = None) -> torch.Tensor:
+        if seen is not None:
+            seen.append(x)
+        return self.linear(x)
+
+
+class Video(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeps(8 + i) for i in range(4))
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor] | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, seen)
+        return x
+
+
+def test_a_class_that_changes_its_caller_s_list_is_not_tried_for_each_list() -> None:
+    module = Video()
+    with graphs_as_they_are(), torch.inference_mode(), counting() as counted:
+        compiled = nexfort_engine.compile(module)
+        seen: list[torch.Tensor] = []
+        compiled(torch.randn(2, 8), seen)
+        tried = counted.exports
+        assert tried >= 4 and len(seen) == 4
+        compiled(torch.randn(2, 8), seen)  # the list is another one: longer
+        assert counted.exports == tried and len(seen) == 8
+        assert {row["reason"] for row in compiled.report.as_dict()["eager"]} == {CHANGES_GIVEN}
+        given = torch.randn(2, 8)
+        assert torch.allclose(compiled(given), module(given), atol=1e-5)
+        assert counted.exports > tried and compiled.report.as_dict()["artefacts_compiled"], "without a list it is tried"
