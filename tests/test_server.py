@@ -30,11 +30,12 @@ NODES = {
 }
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
 TOLERANCE = 1e-4  # fp32 on a CPU
-RUNNABLE = [
-    f"{family}_{flavour}"
-    for family in served.TINY
-    for flavour in ("compile_model", "compile_model_vae", "compile_model_lora")
-]
+FLAVOURS = ("compile_model", "compile_model_vae", "compile_model_lora")
+RUNNABLE = [f"{family}_{flavour}" for family in ("sd15", "pixart", "flux", "wan") for flavour in FLAVOURS]
+# Of the other families one each: their flavours differ from it in nodes that the ones above run. Where the network is
+# one of those above its artefacts are there already. A ControlNet runs in test_server_controlnet.py.
+RUNNABLE += [f"{family}_compile_model" for family in ("flux_schnell", "flux_kontext", "sd35", "hunyuan_video", "ltxv")]
+RUNNABLE += ["wan22_compile_model_lora"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def comfyui() -> Path:
 
 @pytest.fixture(scope="module")
 def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with every tiny file that the shipped workflows can run on."""
-    names = dict.fromkeys(name for tiny in served.TINY.values() for name in tiny["files"])
+    """A base directory with every tiny file that these workflows run on."""
+    names = dict.fromkeys(name for workflow in RUNNABLE for name in served.tiny_for(workflow)["files"])
     return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *names)
 
 
@@ -139,13 +140,6 @@ def test_the_workflows_are_in_the_template_browser(server: ComfyServer) -> None:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_the_shipped_workflow_runs_with_its_nodes_switched_off(server: ComfyServer, base: Path, name: str) -> None:
-    history = server.run(served.tiny_workflow(name, compiled=False), timeout=120)
-    assert numpy.isfinite(served.latent(base, history)).all()
-    assert all(image.std() > 5 for image in served.images(base, history))
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
 def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
     eager = server.run(served.tiny_workflow(name, compiled=False), timeout=120)
     other = server.run(served.tiny_workflow(name, compiled=False, seed=4), timeout=120)
@@ -154,6 +148,8 @@ def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: P
     ran = [one for one in reports if one["artefacts_compiled"] + one["artefacts_loaded"] and one["calls"]]
     assert ran, "nothing ran compiled, so the comparison would prove nothing"
     wanted = served.latent(base, eager)
+    assert numpy.isfinite(wanted).all()
+    assert all(image.std() > 5 for image in served.images(base, eager))
     assert served.distance(served.latent(base, other), wanted) > 100 * TOLERANCE
     assert served.distance(served.latent(base, ours), wanted) < TOLERANCE
     for image, expected in zip(served.images(base, ours), served.images(base, eager), strict=True):

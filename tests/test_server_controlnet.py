@@ -104,6 +104,17 @@ def test_other_sizes_and_a_freed_control_net_compile_nothing(at: Served) -> None
     assert at.report()["artefacts_compiled"] in (0, before["artefacts_compiled"]), "0: it was loaded anew"
 
 
+def test_the_shipped_workflow_gives_the_eager_image(at: Served) -> None:
+    name = "sd15_compile_model_controlnet"
+    at.latent(compiled=True)
+    before = at.report()
+    eager, ours = (at.server.run(served.tiny_workflow(name, compiled=on), timeout=300) for on in (False, True))
+    assert at.report()["calls"] > before["calls"] and not at.report()["eager"]
+    assert served.distance(served.latent(at.base, ours), served.latent(at.base, eager)) < TOLERANCE
+    for image, expected in zip(served.images(at.base, ours), served.images(at.base, eager), strict=True):
+        assert abs(image - expected).max() <= 1  # one step of 8 bits, where rounding tips over
+
+
 def test_a_restart_starts_warm(at: Served) -> None:
     wanted = at.latent(compiled=True)
     with served.server(at.comfyui, at.base, at.cache, "--cache-classic") as restarted:

@@ -96,14 +96,15 @@ def sd15_controlnet(seed: int) -> dict[str, Any]:
     return _weights(control, seed)
 
 
-def flux_unet(seed: int) -> dict[str, Any]:
-    """Two double and two single blocks of one head. Detection wants heads of 128."""
+def flux_unet(seed: int, guidance: bool = True) -> dict[str, Any]:
+    """Two double and two single blocks of one head. Detection wants heads of 128, and takes one without guidance for
+    Flux schnell."""
     from comfy.ldm.flux.model import Flux
 
     flux = _network(
         Flux, image_model="flux", in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=64,
         hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2, depth_single_blocks=2, axes_dim=[16, 56, 56],
-        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
+        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=guidance, txt_ids_dims=[],
     )  # fmt: skip
     weights = _weights(flux, seed)
     # Files in the wild call it "scale"; the loader renames it, and detection takes either.
@@ -143,6 +144,27 @@ def pixart_unet(seed: int) -> dict[str, Any]:
         pe_interpolation=2, model_max_length=300, micro_condition=False,
     )  # fmt: skip
     return _weights(pixart, seed)
+
+
+def hunyuan_video_unet(seed: int) -> dict[str, Any]:
+    """Two double and two single blocks of one head. Detection wants heads of 128 and a pooled vector of 768."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+    hunyuan = _network(
+        HunyuanVideo, image_model="hunyuan_video", in_channels=16, out_channels=16, patch_size=[1, 2, 2],
+        vec_in_dim=768, context_in_dim=64, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2,
+        depth_single_blocks=2, axes_dim=[16, 56, 56], theta=256, qkv_bias=True, guidance_embed=True, byt5=False,
+        meanflow=False, use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False,
+    )  # fmt: skip
+    return _weights(hunyuan, seed)
+
+
+def ltxv_unet(seed: int) -> dict[str, Any]:
+    """Two blocks. Detection wants 32 heads and captions 4096 wide."""
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    ltxv = _network(LTXVModel, cross_attention_dim=128, attention_head_dim=4, num_layers=2)
+    return _weights(ltxv, seed)
 
 
 def taesd(channels: int) -> Callable[[int], dict[str, Any]]:
@@ -228,6 +250,11 @@ def sd3_checkpoint(seed: int) -> dict[str, Any]:
     return _prefixed("model.diffusion_model.", sd3_unet(seed)) | _prefixed("first_stage_model.", taesd(16)(seed))
 
 
+def ltxv_checkpoint(seed: int) -> dict[str, Any]:
+    """Transformer and VAE in one file in the layout of LTX-Video. The VAE is an image's: it decodes the first frame."""
+    return _prefixed("model.diffusion_model.", ltxv_unet(seed)) | _prefixed("vae.", taesd(128)(seed))
+
+
 def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int], dict[str, Any]]:
     """A LoRA on every matrix inside the blocks of `base`, in the naming that fits any family."""
 
@@ -254,11 +281,14 @@ FILES: dict[str, Tiny] = {
     "sd15_checkpoint": Tiny("checkpoints", sd15_checkpoint, "SD1.5 UNet + VAE"),
     "sd15_full_checkpoint": Tiny("checkpoints", lambda s: sd15_checkpoint(s, True), "SD1.5 UNet + VAE + CLIP-L"),
     "sd3_checkpoint": Tiny("checkpoints", sd3_checkpoint, "SD3 + VAE"),
+    "ltxv_checkpoint": Tiny("checkpoints", ltxv_checkpoint, "LTX-Video + VAE for one frame"),
     "sd15_unet": Tiny("diffusion_models", sd15_unet, "SD1.5 UNet"),
     "flux_unet": Tiny("diffusion_models", flux_unet, "Flux transformer"),
+    "schnell_unet": Tiny("diffusion_models", lambda s: flux_unet(s, False), "Flux transformer without guidance"),
     "sd3_unet": Tiny("diffusion_models", sd3_unet, "SD3 transformer"),
     "wan_unet": Tiny("diffusion_models", wan_unet, "Wan 2.1 text-to-video transformer"),
     "pixart_unet": Tiny("diffusion_models", pixart_unet, "PixArt Sigma transformer"),
+    "hunyuan_video_unet": Tiny("diffusion_models", hunyuan_video_unet, "HunyuanVideo transformer"),
     "sd15_controlnet": Tiny("controlnet", sd15_controlnet, "ControlNet for sd15_unet"),
     "clip_l": Tiny("text_encoders", clip_l, "CLIP-L text encoder, full size"),
     "taesd": Tiny("vae", taesd(4), "small autoencoder, 4 channels"),
