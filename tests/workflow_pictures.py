@@ -32,9 +32,10 @@ def draw(graph: Graph, family: Family, flavour: str) -> Image.Image:
     picture = Image.new("RGB", (side, side), BACK)
     pen = ImageDraw.Draw(picture)
     margin, most = side // 16, side - side // 8
-    _text(pen, (margin, margin), family.title, STRONG, side // 11, most)
-    _text(pen, (margin, margin + side // 8), FLAVOURS[flavour], PALE, side // 18, most)
-    _graph(pen, graph, (margin, side * 3 // 10, side - margin, side - margin))
+    top = side // 6  # the browser's own badge covers the corner above
+    _text(pen, (margin, top), family.title, STRONG, side // 11, most)
+    _text(pen, (margin, top + side // 8), FLAVOURS[flavour], PALE, side // 18, most)
+    _graph(pen, graph, (margin, top + side // 4, side - margin, side - margin))
     return picture.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
