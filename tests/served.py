@@ -70,8 +70,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "ltxv": {
         "files": ("ltxv_checkpoint",),
-        "size": (192, 128),
-        "text": {"tokens": 20, "width": 4096, "pooled": 0},
+        "size": (128, 96),
+        "text": {"tokens": 20, "width": 4096, "pooled": 0, "mask": True},
     },
 }
 TINY["wan22"] = TINY["wan"]

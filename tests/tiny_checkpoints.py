@@ -15,6 +15,7 @@ in a process of its own.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import zlib
@@ -26,11 +27,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tiny:
-    """One file: where it belongs in ComfyUI's models folder, and what builds its state dict from a seed."""
+    """One file: where it belongs in ComfyUI's models folder, and what builds its state dict from a seed.
+
+    metadata: what its header says besides.
+    """
 
     folder: str
     build: Callable[[int], dict[str, Any]]
     doc: str
+    metadata: dict[str, str] | None = None
 
     def path(self, models: Path, name: str) -> Path:
         """Where the file lies below a models folder. The loaders list it by `path.name`."""
@@ -214,6 +219,24 @@ def wan_vae(seed: int) -> dict[str, Any]:
     return _weights(model, seed)
 
 
+# What the header of an LTX-Video checkpoint says of its VAE: as short and narrow as its factor of 8 and 32 allows.
+LTXV_VAE = {
+    "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128,
+    "blocks": [[kind, 1] for kind in ("res_x", *("compress_all", "res_x") * 3)], "norm_layer": "pixel_norm",
+    "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 16,
+    "decoder_base_channels": 16,
+}  # fmt: skip
+
+LTXV_HEADER = {"config": json.dumps({"vae": LTXV_VAE})}
+
+
+def ltxv_vae(seed: int) -> dict[str, Any]:
+    """The LTX-Video autoencoder as LTXV_VAE has it."""
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return _weights(VideoVAE(config=LTXV_VAE), seed)
+
+
 def vae(build: Callable[[int], dict[str, Any]]) -> Any:
     """ComfyUI's VAE object around one of these autoencoders."""
     import comfy.sd
@@ -251,8 +274,8 @@ def sd3_checkpoint(seed: int) -> dict[str, Any]:
 
 
 def ltxv_checkpoint(seed: int) -> dict[str, Any]:
-    """Transformer and VAE in one file in the layout of LTX-Video. The VAE is an image's: it decodes the first frame."""
-    return _prefixed("model.diffusion_model.", ltxv_unet(seed)) | _prefixed("vae.", taesd(128)(seed))
+    """Transformer and VAE in one file in the layout of LTX-Video."""
+    return _prefixed("model.diffusion_model.", ltxv_unet(seed)) | _prefixed("vae.", ltxv_vae(seed))
 
 
 def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int], dict[str, Any]]:
@@ -281,7 +304,9 @@ FILES: dict[str, Tiny] = {
     "sd15_checkpoint": Tiny("checkpoints", sd15_checkpoint, "SD1.5 UNet + VAE"),
     "sd15_full_checkpoint": Tiny("checkpoints", lambda s: sd15_checkpoint(s, True), "SD1.5 UNet + VAE + CLIP-L"),
     "sd3_checkpoint": Tiny("checkpoints", sd3_checkpoint, "SD3 + VAE"),
-    "ltxv_checkpoint": Tiny("checkpoints", ltxv_checkpoint, "LTX-Video + VAE for one frame"),
+    "ltxv_checkpoint": Tiny(
+        "checkpoints", ltxv_checkpoint, "LTX-Video + VAE", {"config": json.dumps({"vae": LTXV_VAE})}
+    ),
     "sd15_unet": Tiny("diffusion_models", sd15_unet, "SD1.5 UNet"),
     "flux_unet": Tiny("diffusion_models", flux_unet, "Flux transformer"),
     "schnell_unet": Tiny("diffusion_models", lambda s: flux_unet(s, False), "Flux transformer without guidance"),
@@ -333,7 +358,7 @@ def write(models: Path, name: str, seed: int = 0) -> Path:
         with torch.no_grad():
             weights = FILES[name].build(seed)
         partial = path.with_suffix(".partial")
-        save_file(weights, partial)
+        save_file(weights, partial, FILES[name].metadata)
         partial.replace(path)
     return path
 
