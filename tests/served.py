@@ -104,16 +104,20 @@ def plugin_nodes() -> ModuleType:
 
 
 def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:
-    """A base directory for the server: the named tiny files in its models, the testing nodes, a picture to load."""
-    for part in ("custom_nodes", "input"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    Image.radial_gradient("L").resize((120, 80)).convert("RGB").save(folder / "input" / PICTURE)
+    """A base directory for the server: the named tiny files in its models, the testing nodes in its packs."""
+    (folder / "custom_nodes").mkdir(parents=True, exist_ok=True)
     pack = folder / "custom_nodes" / "testing_nodes"
     if not pack.exists():
         pack.symlink_to(ROOT / "tests" / "testing_nodes", target_is_directory=True)
     if names:
         tiny_checkpoints.make(comfyui, folder / "models", *names)
     return folder
+
+
+def picture(base: Path) -> None:
+    """The picture that some workflows begin with, in the base directory."""
+    (base / "input").mkdir(exist_ok=True)
+    Image.radial_gradient("L").resize((120, 80)).convert("RGB").save(base / "input" / PICTURE)
 
 
 def name_only(base: Path, graphs: Iterable[Graph]) -> None:

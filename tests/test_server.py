@@ -50,7 +50,9 @@ def comfyui() -> Path:
 def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base directory with every tiny file that these workflows run on."""
     names = dict.fromkeys(name for workflow in RUNNABLE + PLAIN for name in served.tiny_for(workflow)["files"])
-    return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *names)
+    found = served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *names)
+    served.picture(found)
+    return found
 
 
 @pytest.fixture(scope="module")

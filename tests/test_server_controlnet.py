@@ -79,6 +79,7 @@ class Served:
 def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     comfyui = served.comfyui_or_skip()
     base = served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *FILES)
+    served.picture(base)
     cache = tmp_path_factory.mktemp("cache")
     with served.server(comfyui, base, cache, "--cache-classic") as running:
         yield Served(running, comfyui, base, cache)

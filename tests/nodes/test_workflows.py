@@ -60,6 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     comfyui = served.comfyui_or_skip()
     folder = tmp_path_factory.mktemp("workflows")
     base = served.base_folder(folder, comfyui)
+    served.picture(base)
     served.name_only(base, workflow_source.build_all().values())
     root = browser.front_end()
     arguments = [] if root is None else ["--front-end-root", str(root)]
