@@ -61,6 +61,14 @@ def front_end_or_skip() -> Path:
     return Path(found.submodule_search_locations[0]) / "static"
 
 
+def front_end() -> Path | None:
+    """The same, or None where anything is missing: for a server that serves other tests as well."""
+    try:
+        return front_end_or_skip()
+    except pytest.skip.Exception:
+        return None
+
+
 def chromium() -> str | None:
     """The Chromium that `NEXFORT_TEST_CHROMIUM` names, or the system's."""
     return os.environ.get("NEXFORT_TEST_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)

@@ -11,7 +11,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ import numpy
 import pytest
 import tiny_checkpoints
 from PIL import Image
+from workflow_graph import Graph
 
 from nexfort_engine.headless import ComfyServer, find_comfyui
 
@@ -28,10 +29,22 @@ ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "workflows" / "api"
 LOADERS = {"CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader"}
 COMPILE_NODES = {"NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet"}
+PICTURE = "example.png"  # what workflows that begin with a picture load; ComfyUI brings one
 
-# Which tiny files stand for a family's, and what its text encoder gives. SDXL's sizes cannot be tiny.
+# Which tiny files stand for those of a workflow, by the beginning of its name, the longest that fits; and what its text
+# encoder gives where that cannot be tiny. Of SDXL, Qwen-Image and Z-Image ComfyUI knows full sizes only.
 TINY: dict[str, dict[str, Any]] = {
     "sd15": {"files": ("sd15_full_checkpoint", "sd15_lora"), "size": (96, 64)},
+    "sd15_compile_model_controlnet": {
+        "files": ("sd15_checkpoint", "sd15_controlnet"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 768, "pooled": 0},
+    },
+    "sd35": {
+        "files": ("sd3_checkpoint",),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 64, "pooled": 32},
+    },
     "pixart": {
         "files": ("pixart_unet", "taesd", "pixart_lora"),
         "size": (320, 256),
@@ -42,17 +55,34 @@ TINY: dict[str, dict[str, Any]] = {
         "size": (96, 64),
         "text": {"tokens": 20, "width": 64, "pooled": 32},
     },
+    "flux_schnell": {
+        "files": ("schnell_unet", "taesd_flux"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 64, "pooled": 32},
+    },
     "wan": {
         "files": ("wan_unet", "wan_vae", "wan_lora"),
         "size": (96, 64),
         "text": {"tokens": 20, "width": 4096, "pooled": 0},
     },
+    "hunyuan_video": {
+        "files": ("hunyuan_video_unet", "wan_vae"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 64, "pooled": 768},
+    },
+    "ltxv": {
+        "files": ("ltxv_checkpoint",),
+        "size": (128, 96),
+        "text": {"tokens": 20, "width": 4096, "pooled": 0, "mask": True},
+    },
 }
+TINY["wan22"] = TINY["wan"]
 FILE_INPUTS = {
     "ckpt_name": "checkpoint",
     "unet_name": "unet",
     "vae_name": "vae",
     "lora_name": "lora",
+    "control_net_name": "controlnet",
     "clip_name": "clip",
     "clip_name1": "clip",
     "clip_name2": "clip",
@@ -86,6 +116,20 @@ def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:
     return folder
 
 
+def picture(base: Path) -> None:
+    """The picture that some workflows begin with, in the base directory."""
+    (base / "input").mkdir(exist_ok=True)
+    Image.radial_gradient("L").resize((120, 80)).convert("RGB").save(base / "input" / PICTURE)
+
+
+def name_only(base: Path, graphs: Iterable[Graph]) -> None:
+    """An empty file for each that the workflows load: enough where only the loaders' lists are looked at."""
+    for name, folder, _ in {model for graph in graphs for node in graph.nodes for model in node["models"]}:
+        place = base / "models" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).touch()
+
+
 def server(comfyui: Path, base: Path, cache: Path, *extra_args: str, plugin: Path = ROOT) -> ComfyServer:
     """A server on a CPU with the plugin and nothing of the user's."""
     arguments = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", *extra_args]
@@ -111,24 +155,26 @@ def request(
     return status, json.loads(text) if text[:1] in ("{", "[") else text
 
 
+def tiny_for(name: str) -> dict[str, Any]:
+    """The row of TINY for a workflow."""
+    return TINY[max((begin for begin in TINY if f"{name}_".startswith(f"{begin}_")), key=len)]
+
+
 def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: int = 0) -> dict[str, Any]:
     """The shipped API workflow `name` with tiny files, two steps, a small size, and its latent saved.
 
     Text encoders that cannot be tiny are replaced by random conditioning of `tokens` tokens (0: the usual).
     """
-    family = name.split("_")[0]
-    tiny = TINY[family]
+    tiny = tiny_for(name)
     workflow = json.loads((API / f"{name}.json").read_text(encoding="utf-8"))
     for number in list(workflow):
         node = workflow[number]
         inputs = node["inputs"]
-        for key in FILE_INPUTS.keys() & inputs.keys():
-            inputs[key] = _tiny_name(tiny["files"], FILE_INPUTS[key])
+        _cut(node, tiny, seed)
         if node["class_type"] in COMPILE_NODES:
             inputs["enabled"] = compiled
-        elif node["class_type"] == "KSampler":
-            inputs |= {"steps": 2, "seed": seed}
-            samples = [number, 0]
+        elif node["class_type"] in ("VAEDecode", "VAEDecodeTiled"):
+            samples = inputs["samples"]
         elif node["class_type"] in ("CLIPLoader", "DualCLIPLoader"):
             del workflow[number]
         elif node["class_type"] == "CLIPTextEncode" and "text" in tiny:
@@ -136,13 +182,26 @@ def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: in
             workflow[number] = {"class_type": "TestRandomConditioning", "inputs": text}
             if tokens:
                 text["tokens"] = tokens
-        if {"width", "height", "batch_size"} <= inputs.keys():
-            inputs["width"], inputs["height"] = tiny["size"]
-        if "length" in inputs:
-            inputs["length"] = 5
     saving = {"samples": samples, "filename_prefix": f"latents/{name}"}
     workflow["latent"] = {"class_type": "SaveLatent", "inputs": saving}
     return dict(workflow)
+
+
+def _cut(node: dict[str, Any], tiny: dict[str, Any], seed: int) -> None:
+    """One node with its tiny file, two steps and a small size. A sampler that takes over goes on at the second step."""
+    inputs = node["inputs"]
+    width, height = tiny["size"]
+    for key in FILE_INPUTS.keys() & inputs.keys():
+        inputs[key] = _tiny_name(tiny["files"], FILE_INPUTS[key])
+    if node["class_type"] == "FluxKontextImageScale":  # to a million pixels
+        fit = {"upscale_method": "bilinear", "width": width, "height": height, "crop": "center"}
+        node |= {"class_type": "ImageScale", "inputs": {**inputs, **fit}}
+    elif {"width", "height"} <= inputs.keys():
+        inputs |= {"width": width, "height": height}
+    small = {"steps": 2, "seed": seed, "noise_seed": seed, "length": 5}
+    inputs |= {key: value for key, value in small.items() if key in inputs}
+    if "end_at_step" in inputs:
+        inputs |= {"start_at_step": 1} if inputs["start_at_step"] else {"end_at_step": 1}
 
 
 def resize(workflow: dict[str, Any], width: int, height: int, batch: int = 1) -> dict[str, Any]:

@@ -359,7 +359,7 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any) -> None:
     assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
     assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
     prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {"model", "mode", "dynamic", "memory_format", "options", "enabled"}
+    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
     assert saved["inputs"][0]["link"] is not None
 
 

@@ -79,6 +79,7 @@ class Served:
 def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     comfyui = served.comfyui_or_skip()
     base = served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *FILES)
+    served.picture(base)
     cache = tmp_path_factory.mktemp("cache")
     with served.server(comfyui, base, cache, "--cache-classic") as running:
         yield Served(running, comfyui, base, cache)
@@ -102,6 +103,24 @@ def test_other_sizes_and_a_freed_control_net_compile_nothing(at: Served) -> None
     at.server.post("/free", {"unload_models": True, "free_memory": True})
     assert numpy.array_equal(at.latent(compiled=True, strength=1.0), wanted)
     assert at.report()["artefacts_compiled"] in (0, before["artefacts_compiled"]), "0: it was loaded anew"
+
+
+def test_the_shipped_workflow_gives_the_eager_image(at: Served) -> None:
+    name = "sd15_compile_model_controlnet"
+    at.latent(compiled=True)
+    before = at.report()
+    runs = []
+    for compiled in (False, True):
+        shipped = served.tiny_workflow(name, compiled=compiled)
+        for node in shipped.values():
+            if node["class_type"] == "NexfortCompileModel":  # test_server.py compiles that network, and it takes long
+                node["inputs"]["enabled"] = False
+        runs.append(at.server.run(shipped, timeout=300))
+    eager, ours = runs
+    assert at.report()["calls"] > before["calls"] and not at.report()["eager"]
+    assert served.distance(served.latent(at.base, ours), served.latent(at.base, eager)) < TOLERANCE
+    for image, expected in zip(served.images(at.base, ours), served.images(at.base, eager), strict=True):
+        assert abs(image - expected).max() <= 1  # one step of 8 bits, where rounding tips over
 
 
 def test_a_restart_starts_warm(at: Served) -> None:

@@ -15,6 +15,7 @@ in a process of its own.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import zlib
@@ -26,11 +27,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tiny:
-    """One file: where it belongs in ComfyUI's models folder, and what builds its state dict from a seed."""
+    """One file: where it belongs in ComfyUI's models folder, and what builds its state dict from a seed.
+
+    metadata: what its header says besides.
+    """
 
     folder: str
     build: Callable[[int], dict[str, Any]]
     doc: str
+    metadata: dict[str, str] | None = None
 
     def path(self, models: Path, name: str) -> Path:
         """Where the file lies below a models folder. The loaders list it by `path.name`."""
@@ -96,14 +101,15 @@ def sd15_controlnet(seed: int) -> dict[str, Any]:
     return _weights(control, seed)
 
 
-def flux_unet(seed: int) -> dict[str, Any]:
-    """Two double and two single blocks of one head. Detection wants heads of 128."""
+def flux_unet(seed: int, guidance: bool = True) -> dict[str, Any]:
+    """Two double and two single blocks of one head. Detection wants heads of 128, and takes one without guidance for
+    Flux schnell."""
     from comfy.ldm.flux.model import Flux
 
     flux = _network(
         Flux, image_model="flux", in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=64,
         hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2, depth_single_blocks=2, axes_dim=[16, 56, 56],
-        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
+        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=guidance, txt_ids_dims=[],
     )  # fmt: skip
     weights = _weights(flux, seed)
     # Files in the wild call it "scale"; the loader renames it, and detection takes either.
@@ -143,6 +149,27 @@ def pixart_unet(seed: int) -> dict[str, Any]:
         pe_interpolation=2, model_max_length=300, micro_condition=False,
     )  # fmt: skip
     return _weights(pixart, seed)
+
+
+def hunyuan_video_unet(seed: int) -> dict[str, Any]:
+    """Two double and two single blocks of one head. Detection wants heads of 128 and a pooled vector of 768."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+    hunyuan = _network(
+        HunyuanVideo, image_model="hunyuan_video", in_channels=16, out_channels=16, patch_size=[1, 2, 2],
+        vec_in_dim=768, context_in_dim=64, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2,
+        depth_single_blocks=2, axes_dim=[16, 56, 56], theta=256, qkv_bias=True, guidance_embed=True, byt5=False,
+        meanflow=False, use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False,
+    )  # fmt: skip
+    return _weights(hunyuan, seed)
+
+
+def ltxv_unet(seed: int) -> dict[str, Any]:
+    """Two blocks. Detection wants 32 heads and captions 4096 wide."""
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    ltxv = _network(LTXVModel, cross_attention_dim=128, attention_head_dim=4, num_layers=2)
+    return _weights(ltxv, seed)
 
 
 def taesd(channels: int) -> Callable[[int], dict[str, Any]]:
@@ -192,6 +219,24 @@ def wan_vae(seed: int) -> dict[str, Any]:
     return _weights(model, seed)
 
 
+# What the header of an LTX-Video checkpoint says of its VAE: as short and narrow as its factor of 8 and 32 allows.
+LTXV_VAE = {
+    "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128,
+    "blocks": [[kind, 1] for kind in ("res_x", *("compress_all", "res_x") * 3)], "norm_layer": "pixel_norm",
+    "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 16,
+    "decoder_base_channels": 16,
+}  # fmt: skip
+
+LTXV_HEADER = {"config": json.dumps({"vae": LTXV_VAE})}
+
+
+def ltxv_vae(seed: int) -> dict[str, Any]:
+    """The LTX-Video autoencoder as LTXV_VAE has it."""
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return _weights(VideoVAE(config=LTXV_VAE), seed)
+
+
 def vae(build: Callable[[int], dict[str, Any]]) -> Any:
     """ComfyUI's VAE object around one of these autoencoders."""
     import comfy.sd
@@ -228,6 +273,11 @@ def sd3_checkpoint(seed: int) -> dict[str, Any]:
     return _prefixed("model.diffusion_model.", sd3_unet(seed)) | _prefixed("first_stage_model.", taesd(16)(seed))
 
 
+def ltxv_checkpoint(seed: int) -> dict[str, Any]:
+    """Transformer and VAE in one file in the layout of LTX-Video."""
+    return _prefixed("model.diffusion_model.", ltxv_unet(seed)) | _prefixed("vae.", ltxv_vae(seed))
+
+
 def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int], dict[str, Any]]:
     """A LoRA on every matrix inside the blocks of `base`, in the naming that fits any family."""
 
@@ -254,11 +304,16 @@ FILES: dict[str, Tiny] = {
     "sd15_checkpoint": Tiny("checkpoints", sd15_checkpoint, "SD1.5 UNet + VAE"),
     "sd15_full_checkpoint": Tiny("checkpoints", lambda s: sd15_checkpoint(s, True), "SD1.5 UNet + VAE + CLIP-L"),
     "sd3_checkpoint": Tiny("checkpoints", sd3_checkpoint, "SD3 + VAE"),
+    "ltxv_checkpoint": Tiny(
+        "checkpoints", ltxv_checkpoint, "LTX-Video + VAE", {"config": json.dumps({"vae": LTXV_VAE})}
+    ),
     "sd15_unet": Tiny("diffusion_models", sd15_unet, "SD1.5 UNet"),
     "flux_unet": Tiny("diffusion_models", flux_unet, "Flux transformer"),
+    "schnell_unet": Tiny("diffusion_models", lambda s: flux_unet(s, False), "Flux transformer without guidance"),
     "sd3_unet": Tiny("diffusion_models", sd3_unet, "SD3 transformer"),
     "wan_unet": Tiny("diffusion_models", wan_unet, "Wan 2.1 text-to-video transformer"),
     "pixart_unet": Tiny("diffusion_models", pixart_unet, "PixArt Sigma transformer"),
+    "hunyuan_video_unet": Tiny("diffusion_models", hunyuan_video_unet, "HunyuanVideo transformer"),
     "sd15_controlnet": Tiny("controlnet", sd15_controlnet, "ControlNet for sd15_unet"),
     "clip_l": Tiny("text_encoders", clip_l, "CLIP-L text encoder, full size"),
     "taesd": Tiny("vae", taesd(4), "small autoencoder, 4 channels"),
@@ -303,7 +358,7 @@ def write(models: Path, name: str, seed: int = 0) -> Path:
         with torch.no_grad():
             weights = FILES[name].build(seed)
         partial = path.with_suffix(".partial")
-        save_file(weights, partial)
+        save_file(weights, partial, FILES[name].metadata)
         partial.replace(path)
     return path
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A workflow as data, in its two forms: the front end's canvas format and the API format of POST /prompt.
 
-What the workflows are is told in workflow_source.py; here is only how one is written down.
+What the workflows are is told in workflow_families/; here is only how one is written down.
 """
 
 from __future__ import annotations
@@ -10,49 +10,14 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-COLUMN, GAP, WIDTH = 400, 60, 330
+from workflow_nodes import KINDS
 
-# What each node type gives, and which of its inputs are sockets (everything else is a widget), in order.
-OUTPUTS: dict[str, tuple[str, ...]] = {
-    "CheckpointLoaderSimple": ("MODEL", "CLIP", "VAE"),
-    "UNETLoader": ("MODEL",),
-    "CLIPLoader": ("CLIP",),
-    "DualCLIPLoader": ("CLIP",),
-    "VAELoader": ("VAE",),
-    "LoraLoader": ("MODEL", "CLIP"),
-    "LoraLoaderModelOnly": ("MODEL",),
-    "ModelSamplingSD3": ("MODEL",),
-    "NexfortCompileModel": ("MODEL",),
-    "NexfortCompileVAE": ("VAE",),
-    "CLIPTextEncode": ("CONDITIONING",),
-    "FluxGuidance": ("CONDITIONING",),
-    "ConditioningZeroOut": ("CONDITIONING",),
-    "EmptyLatentImage": ("LATENT",),
-    "EmptySD3LatentImage": ("LATENT",),
-    "EmptyHunyuanLatentVideo": ("LATENT",),
-    "KSampler": ("LATENT",),
-    "VAEDecode": ("IMAGE",),
-    "CreateVideo": ("VIDEO",),
-    "SaveImage": (),
-    "SaveVideo": (),
-}
-# Output names of the canvas where they differ from the type.
-OUTPUT_NAMES = {"NexfortCompileModel": ("model",), "NexfortCompileVAE": ("vae",)}
-SOCKETS: dict[str, tuple[str, ...]] = {
-    "LoraLoader": ("model", "clip"),
-    "LoraLoaderModelOnly": ("model",),
-    "ModelSamplingSD3": ("model",),
-    "NexfortCompileModel": ("model",),
-    "NexfortCompileVAE": ("vae",),
-    "CLIPTextEncode": ("clip",),
-    "FluxGuidance": ("conditioning",),
-    "ConditioningZeroOut": ("conditioning",),
-    "KSampler": ("model", "positive", "negative", "latent_image"),
-    "VAEDecode": ("samples", "vae"),
-    "CreateVideo": ("images",),
-    "SaveImage": ("images",),
-    "SaveVideo": ("video",),
-}
+COLUMN, GAP, WIDTH = 400, 60, 330
+# What the canvas keeps among a node's widgets and the API does not take.
+CANVAS_ONLY = ("control_after_generate", "upload")
+# What stands in each column, from the left.
+COLUMNS = ("Models and sizes", "What is done to the model", "Prompt", "Sampling", "Result")
+Place = tuple[list[int], list[int]]  # position and size
 
 
 @dataclass(frozen=True)
@@ -84,20 +49,20 @@ class Graph:
         """Add a node and return its outputs. `models` are (file name, folder, address to get it from)."""
         number = len(self.nodes) + 1
         node = {
-            "id": number, "kind": kind, "column": column, "title": title, "widgets": widgets or {},
-            "links": links, "models": models,
+            "id": number, "kind": kind, "column": column, "title": title or KINDS[kind].title,
+            "widgets": widgets or {}, "links": links, "models": models,
         }  # fmt: skip
         self.nodes.append(node)
-        return tuple(Out(number, slot, type_) for slot, type_ in enumerate(OUTPUTS[kind]))
+        return tuple(Out(number, slot, type_) for slot, type_ in enumerate(KINDS[kind].outputs))
 
     def api(self) -> dict[str, Any]:
-        """The API format: what POST /prompt takes. `control_after_generate` is the canvas's alone."""
+        """The API format: what POST /prompt takes."""
         found = {}
         for node in self.nodes:
-            inputs = {name: value for name, value in node["widgets"].items() if name != "control_after_generate"}
+            inputs = {name: value for name, value in node["widgets"].items() if name not in CANVAS_ONLY}
             inputs |= {name: [str(out.node), out.slot] for name, out in node["links"].items()}
-            title = node["title"] or node["kind"]
-            found[str(node["id"])] = {"class_type": node["kind"], "inputs": inputs, "_meta": {"title": title}}
+            meta = {"title": node["title"]}
+            found[str(node["id"])] = {"class_type": node["kind"], "inputs": inputs, "_meta": meta}
         return found
 
     def ui(self) -> dict[str, Any]:
@@ -107,12 +72,13 @@ class Graph:
         inputs: dict[int, list[dict[str, Any]]] = {}
         for node in self.nodes:
             inputs[node["id"]] = []
-            for slot, name in enumerate(SOCKETS.get(node["kind"], ())):
+            linked = [name for name in KINDS[node["kind"]].sockets if name in node["links"]]
+            for slot, name in enumerate(linked):
                 out: Out = node["links"][name]
                 links.append([len(links) + 1, out.node, out.slot, node["id"], slot, out.type])
                 given.setdefault((out.node, out.slot), []).append(len(links))
                 inputs[node["id"]].append({"name": name, "type": out.type, "link": len(links)})
-        places = self._places()
+        places = self.places()
         nodes = [self._ui_node(order, node, inputs, given, places) for order, node in enumerate(self.nodes)]
         nodes.append(self._ui_note())
         return {
@@ -122,25 +88,39 @@ class Graph:
             "last_link_id": len(links),
             "nodes": nodes,
             "links": links,
-            "groups": [],
+            "groups": self._groups(places),
             "config": {},
-            "extra": {"ds": {"scale": 0.65, "offset": [520, 160]}},
+            "extra": {"ds": {"scale": 0.65, "offset": [580, 220]}},  # clear of the front end's own bars
             "version": 0.4,
         }
 
-    def _places(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Position and size of each node: columns from left to right, stacked from the top."""
+    def places(self) -> dict[int, Place]:
+        """Position and size of each node: columns from left to right without a gap, stacked from the top."""
         bottom: dict[int, int] = {}
         places = {}
+        used = sorted({node["column"] for node in self.nodes})
         for node in self.nodes:
-            kind, column = node["kind"], node["column"]
-            height = 30 + 26 * (max(len(SOCKETS.get(kind, ())), len(OUTPUTS[kind])) + len(node["widgets"]))
-            height += {"CLIPTextEncode": 110, "NexfortCompileModel": 60, "NexfortCompileVAE": 60}.get(kind, 0)
-            height += 300 if kind in ("SaveImage", "SaveVideo") else 0
+            kind, column = KINDS[node["kind"]], node["column"]
+            height = 30 + 26 * (max(len(kind.sockets), len(kind.outputs)) + len(node["widgets"])) + kind.taller
             top = bottom.get(column, 0)
-            places[node["id"]] = ([column * COLUMN, top], [WIDTH, height])
+            places[node["id"]] = ([used.index(column) * COLUMN, top], [WIDTH, height])
             bottom[column] = top + height + GAP
         return places
+
+    def _groups(self, places: dict[int, Place]) -> list[dict[str, Any]]:
+        """A titled frame around each column."""
+        found = []
+        for number, title in enumerate(COLUMNS):
+            inside = [places[node["id"]] for node in self.nodes if node["column"] == number]
+            if not inside:
+                continue
+            height = max(position[1] + size[1] for position, size in inside)
+            bounding = [inside[0][0][0] - 20, -90, WIDTH + 40, height + 110]
+            found.append({
+                "id": len(found) + 1, "title": title, "bounding": bounding, "color": "#3f789e", "font_size": 24,
+                "flags": {},
+            })  # fmt: skip
+        return found
 
     def _ui_node(
         self,
@@ -148,30 +128,28 @@ class Graph:
         node: dict[str, Any],
         inputs: dict[int, list[dict[str, Any]]],
         given: dict[tuple[int, int], list[int]],
-        places: dict[int, tuple[list[int], list[int]]],
+        places: dict[int, Place],
     ) -> dict[str, Any]:
-        kind, number = node["kind"], node["id"]
+        kind, number = KINDS[node["kind"]], node["id"]
         position, size = places[number]
-        names = OUTPUT_NAMES.get(kind, OUTPUTS[kind])
-        ours = kind.startswith("Nexfort")
+        ours = node["kind"].startswith("Nexfort")
         properties: dict[str, Any] = {
             "cnr_id": "nexfort" if ours else "comfy-core",
-            "Node name for S&R": kind,
+            "Node name for S&R": node["kind"],
         }
         if node["models"]:
             properties["models"] = [{"name": n, "url": u, "directory": d} for n, d, u in node["models"] if u]
         found = {
-            "id": number, "type": kind, "pos": position, "size": size, "flags": {}, "order": order, "mode": 0,
+            "id": number, "type": node["kind"], "pos": position, "size": size, "flags": {}, "order": order, "mode": 0,
             "inputs": inputs[number],
             "outputs": [
                 {"name": name, "type": type_, "slot_index": slot, "links": given.get((number, slot), [])}
-                for slot, (name, type_) in enumerate(zip(names, OUTPUTS[kind], strict=True))
+                for slot, (name, type_) in enumerate(zip(kind.output_names, kind.outputs, strict=True))
             ],
             "properties": properties,
             "widgets_values": list(node["widgets"].values()),
+            "title": node["title"],
         }  # fmt: skip
-        if node["title"]:
-            found["title"] = node["title"]
         if ours:
             found |= {"color": "#232", "bgcolor": "#353"}
         return found

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example workflows: both formats agree, the canvas gets sound graphs, and a real server accepts them."""
+"""The example workflows: both formats agree, a real server takes them, and the real front end loads them.
+
+They run to an image in test_server.py and test_server_controlnet.py.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,43 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
+import browser
 import pytest
 import served
+import workflow_pictures
 import workflow_source
+from PIL import Image
+from workflow_families.family import FLAVOURS
+from workflow_nodes import KINDS
 
 from nexfort_engine.headless import ComfyServer
 
 NAMES = sorted(workflow_source.build_all())
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
-FAMILIES = ("sd15", "sdxl", "pixart", "flux", "wan")
+FAMILIES = {
+    *("sd15", "sdxl", "sd35", "pixart", "flux", "flux_schnell", "flux_kontext", "qwen_image", "z_image"),
+    *("wan", "wan22", "hunyuan_video", "ltxv"),
+}
+# Their names are in documentation and in what users keep.
+LONG_THERE = {
+    f"{family}_{flavour}"
+    for family in ("sd15", "sdxl", "pixart", "flux", "wan")
+    for flavour in ("compile_model", "compile_model_vae", "compile_model_lora")
+}
+# Where a model, a VAE or a control net is used, and not handed on.
+USERS = {
+    "model": ("KSampler", "KSamplerAdvanced", "SamplerCustom", "BasicGuider"),
+    "vae": ("VAEDecode", "VAEDecodeTiled", "VAEEncode"),
+    "control_net": ("ControlNetApplyAdvanced",),
+}
+COMPILERS = {
+    "model": "NexfortCompileModel",
+    "vae": "NexfortCompileVAE",
+    "control_net": "NexfortCompileControlNet",
+}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -28,10 +56,15 @@ def read(path: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """A real server with no model files at all."""
+    """A real server with an empty file for each that the workflows name: their lists are all that is looked at."""
     comfyui = served.comfyui_or_skip()
     folder = tmp_path_factory.mktemp("workflows")
-    with served.server(comfyui, served.base_folder(folder, comfyui), folder / "cache") as running:
+    base = served.base_folder(folder, comfyui)
+    served.picture(base)
+    served.name_only(base, workflow_source.build_all().values())
+    root = browser.front_end()
+    arguments = [] if root is None else ["--front-end-root", str(root)]
+    with served.server(comfyui, base, folder / "cache", *arguments) as running:
         yield running
 
 
@@ -69,8 +102,11 @@ def to_api(canvas: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any
             if value is None:
                 break  # a widget that a newer server has behind the others
             inputs[name] = value
-            if len(definition) > 1 and definition[1].get("control_after_generate"):
+            options = definition[1] if len(definition) > 1 else {}
+            if options.get("control_after_generate"):
                 assert next(values) in ("fixed", "increment", "decrement", "randomize")
+            if options.get("image_upload"):
+                assert next(values) == "image"  # the button
         assert not list(values), f"{node['type']} has more values than widgets"
         for socket in node["inputs"]:
             inputs[socket["name"]] = sources[socket["link"]]
@@ -78,28 +114,42 @@ def to_api(canvas: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def post(server: ComfyServer, workflow: dict[str, Any]) -> dict[str, Any]:
-    """The server's answer to a workflow that lacks its model files."""
+def without_titles(workflow: dict[str, Any]) -> dict[str, Any]:
+    """The API format as the server reads it."""
+    return {number: {key: node[key] for key in ("class_type", "inputs")} for number, node in workflow.items()}
+
+
+def queue(server: ComfyServer, workflow: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The server's answer to a workflow. One that it takes ends at its first empty file, if it begins at all."""
     data = json.dumps({"prompt": workflow}).encode()
     asked = urllib.request.Request(server.url + "/prompt", data=data, headers={"Content-Type": "application/json"})
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=30)
-    assert refused.value.code == 400
-    return dict(json.loads(refused.value.read()))
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            found = answer.status, dict(json.loads(answer.read()))
+    except urllib.error.HTTPError as refused:
+        return refused.code, dict(json.loads(refused.read()))
+    server.post("/queue", {"clear": True})
+    return found
 
 
 # ---- without a server --------------------------------------------------------------------------------------
 
 
-def test_every_family_comes_in_every_flavour() -> None:
-    assert {f"{family}_{flavour}" for family in FAMILIES for flavour in workflow_source.FLAVOURS} == set(NAMES)
-    assert [path.stem for path in sorted(workflow_source.WORKFLOWS.glob("*.json"))] == NAMES
-    assert [path.stem for path in sorted((workflow_source.WORKFLOWS / "api").glob("*.json"))] == NAMES
+def test_every_family_comes_plain_and_compiled_and_every_flavour_is_there() -> None:
+    assert {name for name in NAMES if name.endswith("_plain")} == {f"{family}_plain" for family in FAMILIES}
+    assert {name for name in NAMES if name.endswith("_compile_model")} == {f"{one}_compile_model" for one in FAMILIES}
+    assert set(NAMES) > LONG_THERE
+    assert {flavour for name in NAMES for flavour in FLAVOURS if name.endswith(f"_{flavour}")} == set(FLAVOURS)
 
 
 def test_the_files_are_what_their_source_gives() -> None:
-    for path, text in workflow_source.files().items():
-        assert path.read_text(encoding="utf-8") == text, "python tests/workflow_source.py --write"
+    assert workflow_source.different() == [], "python tests/workflow_source.py --write"
+
+
+def test_each_workflow_has_a_picture_of_its_own() -> None:
+    pictures = [Image.open(workflow_source.WORKFLOWS / f"{name}.jpg") for name in NAMES]
+    assert not any(workflow_pictures.alike(one, other) for one, other in pairwise(pictures))
+    assert all((workflow_source.WORKFLOWS / f"{name}.jpg").stat().st_size < 16_000 for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,14 +169,27 @@ def test_the_canvas_gets_a_sound_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_two_nodes_overlap(name: str) -> None:
-    for one, other in combinations(read(f"{name}.json")["nodes"], 2):
+def test_no_two_nodes_overlap_and_each_stands_in_one_frame(name: str) -> None:
+    canvas = read(f"{name}.json")
+    for one, other in combinations(canvas["nodes"], 2):
         apart = [
             a["pos"][axis] + a["size"][axis] <= b["pos"][axis]
             for axis in (0, 1)
             for a, b in ((one, other), (other, one))
         ]
         assert any(apart), (one["type"], other["type"])
+    for node in canvas["nodes"]:
+        around = [
+            group["title"]
+            for group in canvas["groups"]
+            if all(
+                group["bounding"][axis] < node["pos"][axis]
+                and node["pos"][axis] + node["size"][axis] < group["bounding"][axis] + group["bounding"][axis + 2]
+                for axis in (0, 1)
+            )
+        ]
+        assert len(around) == (0 if node["type"] == "MarkdownNote" else 1), node["type"]
+        assert node["title"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,7 +200,7 @@ def test_the_note_names_every_file(name: str) -> None:
         value
         for node in read(f"api/{name}.json").values()
         for key, value in node["inputs"].items()
-        if key in served.FILE_INPUTS
+        if key in (*served.FILE_INPUTS, "image") and isinstance(value, str)
     ]
     assert wanted and all(value in note for value in wanted)
 
@@ -146,11 +209,37 @@ def test_the_note_names_every_file(name: str) -> None:
 def test_the_compile_nodes_stand_where_their_name_says(name: str) -> None:
     nodes = read(f"api/{name}.json")
     kinds = [node["class_type"] for node in nodes.values()]
-    assert kinds.count("NexfortCompileModel") == 1
-    assert kinds.count("NexfortCompileVAE") == (1 if name.endswith("_vae") else 0)
+    wanted = {"model": not name.endswith("_plain"), "vae": name.endswith("_vae")}
+    wanted["control_net"] = name.endswith("_controlnet")
+    for slot, compiler in COMPILERS.items():
+        users = [node for node in nodes.values() if node["class_type"] in USERS[slot]]
+        sources = [nodes[user["inputs"][slot][0]]["class_type"] for user in users]
+        assert {source == compiler for source in sources} == ({wanted[slot]} if users else set())
+        assert (compiler in kinds) == wanted[slot]
+    modes = [node["inputs"]["mode"] for node in nodes.values() if node["class_type"] == COMPILERS["model"]]
+    assert set(modes) <= {"O3" if name.endswith("_low_precision") else "O2"}
     assert any("Lora" in kind for kind in kinds) == name.endswith("_lora")
-    (sampler,) = [node for node in nodes.values() if node["class_type"] == "KSampler"]
-    assert nodes[sampler["inputs"]["model"][0]]["class_type"] == "NexfortCompileModel"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_plain_one_is_the_compiled_one_with_its_nodes_bypassed(family: str) -> None:
+    plain, ours = (workflow_source.build_all()[f"{family}_{flavour}"] for flavour in ("plain", "compile_model"))
+    dropped = {node["id"]: node["links"]["model"] for node in ours.nodes if node["kind"] == COMPILERS["model"]}
+    left = [node for node in ours.nodes if node["id"] not in dropped]
+    numbers = {node["id"]: number for number, node in enumerate(left, 1)}
+    bypassed = []
+    for node in left:
+        outs = {name: dropped.get(out.node, out) for name, out in node["links"].items()}
+        links = {name: (numbers[out.node], out.slot) for name, out in outs.items()}
+        bypassed.append((node["kind"], node["widgets"] if "filename_prefix" not in node["widgets"] else {}, links))
+    assert bypassed == [
+        (
+            node["kind"],
+            node["widgets"] if "filename_prefix" not in node["widgets"] else {},
+            {name: (out.node, out.slot) for name, out in node["links"].items()},
+        )
+        for node in plain.nodes
+    ]
 
 
 # ---- on a real server --------------------------------------------------------------------------------------
@@ -159,10 +248,7 @@ def test_the_compile_nodes_stand_where_their_name_says(name: str) -> None:
 @pytest.mark.comfy
 @pytest.mark.parametrize("name", NAMES)
 def test_both_formats_agree(object_info: dict[str, Any], name: str) -> None:
-    api = read(f"api/{name}.json")
-    for node in api.values():
-        del node["_meta"]
-    assert to_api(read(f"{name}.json"), object_info) == api
+    assert to_api(read(f"{name}.json"), object_info) == without_titles(read(f"api/{name}.json"))
 
 
 @pytest.mark.comfy
@@ -181,14 +267,96 @@ def test_names_and_link_types_are_the_servers(object_info: dict[str, Any], name:
 
 
 @pytest.mark.comfy
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_table_of_nodes_is_the_servers(object_info: dict[str, Any], kind: str) -> None:
+    shown, ours = object_info[kind], KINDS[kind]
+    count = len(ours.outputs)  # a newer server may have more behind them
+    assert list(ours.outputs) == list(shown["output"])[:count]
+    assert list(ours.output_names) == list(shown["output_name"])[:count]
+    sockets, _ = sockets_and_widgets(shown)
+    assert [name for name in sockets if name in ours.sockets] == list(ours.sockets)
+
+
+@pytest.mark.comfy
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_but_model_files_is_missing(server: ComfyServer, name: str) -> None:
-    answer = post(server, read(f"api/{name}.json"))
-    problems = [
-        (one["type"], one["extra_info"]["input_name"])
-        for node in answer["node_errors"].values()
-        for one in node["errors"]
-    ]
-    assert problems
-    assert {kind for kind, _ in problems} == {"value_not_in_list"}
-    assert {key for _, key in problems} <= set(served.FILE_INPUTS)
+def test_the_server_takes_it(server: ComfyServer, name: str) -> None:
+    status, answer = queue(server, read(f"api/{name}.json"))
+    assert (status, answer.get("node_errors")) == (200, {})
+
+
+@pytest.mark.comfy
+def test_the_server_refuses_one_whose_file_is_missing(server: ComfyServer) -> None:
+    workflow = read("api/flux_plain.json")
+    (loader,) = [number for number, node in workflow.items() if node["class_type"] == "UNETLoader"]
+    workflow[loader]["inputs"]["unet_name"] = "not_there.safetensors"
+    status, answer = queue(server, workflow)
+    (error,) = answer["node_errors"][loader]["errors"]
+    assert (status, error["type"], error["extra_info"]["input_name"]) == (400, "value_not_in_list", "unet_name")
+
+
+# ---- in the real front end ---------------------------------------------------------------------------------
+
+# Widgets of the video nodes that older servers lack; left out, they have their defaults.
+NEWER_WIDGETS = ("bit_depth", "format.codec")
+# Loads a workflow as its file does when it is opened, and gives what would be queued.
+LOAD = """async ([name, workflow]) => {
+  window.loading = name
+  await window.app.loadGraphData(workflow)
+  return (await window.app.graphToPrompt()).output
+}"""
+# Every dialog and every message about missing things that is shown from now on, with the workflow it was shown for.
+WATCH = """() => {
+  window.troubles = {}
+  const look = () => document.querySelectorAll('[data-testid=error-overlay], [role=dialog]').forEach((shown) => {
+    window.troubles[window.loading] = shown.innerText
+  })
+  new MutationObserver(look).observe(document.body, { childList: true, subtree: true })
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(server: ComfyServer) -> Iterator[Any]:
+    """One page of the server for all tests: a browser is dear."""
+    browser.front_end_or_skip()
+    with browser.running() as chromium:
+        context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
+        opened, faults = browser.open_page(context, server)
+        yield opened
+        assert faults.found == []
+
+
+@pytest.mark.comfy
+@pytest.mark.slow
+def test_the_front_end_loads_each_without_a_complaint(page: Any) -> None:
+    errors: list[str] = []
+    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.evaluate(WATCH)
+    different = []
+    for name in NAMES:
+        queued, wanted = page.evaluate(LOAD, [name, read(f"{name}.json")]), read(f"api/{name}.json")
+        for node in queued.values():
+            node["inputs"] = {key: value for key, value in node["inputs"].items() if key not in NEWER_WIDGETS}
+        if queued != wanted:
+            different.append(name)
+    page.wait_for_timeout(500)  # what is missing is told a moment later
+    assert (different, errors, page.evaluate("() => window.troubles")) == ([], [], {})
+    unknown = read("flux_plain.json")
+    unknown["nodes"][0]["type"] = "NobodyHasThisNode"
+    page.evaluate(LOAD, ["unknown", unknown])
+    page.wait_for_function("() => window.troubles.unknown")
+
+
+@pytest.mark.comfy
+@pytest.mark.slow
+def test_the_template_browser_shows_it_with_its_picture(page: Any) -> None:
+    page.evaluate("() => window.app.graph.clear()")
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("textbox").first.fill("flux_kontext_compile_model")
+    card = page.get_by_test_id("template-workflow-flux_kontext_compile_model")
+    card.wait_for()
+    wide = "card => [...card.querySelectorAll('img')].map((picture) => picture.complete && picture.naturalWidth)"
+    page.wait_for_function(f"card => ({wide})(card).includes({workflow_pictures.SIDE})", arg=card.element_handle())
+    card.click()
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'FluxKontextImageScale')")

@@ -25,16 +25,19 @@ class TestRandomConditioning(io.ComfyNode):
                 io.Int.Input("tokens", default=77, min=1, max=4096),
                 io.Int.Input("width", default=768, min=1, max=16384),
                 io.Int.Input("pooled", default=0, min=0, max=16384, tooltip="0: no pooled vector"),
+                io.Boolean.Input("mask", default=False, optional=True, tooltip="which tokens count: all of them"),
             ],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, seed: int, tokens: int, width: int, pooled: int) -> io.NodeOutput:
+    def execute(cls, seed: int, tokens: int, width: int, pooled: int, mask: bool = False) -> io.NodeOutput:
         """The same tensors for the same numbers."""
         generator = torch.Generator().manual_seed(seed)
         context = torch.randn((1, tokens, width), generator=generator)
         extra = {"pooled_output": torch.randn((1, pooled), generator=generator)} if pooled else {}
+        if mask:
+            extra["attention_mask"] = torch.ones((1, tokens), dtype=torch.int64)
         return io.NodeOutput([[context, extra]])
 
 
