@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builder: from a call no artefact is known for, to a binding. Finds in the store, plans, captures, lowers, loads.
+"""Builder: from a call no artefact is known for, to a binding. Plans, captures, lowers; finding.py has what is there.
 
 The first time something is missing, planning.py says what else is: all of it is captured and lowered together, with one
 progress bar.
@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower, precision
+from . import precision
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
-from .cache.key import driver_problem, environment_parts, primary_key
-from .cache.store import Entry, StoreError
+from .background import Background
+from .cache.key import environment_parts, primary_key
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
+from .finding import Finder, Wanted
 from .guards import checker
 from .lowering import Job, await_left, lower_all
-from .modulestate import matches_text
 from .planning import Planner
 from .report import named
 from .signature import Flat, holds_objects, normalised
-from .sources import sources_changed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -49,18 +45,9 @@ _MOST_STORED = 64
 # blocks another list each time, and each try is a capture.
 _MOST_CHANGING = 3
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
-_loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
 
-@dataclass
-class Wanted:
-    """A region and a call it needs an artefact for."""
-
-    region: Region
-    primary: str
-    example: Example
-    flat: Flat
-    why: str | None = None  # why it needs a further one, for the report
+_PENDING: Refusal = ((lambda _: True), "it is being made")
 
 
 class Builder:
@@ -69,6 +56,8 @@ class Builder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.planner = Planner(engine, self.wanted)
+        self.finder = Finder(engine)
+        self.background = Background(engine.report) if engine.config.background else None
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._changing = known.made, known.reported, known.changing
@@ -83,12 +72,18 @@ class Builder:
             if check(flat.mappings):
                 self.engine.report.eager(region.path, reason)
                 return None
-        with LOCK:
+        if not self._has_lock(session):
+            return None
+        try:
             carried = region.carries()
             if carried:
                 raise Ineligible(f"it carries {carried}")
             wanted = self.wanted(region, key[0], flat)
             binding, refusal = self._find_or_make(wanted, session)
+        finally:
+            LOCK.release()
+        if session.behind:
+            return None
         if binding is not None:
             region.remember(key, binding)
             self._note_sizes(binding.artefact, flat)
@@ -96,6 +91,15 @@ class Builder:
         region.declined.setdefault(key, []).append(refusal)
         self.engine.report.eager(region.path, refusal[1])
         return None
+
+    def _has_lock(self, session: Session) -> bool:
+        """Take the lock. False: it is for another step, or for the background, to make what is missing here."""
+        if session.behind:
+            return False
+        if self.background is None or self.background.failed:
+            return LOCK.acquire()
+        session.behind = self.background.busy or not LOCK.acquire(blocking=False)
+        return not session.behind
 
     def _note_sizes(self, artefact: Artefact, flat: Flat) -> None:
         """Tell the store which sizes an artefact served; once, although many blocks share it."""
@@ -105,18 +109,31 @@ class Builder:
             self.engine.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
-        binding, misfit = self._bind(wanted)
+        binding, misfit = self.finder.bind(wanted)
         if binding is None and await_left(self.engine.cancel):
-            binding, misfit = self._bind(wanted)
+            binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self._may_make(wanted, misfit):
-            self._make_all(self.planner.calls(session))
-            binding, again = self._bind(wanted)
+            found = self.planner.calls(session)
+            if found and self._beside(session, functools.partial(self._make_all, found)):
+                return None, _PENDING
+            self._make_all(found)
+            binding, again = self.finder.bind(wanted)
             misfit = misfit or again
         if binding is None and self._may_make(wanted, misfit, first=session.planned):
+            if self._beside(session, functools.partial(self._make, wanted, misfit)):
+                return None, _PENDING
             binding = self._make(wanted, misfit)
         if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
+
+    def _beside(self, session: Session, work: Callable[[], object]) -> bool:
+        """Have it made beside this step, which goes on eager. False: it is to be made now."""
+        if self.background is None or self.background.failed:
+            return False
+        self.background.start(work)
+        session.behind = True
+        return True
 
     def _may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
@@ -141,7 +158,7 @@ class Builder:
             self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
             return None
         self.compile([wanted])
-        return self._bind(wanted)[0]
+        return self.finder.bind(wanted)[0]
 
     def _has_many(self, wanted: Wanted) -> bool:
         stored = len(self.artefacts.get(wanted.primary, ()))
@@ -170,109 +187,7 @@ class Builder:
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]
 
-    # -- what is there -----------------------------------------------------------------------------------
-
-    def _bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
-        """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
-        region = wanted.region
-        for binding in region.bindings:
-            same = binding.artefact.primary == wanted.primary
-            if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
-                return binding, None
-        nearest: Misfit | None = None
-        hidden = region.layers.hidden() if region.layers is not None else None
-        for artefact in self._candidates(wanted):
-            misfit = artefact.misfit(wanted.flat)
-            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):
-                misfit = Misfit("an attribute of the block differs from the captured one")
-            if misfit is not None:
-                nearest = _nearer(nearest, misfit)
-            elif self._has_code(artefact, wanted):
-                binding = Binding(artefact, region.module, hidden)
-                region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
-                self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
-                return binding, None
-        return None, nearest
-
-    def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
-        """The artefacts of this structure and call, those of the store without their code."""
-        known = self.artefacts.setdefault(wanted.primary, [])
-        yield from list(known)
-        ids = {artefact.id for artefact in known}
-        for entry in self.engine.store.candidates(wanted.primary):
-            if entry.id in ids:
-                continue
-            changed = sources_changed(entry.manifest.get("sources", {}))
-            if changed:
-                path = wanted.region.path
-                self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
-                continue
-            problem = driver_problem(entry.manifest.get("driver"))
-            if problem:
-                self.engine.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
-                continue
-            artefact = self._described(entry)
-            if artefact is not None:
-                known.append(artefact)
-                yield artefact
-
-    def _described(self, entry: Entry) -> Artefact | None:
-        shared = _loaded.get((str(self.engine.store.root), entry.id))
-        if shared is not None:
-            return shared
-        try:
-            artefact = Artefact(entry.id, entry.primary, entry.manifest)
-        except Exception as error:
-            # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
-            self.engine.store.set_aside(entry, named(error))
-            return None
-        artefact.entry = entry
-        return artefact
-
-    def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
-        """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""
-        store, path = self.engine.store, wanted.region.path
-        if artefact.code is not None:
-            if artefact.id not in self._reported:
-                self._reported.add(artefact.id)
-                self.engine.report.loaded(path, artefact.id, 0.0)
-            return True
-        entry = artefact.entry
-        assert entry is not None, "an artefact comes from this process or from the store"
-        began = time.perf_counter()
-        problem = None
-        try:
-            with self.engine.apart():
-                self._load_code(artefact, entry)
-        except StoreError as error:
-            problem = str(error)
-        except Exception as error:
-            # a file that is sound by its hashes and still does not load: another torch build, a missing operator
-            problem = named(error)
-        if problem is not None:
-            store.set_aside(entry, problem)
-            self.engine.report.note(f"an artefact of {path} is not used: {problem}")
-            self.artefacts[artefact.primary].remove(artefact)
-            return False
-        store.touch(entry)
-        self._reported.add(artefact.id)
-        self.engine.report.loaded(path, artefact.id, time.perf_counter() - began)
-        _loaded[(str(store.root), entry.id)] = artefact
-        return True
-
-    def _load_code(self, artefact: Artefact, entry: Entry) -> None:
-        remember_in(self.engine.store.root)
-        options = self._options("cuda" if torch.cuda.is_available() else "cpu")
-        # a copy that only this process writes to, checked byte by byte before anything of it is loaded
-        payload = self.engine.store.ready(entry)
-        artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
-
-    def _options(self, device_type: str) -> dict[str, object]:
-        options = self.engine.config.lowering_options(device_type)
-        if self.engine.config.has("low-precision") and (reason := precision.missing(device_type)):
-            self.engine.report.note(f"low precision is not active: {reason}")
-            options["nexfort.low_precision"] = False
-        return options
+    # -- making ------------------------------------------------------------------------------------------
 
     def _make_all(self, found: list[Wanted]) -> None:
         """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave."""
@@ -280,7 +195,7 @@ class Builder:
             wave: dict[str, Wanted] = {}
             rest = []
             for wanted in found:
-                binding, misfit = self._bind(wanted)
+                binding, misfit = self.finder.bind(wanted)
                 if binding is not None or not self._may_make(wanted, misfit):
                     continue
                 wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
@@ -292,8 +207,6 @@ class Builder:
                 return
             self.compile(list(wave.values()))
             found = rest
-
-    # -- making ------------------------------------------------------------------------------------------
 
     def compile(self, wanted: list[Wanted]) -> None:
         """Capture and lower; what fails is refused with its reason. The host may cancel in between."""
@@ -316,7 +229,12 @@ class Builder:
             self._adopt(want, job)
 
         with self.engine.apart():
-            lower_all(jobs, self._options, self.engine.cancel, done)
+            lower_all(jobs, self.finder.options, self._cancel, done)
+
+    def _cancel(self) -> None:
+        """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""
+        if self.background is None or not self.background.here:
+            self.engine.cancel()
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
@@ -326,7 +244,10 @@ class Builder:
         captured = capture(
             region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
         )
-        return captured, manifest_of(captured, region.kind, *self.engine.made_for(region, _device_of(wanted)))
+        driver, info = self.engine.made_for(region, _device_of(wanted))
+        if self.finder.options(_device_of(wanted).type).get("nexfort.low_precision"):
+            info["products"] = precision.told(captured.graph)
+        return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:
         entry = job.entry
@@ -335,13 +256,13 @@ class Builder:
         try:
             artefact = Artefact(entry.id, entry.primary, entry.manifest)
             artefact.entry = entry
-            self._load_code(artefact, entry)
+            self.finder.load_code(artefact, entry)
         except Exception as error:
             self._refuse(wanted, None, f"its artefact does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
         self._made[wanted.primary] += 1
-        _loaded[(str(self.engine.store.root), entry.id)] = artefact
+        self.finder.share(artefact, entry)
         self._reported.add(entry.id)
         self.engine.report.compiled(region.path, entry.id, job.seconds)
         if wanted.why:
@@ -365,13 +286,6 @@ class Builder:
         if reason == CHANGES_GIVEN:
             self._changing[_code_of(wanted)] += 1
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
-
-
-def _nearer(one: Misfit | None, other: Misfit) -> Misfit:
-    """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
-    if one is None:
-        return other
-    return max(other, one, key=lambda misfit: (misfit.sizes, misfit.sizes and not misfit.narrow))
 
 
 def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nexfort_engine cache|doctor|run|warm`; `cache` itself is in `cli_cache.py`.
+"""The command line: `python -m nexfort_engine cache|doctor|plan|run|warm`; `cache` and `plan` have files of their own.
 
 It parses, calls, prints and sets the exit code; the work is done in `doctor.py`, `headless_run.py` and `warm.py`, which
 are imported only by the command that needs them.
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import cli_cache
+from . import cli_cache, cli_plan
 from .terminal import say
 
 PROGRAM = "python -m nexfort_engine"
@@ -37,10 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        PROGRAM, description="Nexfort's compile cache, self-check, warming, headless runs."
+        PROGRAM, description="Nexfort's compile cache, precision plan, self-check, warming, headless runs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cli_cache.add_to(commands)
+    cli_plan.add_to(commands)
     doctor = commands.add_parser("doctor", help="print what a bug report needs, and check that compiling works")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--no-check", action="store_true", help="do not compile anything")

@@ -59,11 +59,16 @@ def add_to(commands: Any) -> None:
 
 def _add(actions: Any, name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    add_where(action).set_defaults(command=command)
+    return action
+
+
+def add_where(action: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Gives a command the arguments that say which cache is meant, and that JSON is wanted."""
     action.add_argument("--json", action="store_true", help="print JSON")
     where = action.add_mutually_exclusive_group()
     where.add_argument("--dir", type=Path, metavar="DIR", help="the cache in this directory")
     where.add_argument("--comfyui", type=Path, metavar="PATH", help="the cache of the ComfyUI in this directory")
-    action.set_defaults(command=command)
     return action
 
 
@@ -98,7 +103,7 @@ def cache_root(options: argparse.Namespace) -> Path:
     return default_root() if around is None else comfyui_cache(around)
 
 
-def _store(options: argparse.Namespace) -> Store:
+def store_of(options: argparse.Namespace) -> Store:
     """That cache, over the base cache if there is one; a directory that was named stands for itself alone."""
     from .cache.place import base_root
     from .cache.store import Store
@@ -139,7 +144,7 @@ def _list(options: argparse.Namespace) -> int:
     from .cache import view
     from .cache.place import size_text
 
-    store = _store(options)
+    store = store_of(options)
     rows = store.rows()
     total = sum(row["size"] for row in rows)
     lines = [f"{len(rows)} artefacts, {size_text(total)}, in {store.root}"]
@@ -168,7 +173,7 @@ def _show(options: argparse.Namespace) -> int:
     from .cache import view
     from .cache.place import size_text
 
-    store = _store(options)
+    store = store_of(options)
     rows = {row["id"]: row for row in store.rows()}
     shown = []
     for entry in _found(store, options.ids):
@@ -212,7 +217,7 @@ def _problem(store: Store, entry: Entry) -> str | None:
 def _verify(options: argparse.Namespace) -> int:
     from .cache import view
 
-    store = _store(options)
+    store = store_of(options)
     wanted = {entry.id for entry in _found(store, options.ids)}
     checked = [(entry, problem) for entry, problem in store.verify_all() if not wanted or entry.id in wanted]
     bad = {entry.id: problem for entry, problem in checked if problem is not None}
@@ -227,12 +232,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    store = _store(options)
+    store = store_of(options)
     return _removed(options, store, store.prune(options.max_size))
 
 
 def _clear(options: argparse.Namespace) -> int:
-    store = _store(options)
+    store = store_of(options)
     if options.ids:
         with _of_entries():
             removed = store.remove([entry.id for entry in _found(store, options.ids)])
@@ -259,7 +264,7 @@ def _unpin(options: argparse.Namespace) -> int:
 
 
 def _set_pin(options: argparse.Namespace, pinned: bool) -> int:
-    store = _store(options)
+    store = store_of(options)
     with _of_entries():
         ids = [store.pin(entry.id, pinned).id for entry in _found(store, options.ids)]
     word = "pinned" if pinned else "unpinned"
@@ -274,7 +279,7 @@ def _export(options: argparse.Namespace) -> int:
     from .cache import bundle, view
     from .cache.place import size_text
 
-    store = _store(options)
+    store = store_of(options)
     ids = [entry.id for entry in _found(store, options.ids)] or None
     with _of_entries():
         made = bundle.export(store, options.file, ids)
@@ -301,7 +306,7 @@ def _import(options: argparse.Namespace) -> int:
         if options.json:
             say(json.dumps({**facts, "imported": 0}, indent=1))
         raise PermissionError(TRUST.format(file=options.file))
-    store = _store(options)
+    store = store_of(options)
     taken = bundle.load(store, options.file, trust=True, fingerprints=here)
     kept = f", {taken.kept} of them were there already" if taken.kept else ""
     line = f"{taken.entries} artefacts ({size_text(taken.bytes)}) imported into {store.root}{kept}"

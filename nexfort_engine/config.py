@@ -39,6 +39,7 @@ OPTIONS: dict[str, type] = {
     "inductor.force_triton_sdpa": bool,
     "cuda.fuse_timestep_embedding": bool,
     "triton.cudagraphs": bool,
+    "compile.background": bool,
     "fuse.group_norm": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
@@ -70,7 +71,8 @@ _INACTIVE_OPTIONS: dict[str, str] = {
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
 _LOWERING_TOKENS = ("low-precision", "quant")
-_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in ("overrides.conv_benchmark", "triton.cudagraphs"))
+_RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
+_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
 _REWRITES = ("group_norm", "upsample", "whole_rows")
 
@@ -193,6 +195,11 @@ class CompileConfig:
             return asked
         return "cudagraphs" in self.tokens or self.profile != "fast"
 
+    @property
+    def background(self) -> bool:
+        """Whether steps run eager while their artefacts are made; not with dynamic off, when they come one by one."""
+        return self.dynamic and self.option("compile.background") is True
+
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
         return {
@@ -216,6 +223,8 @@ class CompileConfig:
                 what = _INACTIVE_OPTIONS[name]
                 effect = "is not available yet" if value else "is not available yet, so there is nothing to turn off"
                 found.append((name, f"{what} {effect}"))
+            elif name == "compile.background" and value and not self.dynamic:
+                found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
         return [{"token": token, "reason": reason} for token, reason in found]

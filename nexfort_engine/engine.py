@@ -185,7 +185,9 @@ class Engine:
             result = run(*args, **kwargs)
         else:
             result = self.graphs.call(run, args, kwargs, session)
-        if due and session.root is not None:
+        if due and session.behind:
+            self._verify_due = True  # there is nothing compiled yet to compare
+        elif due and session.root is not None:
             Verifier(self).run(session.root[0], *given)
         return result
 

@@ -18,9 +18,9 @@ from .report import named
 from .signature import Flat, Unsupported, flatten_call, of_its_own
 
 if TYPE_CHECKING:
-    from .build import Wanted
     from .capture import Example
     from .engine import Engine
+    from .finding import Wanted
     from .session import Session
 
 log = logging.getLogger("nexfort")

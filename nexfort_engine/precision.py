@@ -10,6 +10,7 @@ and why not. Memory: the factors of one product at a time, in fp8.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -53,6 +54,17 @@ def missing(device_type: str) -> str | None:
 def plan(module: GraphModule) -> list[Product]:
     """All linear layers of a captured graph, with a reason for those that stay as they are."""
     return [_product(node) for node in module.graph.nodes if node.target is aten.linear.default]
+
+
+def told(module: GraphModule) -> list[dict[str, Any]]:
+    """The plan for people, as JSON: {"count", "rows", "inner", "columns", "reason"}, products alike in one line.
+
+    rows: at the captured call. reason: why they stay as they are; None: they are computed in fp8.
+    """
+    alike = Counter((p.rows, p.inner, p.columns, p.reason) for p in plan(module))
+    return [
+        dict(zip(("rows", "inner", "columns", "reason", "count"), (*key, n), strict=True)) for key, n in alike.items()
+    ]
 
 
 def _product(node: Node) -> Product:

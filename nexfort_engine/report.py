@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import CompileConfig
 
-_LISTS = ("regions", "artefacts", "variants", "eager", "notes", "verifications")
+_LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications")
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
@@ -88,6 +88,11 @@ class Report:
         """`region` ran eager, because of `reason`. Kept once for the same region and reason."""
         self._add_once("eager", {"region": region, "reason": reason})
 
+    def products(self, region: str, products: list[dict[str, Any]]) -> None:
+        """What of `region` is computed in fp8 and why the rest is not; as precision.told gives it. Once a region."""
+        with self._lock:
+            self._append_once("precision", (region,), {"region": region, "products": [dict(row) for row in products]})
+
     def call(self, seconds: float) -> None:
         """One call of the root module took `seconds`."""
         with self._lock:
@@ -157,6 +162,7 @@ class Report:
         lines += [f"  eager: {row['region']}: {row['reason']}" for row in data["eager"]]
         lines += [f"  not active: {row['token']}: {row['reason']}" for row in data["inactive"]]
         lines += [f"  note: {text}" for text in data["notes"]]
+        lines += [_precision_line(data["precision"])] if data["precision"] else []
         lines += [_verified_line(row) for row in data["verifications"][-1:]]
         return "\n".join(lines)
 
@@ -217,8 +223,15 @@ class Report:
             "config": _copied(self._config),
             "inactive": [dict(row) for row in self._inactive],
             "notes": new["notes"],
+            "precision": new["precision"],
             "verifications": new["verifications"],
         }
+
+
+def _precision_line(rows: list[dict[str, Any]]) -> str:
+    products = [product for row in rows for product in row["products"]]
+    narrow = sum(product["count"] for product in products if product["reason"] is None)
+    return f"  precision: {narrow} of {_count(sum(p['count'] for p in products), 'product')} in fp8"
 
 
 def _verified_line(row: Mapping[str, Any]) -> str:

@@ -60,12 +60,13 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
 
 @answered
 async def get_report(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache"}, one for each compiled network alive.
+    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory"}, one engine a network alive.
 
-    "nodes" are the ids of the compile nodes it belongs to, "cache" says where artefacts are kept, without the path.
+    "nodes" are the ids of the compile nodes it belongs to, "cache" says where artefacts are kept, without the path,
+    "memory" how much of the device is in use: {"device", "used", "total"}, in bytes.
     """
     from nexfort_engine.cache.place import chosen_root
-    from nexfort_engine.hosts.comfy import reports
+    from nexfort_engine.hosts.comfy import memory, reports
 
     found = await asyncio.to_thread(reports)
     engines = [
@@ -76,7 +77,8 @@ async def get_report(request: web.Request) -> dict[str, Any]:
         }
         for name, report in found
     ]
-    return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen"}
+    used = await asyncio.to_thread(memory)
+    return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen", "memory": used}
 
 
 @answered

@@ -142,14 +142,10 @@ def pytest_xdist_auto_num_workers() -> int:
     return min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
 
 
-def half_of(backbone: str) -> int:
-    """In which of the two processes the contracts of a backbone run; "0" and "1" stand for themselves."""
-    return sum(backbone.encode()) % 2
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile` the contracts, which take longest, run in two processes: each backbone in one of them."""
+    from halves import half_of
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):

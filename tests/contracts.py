@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import BACKBONES, make, tensors_of
-from conftest import half_of
+from halves import half_of
 from outside import unexplained
 from restarted import counting, digests
 from subjects import (

@@ -31,7 +31,7 @@ from patchers import patcher_around, sample
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import build, engine, lower, support
+from nexfort_engine import engine, finding, lower, support
 from nexfort_engine.cache import ground
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
@@ -101,7 +101,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """No artefact is found in memory, as in a new process; those of other tests stay there for them."""
-    monkeypatch.setattr(build, "_loaded", WeakValueDictionary())
+    monkeypatch.setattr(finding, "_loaded", WeakValueDictionary())
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def filled_once(threads: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("filled") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", str(folder))
-        patch.setattr(build, "_loaded", WeakValueDictionary())
+        patch.setattr(finding, "_loaded", WeakValueDictionary())
         compiled = nexfort_engine.compile(Small())
         assert distance(run(compiled), run(Small())) < TOLERANCE
         assert compiled.report.as_dict()["artefacts_compiled"] == 1

@@ -22,7 +22,7 @@ from subjects import graphs_as_they_are  # noqa: E402
 from torch import nn  # noqa: E402
 
 import nexfort_engine  # noqa: E402
-from nexfort_engine import build, engine  # noqa: E402
+from nexfort_engine import build, engine, finding  # noqa: E402
 from nexfort_engine.cache.store import Store  # noqa: E402
 from nexfort_engine.compiled import wrap_methods  # noqa: E402
 from nexfort_engine.config import CompileConfig  # noqa: E402
@@ -311,7 +311,7 @@ def test_options_that_never_stop_changing_end_in_eager(tmp_path: Path) -> None:
     assert len(pair.report.as_dict()["artefacts"]) <= build.MOST_VARIANTS + 1
     assert "keeps changing" in pair.reasons()
     assert not pair.agrees(x(), options={"shift": 0.0})["artefacts"], "the first are still in use"
-    build._loaded.clear()
+    finding._loaded.clear()
     later = Pair(Net(), tmp_path)
     new = later.agrees(x(), options={"shift": 100.0})
     assert new["artefacts_compiled"] > 0 and not new["eager"], "earlier sessions leave room for others"

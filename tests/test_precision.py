@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +16,8 @@ from subjects import graphs_as_they_are
 
 import nexfort_engine
 from nexfort_engine import precision
+from nexfort_engine.cli import main
+from nexfort_engine.config import CompileConfig
 from nexfort_engine.precision import gain, low_precision, plan, rows_in_fp8
 
 scaled_mm = torch.ops.aten._scaled_mm.default
@@ -135,3 +139,50 @@ def test_products_one_after_another_and_weights_that_are_no_matrix(every_size: N
     vector = Probe(block_of(lambda b, h, v: torch.nn.functional.linear(h, v)), torch.randn(2, 9, 16), torch.randn(16))
     (product,) = plan(vector.captured.graph)
     assert "no matrix" in (product.reason or "")
+
+
+def test_the_plan_is_in_the_report_and_can_be_printed_later(
+    every_size: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a pretended card: what is planned for a block is kept beside its artefact."""
+    own = CompileConfig.lowering_options
+
+    def as_on_a_card(self: CompileConfig, device: str) -> dict[str, object]:
+        return {**own(self, device), "nexfort.low_precision": self.has("low-precision")}
+
+    monkeypatch.setattr(precision, "missing", lambda _: None)
+    monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(Attention(torch.bfloat16) for _ in range(2))
+    with graphs_as_they_are():
+        for mode in ("O2", "O3"):
+            monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / mode))
+            (tmp_path / mode).mkdir(mode=0o700)
+            compiled = nexfort_engine.compile(Both(blocks), options={"mode": mode})
+            with torch.inference_mode():
+                compiled(torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 16).bfloat16())
+            assert main(["plan", "--dir", str(tmp_path / mode)]) == 0
+            printed, told = capsys.readouterr().out, compiled.report.as_dict()
+            assert bool(told["precision"]) == (mode == "O3") == ("in fp8" in str(compiled.report))
+    assert "run a model once in the mode O3" not in printed
+    assert sorted(row["region"] for row in told["precision"]) == ["blocks.0", "blocks.1"], "each says what it runs"
+    products = told["precision"][0]["products"]
+    assert sum(row["count"] for row in products) == 6
+    assert sum(row["count"] for row in products if row["reason"] is None) == 4
+    assert "precision: 8 of 12 products in fp8" in str(compiled.report)
+    assert "4 of 6 products in fp8" in printed and "  3 x  (48, 64) x (64, 64)  fp8" in printed
+    assert "multiples of 16" in printed
+    assert main(["plan", "--dir", str(tmp_path / "O2")]) == 0 and "run a model once" in capsys.readouterr().out
+    assert main(["plan", "--json", "--dir", str(tmp_path / "O3")]) == 0
+    assert json.loads(capsys.readouterr().out)["artefacts"][0]["products"] == products
+
+
+class Both(torch.nn.Module):
+    """Two blocks of a kind."""
+
+    def __init__(self, blocks: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return sum(block(x, y)[0] for block in self.blocks)

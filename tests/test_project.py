@@ -27,12 +27,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
-    "dispatch": ("dispatch", "build", "planning", "cudagraph", "rehearsal", "verify"),
+    "dispatch": ("dispatch", "build", "finding", "background", "planning", "cudagraph", "rehearsal", "verify"),
     "engine": ("engine",),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),
     "command": (
-        *("doctor", "headless", "headless_run", "warm_workflow", "warm", "terminal", "cli_cache", "cli"),
+        *("doctor", "headless", "headless_run", "warm_workflow", "warm", "terminal", "cli_cache", "cli_plan", "cli"),
         *("clear_cache", "__main__"),
     ),
 }

@@ -28,6 +28,8 @@ _KEYS = {
     "config",
     "inactive",
     "notes",
+    "precision",
+    "verifications",
 }
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
-import { element, momentText } from './elements.js'
+import { element, momentText, sizeText } from './elements.js'
 import { ask, change, toast } from './server.js'
 import { idsOf, isKnown, onStatus } from './status.js'
 import { language, text } from './texts.js'
@@ -55,24 +55,25 @@ async function show(body, node) {
   if (told === undefined) return
   const ids = node ? idsOf(node) : null
   const engines = told.engines.filter((engine) => ids === null || engine.nodes.some((id) => ids.includes(id)))
-  const parts = engines.map((engine) => engineSection(engine, told.cache))
+  const parts = engines.map((engine) => engineSection(engine, told))
   body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
 }
 
-function engineSection({ name, report }, cache) {
+function engineSection({ name, report }, { cache, memory }) {
   const section = element('section', {}, element('h3', {}, name))
-  section.append(facts(report, cache))
+  section.append(facts(report, cache, memory))
   const verified = report.verifications.at(-1)
   if (verified) section.append(verification(verified))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
   section.append(list('report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)))
+  section.append(list('report.precision', report.precision.map(precisionLine)))
   section.append(list('report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)))
   section.append(list('report.notes', report.notes))
   if (report.artefacts.length) section.append(artefacts(report.artefacts))
   return section
 }
 
-function facts(report, cache) {
+function facts(report, cache, memory) {
   const kinds = new Set(report.regions.map((row) => row.kind)).size
   const rows = [
     ['report.mode', report.config.mode ?? ''],
@@ -80,6 +81,7 @@ function facts(report, cache) {
     ['report.loaded', text('report.artefactsIn', { count: report.artefacts_loaded, seconds: number(report.seconds_warm) })],
     ['report.compiled', text('report.artefactsIn', { count: report.artefacts_compiled, seconds: number(report.seconds_cold) })],
     ['report.calls', text('report.callsValue', { calls: report.calls, seconds: number(report.seconds_calls) })],
+    ['report.memory', text('report.memoryValue', { used: sizeText(memory.used), total: sizeText(memory.total), device: memory.device })],
     ['report.place', text(cache === 'chosen' ? 'report.placeChosen' : 'report.placeUser')]
   ]
   return element('dl', {}, rows.map(([key, value]) => [element('dt', {}, text(key)), element('dd', {}, value)]).flat())
@@ -106,6 +108,13 @@ function artefacts(rows) {
   )
   const table = element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, lines))
   return element('details', {}, element('summary', {}, `${text('report.artefacts')} (${rows.length})`), table)
+}
+
+function precisionLine({ region, products }) {
+  const count = (rows) => rows.reduce((sum, row) => sum + row.count, 0)
+  const kept = products.filter((row) => row.reason !== null)
+  const narrow = text('report.precisionValue', { region, fp8: count(products) - count(kept), count: count(products) })
+  return kept.length ? `${narrow} (${[...new Set(kept.map((row) => row.reason))].join('; ')})` : narrow
 }
 
 function verification(told) {

@@ -30,7 +30,19 @@ TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-ro
 # artefact.
 NOT_SHAPING = frozenset(
     (
-        *("__init__", "__main__", "cache", "clear_cache", "cli", "cli_cache", "cudagraph", "doctor", "driver", "glue"),
+        *(
+            "__init__",
+            "__main__",
+            "cache",
+            "clear_cache",
+            "cli",
+            "cli_cache",
+            "cli_plan",
+            "cudagraph",
+            "doctor",
+            "driver",
+            "glue",
+        ),
         *("graphmemory", "headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report"),
         *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow"),
     )

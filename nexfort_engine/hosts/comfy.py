@@ -233,6 +233,15 @@ def reports() -> list[tuple[str, Report]]:
     return [(told.name, told.report) for told in list(_live)]
 
 
+def memory() -> dict[str, Any]:
+    """{"device", "used", "total"}: where ComfyUI computes and how many bytes of its memory are in use by anybody."""
+    import comfy.model_management as management
+
+    device = management.get_torch_device()
+    total, free = management.get_total_memory(device), management.get_free_memory(device)
+    return {"device": str(device), "used": int(total - free), "total": int(total)}
+
+
 def verify_next(report: Report, *, once: bool = False) -> bool:
     """Have the next step of the engine with this report compared with eager; False where it is gone.
 

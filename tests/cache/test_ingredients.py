@@ -20,7 +20,7 @@ from subjects import graphs_as_they_are
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import build, engine
+from nexfort_engine import engine, finding
 from nexfort_engine.cache import key
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compiled import wrap_methods
@@ -213,7 +213,7 @@ def test_an_artefact_for_a_newer_driver_is_not_used(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(key, "driver_version", lambda: 13010)
     with graphs_as_they_are():
         report_after(tmp_path, Net(), X)
-        build._loaded.clear()
+        finding._loaded.clear()
         after = report_after(tmp_path, Net(), X)
     assert any("needs a driver for CUDA 99.0, found one for CUDA 13.1" in note for note in after["notes"])
     assert after["artefacts_loaded"] == 0

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nexfort_engine plan`: which products of cached artefacts are computed in fp8, and why others are not.
+
+The plan is made when a block is captured in a mode with low precision, and kept beside its artefact; this prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .cli_cache import add_where, store_of
+from .terminal import say
+
+if TYPE_CHECKING:
+    from .cache.store import Store
+
+NOTHING = "The cache holds no artefact in low precision: run a model once in the mode O3, on a card with fp8 products."
+
+
+def add_to(commands: Any) -> None:
+    """Adds `plan` to the parser of the command line."""
+    text = "show which products are computed in fp8 (mode O3) and why the others are not"
+    plan = add_where(commands.add_parser("plan", help=text, description=text))
+    plan.set_defaults(command=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    found = plans(store_of(options))
+    if options.json:
+        say(json.dumps({"artefacts": found}, indent=1))
+    elif not found:
+        say(NOTHING)
+    for one in () if options.json else found:
+        say("\n".join(_lines(one)))
+    return 0
+
+
+def plans(store: Store) -> list[dict[str, Any]]:
+    """{"id", "region", "model", "products"} of each artefact that was made in low precision; see precision.told."""
+    from .cache import view
+
+    return [
+        {"id": row["id"], "region": view.region(row), "model": view.family(row), "products": row["info"]["products"]}
+        for row in store.rows()
+        if row["info"].get("products")
+    ]
+
+
+def _lines(one: Mapping[str, Any]) -> list[str]:
+    from .cache import view
+
+    products = one["products"]
+    narrow, count = (
+        sum(row["count"] for row in rows) for rows in ([p for p in products if p["reason"] is None], products)
+    )
+    lines = [f"{one['model']} {one['region']} ({one['id'][:8]}): {narrow} of {count} products in fp8"]
+    for row in products:
+        what = "fp8" if row["reason"] is None else f"as it is: {view.plain(row['reason'])}"
+        lines.append(
+            f"  {row['count']:>3} x  ({row['rows']}, {row['inner']}) x ({row['inner']}, {row['columns']})  {what}"
+        )
+    return lines

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finder: an artefact that fits a call, from memory or from the store; nothing is made here.
+
+Candidates have the call's primary key. Of each the manifest has to hold before its code is loaded: the sources of the
+host it was captured from, the driver, conditions on sizes and options, and the attributes of the block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+
+from . import lower, precision
+from .artefact import Artefact, Binding, Misfit
+from .cache.key import driver_problem
+from .cache.store import Entry, StoreError
+from .capture import Example
+from .cpu_probe import remember_in
+from .dispatch import Region
+from .modulestate import matches_text
+from .report import named
+from .signature import Flat
+from .sources import sources_changed
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
+
+
+@dataclass
+class Wanted:
+    """A region and a call it needs an artefact for."""
+
+    region: Region
+    primary: str
+    example: Example
+    flat: Flat
+    why: str | None = None  # why it needs a further one, for the report
+
+
+class Finder:
+    """Finds the artefacts of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._artefacts, self._reported = engine.known.artefacts, engine.known.reported
+
+    def bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
+        """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
+        region = wanted.region
+        for binding in region.bindings:
+            same = binding.artefact.primary == wanted.primary
+            if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
+                return binding, None
+        nearest: Misfit | None = None
+        hidden = region.layers.hidden() if region.layers is not None else None
+        for artefact in self._candidates(wanted):
+            misfit = artefact.misfit(wanted.flat)
+            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):
+                misfit = Misfit("an attribute of the block differs from the captured one")
+            if misfit is not None:
+                nearest = _nearer(nearest, misfit)
+            elif self._has_code(artefact, wanted):
+                binding = Binding(artefact, region.module, hidden)
+                region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
+                self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
+                if artefact.entry is not None and (products := artefact.entry.info.get("products")):
+                    self.engine.report.products(region.path, products)
+                return binding, None
+        return None, nearest
+
+    def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
+        """The artefacts of this structure and call, those of the store without their code."""
+        known = self._artefacts.setdefault(wanted.primary, [])
+        yield from list(known)
+        ids = {artefact.id for artefact in known}
+        for entry in self.engine.store.candidates(wanted.primary):
+            if entry.id in ids:
+                continue
+            changed = sources_changed(entry.manifest.get("sources", {}))
+            if changed:
+                path = wanted.region.path
+                self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
+                continue
+            problem = driver_problem(entry.manifest.get("driver"))
+            if problem:
+                self.engine.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
+                continue
+            artefact = self._described(entry)
+            if artefact is not None:
+                known.append(artefact)
+                yield artefact
+
+    def _described(self, entry: Entry) -> Artefact | None:
+        shared = _loaded.get((str(self.engine.store.root), entry.id))
+        if shared is not None:
+            return shared
+        try:
+            artefact = Artefact(entry.id, entry.primary, entry.manifest)
+        except Exception as error:
+            # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
+            self.engine.store.set_aside(entry, named(error))
+            return None
+        artefact.entry = entry
+        return artefact
+
+    def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
+        """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""
+        store, path = self.engine.store, wanted.region.path
+        if artefact.code is not None:
+            if artefact.id not in self._reported:
+                self._reported.add(artefact.id)
+                self.engine.report.loaded(path, artefact.id, 0.0)
+            return True
+        entry = artefact.entry
+        assert entry is not None, "an artefact comes from this process or from the store"
+        began = time.perf_counter()
+        problem = None
+        try:
+            with self.engine.apart():
+                self.load_code(artefact, entry)
+        except StoreError as error:
+            problem = str(error)
+        except Exception as error:
+            # a file that is sound by its hashes and still does not load: another torch build, a missing operator
+            problem = named(error)
+        if problem is not None:
+            store.set_aside(entry, problem)
+            self.engine.report.note(f"an artefact of {path} is not used: {problem}")
+            self._artefacts[artefact.primary].remove(artefact)
+            return False
+        store.touch(entry)
+        self._reported.add(artefact.id)
+        self.engine.report.loaded(path, artefact.id, time.perf_counter() - began)
+        self.share(artefact, entry)
+        return True
+
+    def load_code(self, artefact: Artefact, entry: Entry) -> None:
+        remember_in(self.engine.store.root)
+        options = self.options("cuda" if torch.cuda.is_available() else "cpu")
+        # a copy that only this process writes to, checked byte by byte before anything of it is loaded
+        payload = self.engine.store.ready(entry)
+        artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
+
+    def share(self, artefact: Artefact, entry: Entry) -> None:
+        """Let other engines of this process use the code that this one has loaded."""
+        _loaded[(str(self.engine.store.root), entry.id)] = artefact
+
+    def options(self, device_type: str) -> dict[str, object]:
+        """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
+        options = self.engine.config.lowering_options(device_type)
+        if self.engine.config.has("low-precision") and (reason := precision.missing(device_type)):
+            self.engine.report.note(f"low precision is not active: {reason}")
+            options["nexfort.low_precision"] = False
+        return options
+
+
+def _nearer(one: Misfit | None, other: Misfit) -> Misfit:
+    """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
+    if one is None:
+        return other
+    return max(other, one, key=lambda misfit: (misfit.sizes, misfit.sizes and not misfit.narrow))
