@@ -154,9 +154,9 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
     monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(Attention(torch.bfloat16) for _ in range(2))
-    with graphs_as_they_are():
+    with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
         for mode in ("O2", "O3"):
-            monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / mode))
+            patch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / mode))
             (tmp_path / mode).mkdir(mode=0o700)
             compiled = nexfort_engine.compile(Both(blocks), options={"mode": mode})
             with torch.inference_mode():
