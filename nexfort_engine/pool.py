@@ -195,14 +195,8 @@ class Pool:
 
     def _serve(self, line: _Line) -> None:
         """Feed one worker until the pool closes; the last one ends what is left."""
-        while (item := self._queue.get()) is not None:
-            job, then, instead = item
-            try:
-                problem = line.ask(job)
-            except WorkerGone as error:
-                log.warning("Nexfort: a lowering worker is gone (%s); lowering goes on in this process", error)
-                problem = instead()
-            then(problem)
+        while self._fed(line, self._queue.get()):
+            pass
         line.close()
         with self._lock:
             self._serving -= 1
@@ -210,6 +204,20 @@ class Pool:
         if last:
             for process in self._processes:
                 _end(process)
+
+    @staticmethod
+    def _fed(line: _Line, item: Any) -> bool:
+        """Have one job done; False for the end. What the job holds, a model among it, goes with this call."""
+        if item is None:
+            return False
+        job, then, instead = item
+        try:
+            problem = line.ask(job)
+        except WorkerGone as error:
+            log.warning("Nexfort: a lowering worker is gone (%s); lowering goes on in this process", error)
+            problem = instead()
+        then(problem)
+        return True
 
 
 def _forked(count: int, device: str) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
