@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,12 @@ def test_a_failure_is_an_answer_and_the_worker_goes_on(gone: list[Any], tmp_path
     with pool.Pool(1, "cpu", artefact_cache) as helpers:
         (tmp_path / "broken").mkdir()
         answers: queue.Queue[str | None] = queue.Queue()
-        helpers.submit(
-            probe.captured, tmp_path / "broken", ["no_such_module"], OPTIONS, "cpu", answers.put, lambda: "done here"
-        )
+        instead = lambda: "done here"  # noqa: E731
+        held = weakref.ref(instead)
+        helpers.submit(probe.captured, tmp_path / "broken", ["no_such_module"], OPTIONS, "cpu", answers.put, instead)
+        del instead
         assert "no_such_module" in str(answers.get(timeout=300))
+        assert _soon(lambda: held() is None), "what a job held stays until the next one comes"
         assert _lowered(helpers, tmp_path / "sound", probe) is None
     _payload_agrees(tmp_path / "sound", probe)
 
