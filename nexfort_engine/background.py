@@ -12,12 +12,16 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
+from typing import TYPE_CHECKING
 
 import torch
 
 from .capture import LOCK
-from .report import Report, named
-from .session import entered
+from .report import named
+from .session import current
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 log = logging.getLogger("nexfort")
 
@@ -27,8 +31,8 @@ NOTE = "artefacts were made in the background; the steps until they were there r
 class Background:
     """The thread of one engine that makes artefacts."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._thread: threading.Thread | None = None
         self.failed = False  # something is wrong with it: what is missing is made before the step, which says why
 
@@ -44,10 +48,11 @@ class Background:
 
     def start(self, work: Callable[[], object]) -> None:
         """Do the work on a thread of its own, in the caller's context and on its device, but in no step."""
-        self._report.note(NOTE)
-        current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        target = copy_context().run
-        self._thread = threading.Thread(target=target, args=(self._run, work, current), name="nexfort-background")
+        self._engine.report.note(NOTE)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        context = copy_context()
+        context.run(current.set, None)
+        self._thread = threading.Thread(target=context.run, args=(self._run, work, device), name="nexfort-background")
         self._thread.daemon = True
         self._thread.start()
 
@@ -55,13 +60,15 @@ class Background:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            with LOCK, entered(None):
+            with LOCK:
                 work()
         except Exception as error:
             # nobody waits for this thread, so that it has to be told here; the next step makes what is missing itself
             self.failed = True
             log.warning("Nexfort: making artefacts in the background failed", exc_info=True)
-            self._report.note(f"making artefacts in the background failed ({named(error)}); they are made before steps")
+            self._engine.report.note(
+                f"making artefacts in the background failed ({named(error)}); they are made before steps"
+            )
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait until everything is there; whether it is."""

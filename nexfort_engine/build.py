@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted
 from .guards import checker
 from .lowering import Job, await_left, lower_all
-from .planning import Planner
+from .planning import Planner, ghost
 from .report import named
 from .signature import Flat, holds_objects, normalised
 
@@ -44,6 +45,8 @@ _MOST_STORED = 64
 # Blocks of one class that are tried although they change a list that they are given. A video's autoencoder hands such
 # blocks another list each time, and each try is a capture.
 _MOST_CHANGING = 3
+_MOST_TRIES = 2  # in the background, for one kind of call of a region
+_WATCH = 0.1  # seconds between two looks at the host's cancel
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 
 
@@ -57,10 +60,11 @@ class Builder:
         self.engine = engine
         self.planner = Planner(engine, self.wanted)
         self.finder = Finder(engine)
-        self.background = Background(engine.report) if engine.config.background else None
+        self.background = Background(engine) if engine.config.background else None
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._changing = known.made, known.reported, known.changing
+        self._tried: Counter[tuple[str, str]] = Counter()
         self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
         self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
 
@@ -97,7 +101,9 @@ class Builder:
         if session.behind:
             return False
         if self.background is None or self.background.failed:
-            return LOCK.acquire()
+            while not LOCK.acquire(timeout=_WATCH):  # another engine makes something
+                self.engine.cancel()
+            return True
         session.behind = self.background.busy or not LOCK.acquire(blocking=False)
         return not session.behind
 
@@ -114,26 +120,41 @@ class Builder:
             binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self._may_make(wanted, misfit):
             found = self.planner.calls(session)
-            if found and self._beside(session, functools.partial(self._make_all, found)):
+            if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
-            self._make_all(found)
-            binding, again = self.finder.bind(wanted)
-            misfit = misfit or again
-        if binding is None and self._may_make(wanted, misfit, first=session.planned):
-            if self._beside(session, functools.partial(self._make, wanted, misfit)):
+            binding, misfit = self._make_planned(wanted, misfit, found)
+        elif binding is None and self._may_make(wanted, misfit, first=session.planned):
+            if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
                 return None, _PENDING
             binding = self._make(wanted, misfit)
         if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _beside(self, session: Session, work: Callable[[], object]) -> bool:
-        """Have it made beside this step, which goes on eager. False: it is to be made now."""
-        if self.background is None or self.background.failed:
+    def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
+        """Have it made beside this step, which goes on eager. False: it is to be made now.
+
+        What is still missing after some tries is the step's own matter, which has the reason.
+        """
+        tries = (wanted.primary, wanted.region.path)
+        if self.background is None or self.background.failed or self._tried[tries] >= _MOST_TRIES:
             return False
+        self._tried[tries] += 1
+        wanted.flat = ghost(wanted.example)  # the step's own tensors are not kept while it is made
         self.background.start(work)
         session.behind = True
         return True
+
+    def _make_planned(
+        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted]
+    ) -> tuple[Binding | None, Misfit | None]:
+        """Make what a plan found, and then for this very call what the plan did not see."""
+        self._make_all(found)
+        binding, again = self.finder.bind(wanted)
+        misfit = misfit or again
+        if binding is None and self._may_make(wanted, misfit, first=True):
+            binding = self._make(wanted, misfit)
+        return binding, misfit
 
     def _may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
@@ -224,7 +245,10 @@ class Builder:
         def done(job: Job) -> None:
             want = by_job[id(job)]
             if job.problem is not None:
-                self._refuse(want, job.guards, job.problem)
+                if job.refused or self.background is None or not self.background.here:
+                    self._refuse(want, job.guards, job.problem)
+                else:  # the host may have moved the weights meanwhile: not for good
+                    log.info("Nexfort: %s is tried again: %s", want.region.path, job.problem)
                 return
             self._adopt(want, job)
 

@@ -197,8 +197,11 @@ class CompileConfig:
 
     @property
     def background(self) -> bool:
-        """Whether steps run eager while their artefacts are made; not with dynamic off, when they come one by one."""
-        return self.dynamic and self.option("compile.background") is True
+        """Whether steps run eager while their artefacts are made.
+
+        Not with dynamic off, when they come one by one, and not where kernels are timed, which wants the device alone.
+        """
+        return self.dynamic and self.profile != "search" and self.option("compile.background") is True
 
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
@@ -225,6 +228,8 @@ class CompileConfig:
                 found.append((name, f"{what} {effect}"))
             elif name == "compile.background" and value and not self.dynamic:
                 found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
+            elif name == "compile.background" and value and not self.background:
+                found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
         return [{"token": token, "reason": reason} for token, reason in found]

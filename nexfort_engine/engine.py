@@ -31,7 +31,7 @@ from .loans import Lender
 from .lower import import_ahead
 from .modulestate import replaced_forward, structure
 from .regions import find_regions
-from .report import Report
+from .report import Report, named
 from .session import Instead, Session, current, entered
 from .signature import of_its_own
 from .support import OLDEST, torch_version, unsupported
@@ -158,14 +158,16 @@ class Engine:
             return plain(*args, **kwargs)
         return self._called(plain, args, kwargs)
 
-    def uncounted(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One more step that nobody asked for; the report does not count it."""
-        return self._called(plain, args, kwargs, counted=False)
+    def uncounted(self, plain: Callable[..., Any], args: Any, kwargs: Any, *, graphs: bool) -> Any:
+        """One more step that nobody asked for; the report does not count it. graphs: it may be replayed as one."""
+        return self._called(plain, args, kwargs, counted=False, graphs=graphs)
 
-    def _called(self, plain: Callable[..., Any], args: Any, kwargs: Any, *, counted: bool = True) -> Any:
+    def _called(
+        self, plain: Callable[..., Any], args: Any, kwargs: Any, *, counted: bool = True, graphs: bool = True
+    ) -> Any:
         with self.active(counted=counted) as session:
             session.root = (plain, _copied(args), _copied(kwargs))
-            return self._step(self._through(plain, session), args, kwargs, session)
+            return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
     def verify_next(self) -> None:
         """Compare the next step with eager, region by region, once it has ended; see verify.py."""
@@ -178,18 +180,33 @@ class Engine:
             return plain
         return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
 
-    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
-        given = (of_its_own(args), of_its_own(kwargs)) if due else ((), {})  # networks may change what they get
-        if self.graphs is None or not torch.cuda.is_available():
-            result = run(*args, **kwargs)
-        else:
-            result = self.graphs.call(run, args, kwargs, session)
+        kept = self._kept(args, kwargs) if due else None
+        try:
+            if not graphs or self.graphs is None or not torch.cuda.is_available():
+                result = run(*args, **kwargs)
+            else:
+                result = self.graphs.call(run, args, kwargs, session)
+        except BaseException:
+            self._verify_due |= due  # the next step will do
+            raise
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
-        elif due and session.root is not None:
-            Verifier(self).run(session.root[0], *given)
+        elif kept is not None and session.root is not None:
+            Verifier(self, graphs=kept[2]).run(session.root[0], *kept[:2])
         return result
+
+    def _kept(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool] | None:
+        """Arguments for a verification after the step, which may change its own; and whether it may be a graph."""
+        quiet = self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
+        try:
+            args, kwargs = self.plain_call(args, kwargs)
+            return of_its_own(args), of_its_own(kwargs), quiet
+        except Exception as error:
+            # no memory for copies, or an argument that has none: the step itself needs neither
+            self.report.note(f"a step could not be verified ({named(error)})")
+            return None
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""

@@ -246,14 +246,20 @@ def supported_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 @contextmanager
-def backend_scope(*, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None) -> Iterator[None]:
-    """Hold cuDNN benchmarking and TF32 products at these values for the block; None leaves one as it is.
+def backend_scope(
+    *, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None, conv_allow_tf32: bool | None = None
+) -> Iterator[None]:
+    """Hold cuDNN benchmarking and TF32 in products and convolutions at these values; None leaves one as it is.
 
-    Both belong to the process: a model running eagerly in another thread sees them while the block lasts.
+    They belong to the process: a model running eagerly in another thread sees them while the block lasts.
     Where blocks overlap, the latest still open decides, and the last to leave restores what the first one
     found.
     """
-    wanted = {"conv_benchmark": conv_benchmark, "matmul_allow_tf32": matmul_allow_tf32}
+    wanted = {
+        "conv_benchmark": conv_benchmark,
+        "matmul_allow_tf32": matmul_allow_tf32,
+        "conv_allow_tf32": conv_allow_tf32,
+    }
     entered: list[tuple[str, object]] = []
     try:
         for name, value in wanted.items():
@@ -379,9 +385,26 @@ def _write_tf32(value: bool | tuple[bool | None, str | None]) -> None:
         matmul.allow_tf32 = value
 
 
+def _read_conv_tf32() -> bool | None:
+    import torch
+
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # as with products: the user set it through fp32_precision only
+        return None
+
+
+def _write_conv_tf32(value: bool | None) -> None:
+    import torch
+
+    if value is not None:
+        torch.backends.cudnn.allow_tf32 = value
+
+
 _HELD = {
     "conv_benchmark": _Held(_read_cudnn, _write_cudnn),
     "matmul_allow_tf32": _Held(_read_tf32, _write_tf32),
+    "conv_allow_tf32": _Held(_read_conv_tf32, _write_conv_tf32),
 }
 
 

@@ -49,6 +49,7 @@ class Job:
     entry: Entry | None = None
     problem: str | None = None
     guards: list[list[Any]] | None = None
+    refused: bool = False  # the problem lies in the block's own code
     seconds: float = 0.0
     began: float = 0.0
     finished: threading.Event = field(default_factory=threading.Event)
@@ -141,7 +142,7 @@ def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
         with torch.inference_mode(False), entered(None):
             return job.capture()
     except readset.Refused as refusal:
-        job.problem, job.guards = str(refusal), getattr(refusal, "guards", None)
+        job.problem, job.guards, job.refused = str(refusal), getattr(refusal, "guards", None), True
     except Exception as error:
         # torch's tracing may fail in any way on code of others; the block then runs eager with this as its reason
         job.problem = f"capturing it failed: {named(error)}"

@@ -92,14 +92,14 @@ class Planner:
                 region.weights()
             if region.latched is None and region.carries() is None:
                 wanted = self._wanted(region, spec, flat)
-                wanted.flat = _ghost(wanted.example)
+                wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
         return region.inside(plain, args, kwargs, session)
 
 
-def _ghost(example: Example) -> Flat:
+def ghost(example: Example) -> Flat:
     """The example's call without its data: sizes and options are all that the checks look at."""
     flat = Flat()
     flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]

@@ -236,9 +236,10 @@ def _precision_line(rows: list[dict[str, Any]]) -> str:
 
 def _verified_line(row: Mapping[str, Any]) -> str:
     over = sum(one["over"] for one in row["regions"])
+    apart = "far" if row["distance"] is None else f"{row['distance']:.1e}"
     return (
-        f"  verified: a step takes {row['compiled_ms']:.1f} ms, eager {row['eager_ms']:.1f} ms; its result is "
-        f"{row['distance']:.1e} from eager's; {_count(over, 'region')} over the budget"
+        f"  verified: a step takes {row['compiled_ms']:.1f} ms, eager {row['eager_ms']:.1f} ms; its result is {apart} "
+        f"from eager's; {_count(over, 'region')} over the budget"
     )
 
 

@@ -6,7 +6,8 @@ step as a whole is run both ways besides. What is over the budget stays eager fr
 
 The budget is the distance rule's first half, for each region: the error to a wider computation of the same block (its
 weights and inputs in float32, in float64 where they are float32) at most 1.1 times eager's own. Products in fp8 are
-another number by design; there the distance to eager counts, against LOW_PRECISION.
+another number by design; there the distance to eager counts, against LOW_PRECISION, and so it does where nothing wider
+can be computed. Not seen is what a network keeps in its own attributes from call to call.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .artefact import Artefact
 from .dispatch import Ineligible, Region
+from .flags import backend_scope
 from .report import named
 from .session import entered
 from .shadow import Shadow
@@ -39,13 +42,15 @@ EQUAL = 1e-4  # of the norm: nearer than this nothing is asked further
 FACTOR = 1.1  # between our error and eager's
 LOW_PRECISION = 0.1  # of the norm, for one region with products in fp8
 _BELOW_NORMAL = 1e-30
+_CHUNK = 1 << 24  # numbers that are brought to float64 at once
 
 
 class Verifier:
     """Compares one step of one engine's backbone."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, graphs: bool = True) -> None:
+        """graphs: the user's own steps may be replayed as CUDA graphs, so that the compared one may be too."""
+        self.engine, self._graphs = engine, graphs
         self._rows: dict[str, dict[str, Any]] = {}
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -54,16 +59,25 @@ class Verifier:
         None where it could not be done, which the report then says; the step itself has ended before.
         """
         began, stops = time.perf_counter(), self.engine.stops()
-        args, kwargs = self.engine.plain_call(args, kwargs)
+        problem = _stateful(args, kwargs)
+        if problem is not None:
+            self.engine.report.note(f"a step could not be verified: {problem}")
+            return None
         try:
             with _same_random_numbers(args, kwargs):
                 self._regions(call, args, kwargs)
             with entered(None):  # no stand-in acts
                 eager, eager_seconds = self._best(call, args, kwargs)
-            graphs = self.engine.graphs is not None and torch.cuda.is_available()  # two steps make one
-            ours, seconds = self._best(
-                functools.partial(self.engine.uncounted, call), args, kwargs, warming=2 if graphs else 0
-            )
+            graphs = self._graphs and self.engine.graphs is not None and torch.cuda.is_available()
+            again = functools.partial(self._again, call, graphs)
+            ours, seconds = self._best(again, args, kwargs, warming=2 if graphs else 0)  # two steps make a graph
+            result = {
+                "eager_ms": eager_seconds * 1e3, "compiled_ms": seconds * 1e3,
+                "distance": _number(distance(ours, eager)), "device": _device_name(args, kwargs),
+                "sizes": [list(t.shape) for t in tensors_in((args, kwargs))], "torch": torch.__version__,
+                "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "seconds": time.perf_counter() - began, "regions": [_as_json(row) for row in self._rows.values()],
+            }  # fmt: skip
         except torch.OutOfMemoryError:
             self.engine.report.note("there was no memory to verify a step")
             return None
@@ -74,14 +88,11 @@ class Verifier:
             log.warning("Nexfort: a step could not be verified", exc_info=True)
             self.engine.report.note(f"a step could not be verified ({named(error)})")
             return None
-        result = {
-            "eager_ms": eager_seconds * 1e3, "compiled_ms": seconds * 1e3, "distance": distance(ours, eager),
-            "sizes": [list(t.shape) for t in tensors_in((args, kwargs))], "device": _device_name(args, kwargs),
-            "torch": torch.__version__, "at": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "seconds": time.perf_counter() - began, "regions": list(self._rows.values()),
-        }  # fmt: skip
         self.engine.report.verified(result)
         return result
+
+    def _again(self, call: Callable[..., Any], graphs: bool, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.uncounted(call, args, kwargs, graphs=graphs)
 
     def _best(self, run: Callable[..., Any], args: Any, kwargs: Any, *, warming: int = 0) -> tuple[Any, float]:
         """What a step gives and the seconds of the faster of two runs, after `warming` others."""
@@ -97,13 +108,15 @@ class Verifier:
 
     def _regions(self, call: Any, args: Any, kwargs: Any) -> None:
         own = next((r for r in self.engine.regions if r.module is self.engine.root), None)
-        with self.engine.active(instead=self._compare) as session:
-            if own is not None:
-                self._compare(own, call, of_its_own(args), of_its_own(kwargs), session)
-            else:
-                call(*of_its_own(args), **of_its_own(kwargs))
-        if self.engine.graphs is not None and any(row["over"] for row in self._rows.values()):
-            self.engine.graphs.release()  # they hold what is not to run any more
+        try:
+            with self.engine.active(instead=self._compare) as session:
+                if own is not None:
+                    self._compare(own, call, of_its_own(args), of_its_own(kwargs), session)
+                else:
+                    call(*of_its_own(args), **of_its_own(kwargs))
+        finally:
+            if self.engine.graphs is not None and any(row["over"] for row in self._rows.values()):
+                self.engine.graphs.release()  # they hold what is not to run any more
 
     def _compare(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
         """Run a region both ways on the same inputs and go on with eager's result."""
@@ -114,27 +127,31 @@ class Verifier:
         ran_compiled = not session.ran_eager
         result, eager_seconds = _clocked(lambda: region.inside(plain, args, kwargs, session))
         if ran_compiled:
+            artefact = session.used[-1].artefact
             row = self._rows.setdefault(region.path, _blank_row(region))
             row["calls"] += 1
             row["eager_ms"] += eager_seconds * 1e3
             row["compiled_ms"] += seconds * 1e3
-            self._judge(region, row, distance(ours, result), self._errors(region, given, words, ours, result))
+            # where it changes what it is given, that is a result too
+            changed = ((copies, more), (args, kwargs)) if artefact.mutated else ((), ())
+            apart = distance((ours, changed[0]), (result, changed[1]))
+            row["distance"] = max(row["distance"], apart)
+            if apart > EQUAL and not (apart <= LOW_PRECISION and _in_fp8(artefact)):
+                self._judge(region, row, apart, self._errors(region, given, words, ours, result))
         return result
 
     def _judge(self, region: Region, row: dict[str, Any], apart: float, errors: _Errors) -> None:
-        """Add one call to a region's row: the worst counts. A region over the budget is latched to eager."""
-        row["distance"] = max(row["distance"], apart)
+        """Judge one call of a region that is not equal: the worst counts. One over the budget is latched to eager."""
         if errors.why is None and (row["error"] is None or errors.ours > row["error"]):
             row["error"], row["eager_error"] = errors.ours, errors.eager
-        if apart <= EQUAL or (self.engine.config.has("low-precision") and apart <= LOW_PRECISION):
-            return
-        if errors.why is not None:
+        if errors.why is not None and apart <= LOW_PRECISION:
             row["unjudged"] = errors.why
-        elif errors.ours > errors.most:
+        elif errors.why is not None or errors.ours > errors.most:
             row["over"] = True
-            region.latch(
-                f"it was verified and is over the budget: its error is {errors.ours:.2e}, eager's {errors.eager:.2e}"
-            )
+            said = f"its error is {errors.ours:.2e}, eager's {errors.eager:.2e}"
+            if errors.why is not None:
+                said = f"its result is {apart:.2e} from eager's, and {errors.why}"
+            region.latch(f"it was verified and is over the budget: {said}")
 
     def _errors(self, region: Region, args: Any, kwargs: Any, ours: Any, result: Any) -> _Errors:
         """Our error and eager's to a wider computation, or why there is none."""
@@ -180,7 +197,7 @@ def _wider_result(region: Region, args: Any, kwargs: Any) -> Any:
         found = {t.dtype for t in (*weights, *flat.tensors) if t.is_floating_point()}
         wide = torch.float64 if found <= {torch.float32, torch.float64} else torch.float32
         shadow = Shadow(region.module, [_widened(w, wide) for w in weights], region.hidden())
-        with entered(None):
+        with entered(None), backend_scope(matmul_allow_tf32=False, conv_allow_tf32=False):
             return shadow.module(*_widened(args, wide), **_widened(kwargs, wide))
 
 
@@ -195,19 +212,34 @@ def _widened(value: Any, wide: torch.dtype) -> Any:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """||found - wanted|| / ||wanted|| over the tensors of two results; infinite where they do not fit, or for NaN.
+    """||found - wanted|| / ||wanted|| over the tensors of two results; infinite where they do not fit.
 
-    Formula: the relative Frobenius norm, summed in float64.
+    Infinities and NaN have to stand in the same places, and do not count otherwise: masks are made of them. Formula:
+    the relative Frobenius norm, summed in float64.
     """
     ours, theirs = list(tensors_in(found)), list(tensors_in(wanted))
     if [t.shape for t in ours] != [t.shape for t in theirs]:
         return math.inf
     apart = norm = 0.0
     for a, b in zip(ours, theirs, strict=True):
-        apart += _square_sum(a.double() - b.double())
-        norm += _square_sum(b.double())
-    found_distance = math.sqrt(apart / max(norm, _BELOW_NORMAL))
-    return found_distance if math.isfinite(found_distance) else math.inf
+        for one, other in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+            one, other = _double(one), _double(other)
+            finite = other.isfinite()
+            if not bool(finite.all()):
+                if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
+                    return math.inf
+                one, other = one[finite], other[finite]
+            apart += float((one - other).square().sum())
+            norm += float(other.square().sum())
+    result = math.sqrt(apart / max(norm, _BELOW_NORMAL))
+    return result if math.isfinite(result) else math.inf
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, on the CPU where the device has none."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).reshape(-1)
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -221,11 +253,40 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for item in value.values():
             yield from tensors_in(item)
     elif is_dataclass(value):
-        yield from tensors_in(vars(value))
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+    elif not isinstance(value, torch.nn.Module) and not callable(value):
+        yield from tensors_in(getattr(value, "__dict__", {}))
 
 
-def _square_sum(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().square().sum())
+def _stateful(args: Any, kwargs: Any) -> str | None:
+    """Why a call cannot be made again: it is handed an object, such as a cache, that it may change. Or None."""
+    try:
+        spec = flatten_call(args, kwargs, Flat())
+    except Unsupported as reason:
+        return f"it is called with {reason}"
+    pending = [*spec[2:]]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, tuple) and one and one[0] != "=":
+            if isinstance(one[0], type) and not issubclass(one[0], (list, tuple)):
+                return f"it is called with a {one[0].__qualname__}, which it may change"
+            pending += one[1:]
+    return None
+
+
+def _in_fp8(artefact: Artefact) -> bool:
+    """Whether it computes a product in fp8."""
+    products = artefact.entry.info.get("products") if artefact.entry is not None else None
+    return any(product["reason"] is None for product in products or ())
+
+
+def _number(value: float | None) -> float | None:
+    """As JSON holds it: None for what is no number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **{name: _number(row[name]) for name in ("distance", "error", "eager_error")}}
 
 
 def _blank_row(region: Region) -> dict[str, Any]:

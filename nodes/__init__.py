@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from comfy_api.latest import ComfyExtension, io
 
 from .cache_manager import NexfortCacheManager
@@ -11,6 +13,8 @@ from .compile_model import NexfortCompileModel
 from .compile_vae import NexfortCompileVAE
 from .replacements import register_replacements
 from .routes import register_routes
+
+log = logging.getLogger("nexfort")
 
 NODES: list[type[io.ComfyNode]] = [
     NexfortCompileModel,
@@ -26,7 +30,10 @@ class NexfortExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Register routes and replacements. ComfyUI builds its web application after all packs are loaded."""
         if register_routes():
-            await register_replacements()
+            try:
+                await register_replacements()
+            except Exception:  # an interface of ComfyUI's that is young; our nodes do without it
+                log.warning("Nexfort: old compile nodes are not offered as replaceable", exc_info=True)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack, in the order of the menu."""

@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served
 
 from nexfort_engine.headless import ComfyServer
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BADGE = ".nexfort-badge"
+TAB = ".nexfort-cache"
+REPORT = "dialog.nexfort-report"
 OURS = "/extensions/nexfort/"
 SERIOUS = ("serious", "critical")
 MOST_SHIFT = 0.1  # of what is on screen: what the web's guidelines call good
@@ -50,6 +54,14 @@ SETTINGS = {
     "Nexfort.Nodes.Verify": False,
     "Nexfort.Cache.Limit": 0,
 }
+# Every text that any badge ever shows, from before the workflow is loaded.
+RECORD = """() => {
+  window.said = []
+  const look = () => document.querySelectorAll('.nexfort-badge').forEach((badge) => {
+    if (badge.textContent !== window.said.at(-1)) window.said.push(badge.textContent)
+  })
+  new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true })
+}"""
 READY = "() => window.app?.extensionManager && document.querySelector('.nexfort-tab-button')"
 
 
@@ -168,3 +180,49 @@ def serious(page: Any, selector: str) -> list[str]:
         if one["impact"] in SERIOUS
         for node in one["nodes"]
     ]
+
+
+def shoot(shown: Any, name: str) -> None:
+    """Keep a picture of a panel where NEXFORT_TEST_SHOTS names a directory; web/docs/images has those of the docs."""
+    if shots := os.environ.get("NEXFORT_TEST_SHOTS"):
+        shown.screenshot(path=Path(shots) / f"{name}.png")
+
+
+def in_both_themes(page: Any, selector: str, name: str) -> None:
+    """A picture of a panel in the dark and in the light theme, where axe finds nothing serious."""
+    for theme in ("light", "dark"):
+        set_value(page, "Comfy.ColorPalette", theme)
+        shoot(page.locator(selector), f"{name}_{theme}")
+        assert serious(page, selector) == [], theme
+
+
+def run_and_watch(page: Any, seed: int = 3) -> list[str]:
+    """Load the tiny workflow, click Run, and give every text its badge showed until the run was over."""
+    page.evaluate(RECORD)
+    load(page, served.tiny_workflow("flux_compile_model", seed=seed))
+    page.locator(BADGE).wait_for()
+    page.evaluate(
+        "() => { const { api } = window.comfyAPI.api;"
+        "api.addEventListener('execution_success', () => { window.finished = true }) }"
+    )
+    page.get_by_test_id("queue-button").click()
+    page.wait_for_function("() => window.finished", timeout=240_000)
+    page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
+    return list(page.evaluate("() => window.said"))
+
+
+def run_command(page: Any, name: str) -> None:
+    """Run one of the commands, as the menu and the search for commands do."""
+    page.evaluate("name => { void window.app.extensionManager.command.execute(name) }", name)
+
+
+def open_tab(page: Any) -> Any:
+    """The tab of the cache, opened by its button."""
+    page.locator(".nexfort-tab-button").click()
+    page.locator(f"{TAB} tbody tr").first.wait_for()
+    return page.locator(TAB)
+
+
+def rows_of(tab: Any) -> list[str]:
+    """The ids of the rows that are shown, in order."""
+    return list(tab.locator("tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.id)"))

@@ -159,7 +159,40 @@ def test_a_verified_step_waits_for_what_there_is_to_verify(gate: Gate) -> None:
     assert tiny.report.as_dict()["verifications"][0]["regions"]
 
 
+def test_what_the_plan_does_not_see_is_made_once(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the planned ones do not cover, because the plan leaves options of others out."""
+    gate.opened.set()
+    tiny = subject()
+    own, planned = tiny.engine.builder.planner.calls, []
+
+    def calls(session: Any) -> Any:
+        planned.append(1)
+        return [wanted for wanted in own(session) if not wanted.region.path.startswith("blocks.")]
+
+    monkeypatch.setattr(tiny.engine.builder.planner, "calls", calls)
+    for _ in range(8):
+        tiny.run()
+        finish(tiny, gate)
+    assert ran(tiny, monkeypatch) == len(tiny.report.as_dict()["regions"]) and len(planned) < 6
+    assert not tiny.report.as_dict()["eager"]
+
+
+def test_a_capture_that_fails_for_what_may_pass_is_tried_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.opened.set()
+    tiny = subject()
+    with monkeypatch.context() as patch:
+        patch.setattr(Builder, "_capture", lambda *_: 1 / 0)
+        tiny.run()
+        finish(tiny, gate)
+    assert not tiny.report.as_dict()["eager"]
+    tiny.run()
+    finish(tiny, gate)
+    assert ran(tiny, monkeypatch) > 2 and not tiny.report.as_dict()["eager"]
+
+
 def test_without_dynamic_it_has_no_effect_and_says_so() -> None:
     config = CompileConfig.parse({**OPTIONS, "dynamic": False})
     assert not config.background and "one by one" in config.inactive()[0]["reason"]
+    searching = CompileConfig.parse({**OPTIONS, "mode": "max-autotune"})
+    assert not searching.background and "measures kernels" in searching.inactive()[0]["reason"]
     assert CompileConfig.parse(OPTIONS).lowering_key() == CompileConfig.parse(None).lowering_key()

@@ -7,7 +7,6 @@ What the routes answer is tested in test_server.py; here is only what is seen an
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ from nexfort_engine.headless import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
-BADGE = ".nexfort-badge"
-TAB = ".nexfort-cache"
-REPORT = "dialog.nexfort-report"
+BADGE = browser.BADGE
+TAB = browser.TAB
+REPORT = browser.REPORT
 MODES_OF = """() => window.app.graph.nodes.filter((node) => node.comfyClass === 'NexfortCompileModel')
   .map((node) => node.widgets.find((widget) => widget.name === 'mode').value)"""
 # The compile node as it is queued and as it is saved.
@@ -32,14 +31,6 @@ SAVED = """async () => {
   const { output, workflow } = await window.app.graphToPrompt()
   const ours = (node) => (node.class_type ?? node.type) === 'NexfortCompileModel'
   return [Object.values(output).find(ours), workflow.nodes.find(ours)]
-}"""
-# Every text that any badge ever shows, from before the workflow is loaded.
-RECORD = """() => {
-  window.said = []
-  const look = () => document.querySelectorAll('.nexfort-badge').forEach((badge) => {
-    if (badge.textContent !== window.said.at(-1)) window.said.push(badge.textContent)
-  })
-  new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true })
 }"""
 
 
@@ -98,20 +89,6 @@ def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[
         context.close()
 
 
-def shoot(shown: Any, name: str) -> None:
-    """Keep a picture of a panel where NEXFORT_TEST_SHOTS names a directory; web/docs/images has those of the docs."""
-    if shots := os.environ.get("NEXFORT_TEST_SHOTS"):
-        shown.screenshot(path=Path(shots) / f"{name}.png")
-
-
-def in_both_themes(page: Any, selector: str, name: str) -> None:
-    """A picture of a panel in the dark and in the light theme, where axe finds nothing serious."""
-    for theme in ("light", "dark"):
-        browser.set_value(page, "Comfy.ColorPalette", theme)
-        shoot(page.locator(selector), f"{name}_{theme}")
-        assert browser.serious(page, selector) == [], theme
-
-
 @pytest.fixture(scope="module")
 def filled(server: ComfyServer) -> ComfyServer:
     """The server after a compiled prompt, so that cache and report hold something."""
@@ -120,47 +97,15 @@ def filled(server: ComfyServer) -> ComfyServer:
     return server
 
 
-def run_and_watch(page: Any, seed: int = 3) -> list[str]:
-    """Load the tiny workflow, click Run, and give every text its badge showed until the run was over."""
-    page.evaluate(RECORD)
-    browser.load(page, served.tiny_workflow("flux_compile_model", seed=seed))
-    page.locator(BADGE).wait_for()
-    page.evaluate(
-        "() => { const { api } = window.comfyAPI.api;"
-        "api.addEventListener('execution_success', () => { window.finished = true }) }"
-    )
-    page.get_by_test_id("queue-button").click()
-    page.wait_for_function("() => window.finished", timeout=240_000)
-    page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
-    return list(page.evaluate("() => window.said"))
-
-
-def run_command(page: Any, name: str) -> None:
-    """Run one of the commands, as the menu and the search for commands do."""
-    page.evaluate("name => { void window.app.extensionManager.command.execute(name) }", name)
-
-
-def open_tab(page: Any) -> Any:
-    """The tab of the cache, opened by its button."""
-    page.locator(".nexfort-tab-button").click()
-    page.locator(f"{TAB} tbody tr").first.wait_for()
-    return page.locator(TAB)
-
-
-def rows_of(tab: Any) -> list[str]:
-    """The ids of the rows that are shown, in order."""
-    return list(tab.locator("tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.id)"))
-
-
 # ---- the badge and the report ------------------------------------------------------------------------------
 
 
 def test_the_badge_goes_through_its_states(page: Any) -> None:
-    said = run_and_watch(page)
+    said = browser.run_and_watch(page)
     assert said[0] == "waiting"
     assert any(text.startswith("compiling 0 of ") for text in said), said
     assert said[-1] == "compiled"
-    shoot(page, "badge")
+    browser.shoot(page, "badge")
     page.reload()
     page.wait_for_function(browser.READY)
     browser.load(page, served.tiny_workflow("flux_compile_model"))
@@ -168,7 +113,7 @@ def test_the_badge_goes_through_its_states(page: Any) -> None:
 
 
 def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
-    run_and_watch(page, seed=4)
+    browser.run_and_watch(page, seed=4)
     page.locator(BADGE).focus()
     page.keyboard.press("Enter")
     report = page.locator(REPORT)
@@ -181,20 +126,20 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     assert all(f"{row['region']}: {row['reason']}" in shown for row in (*told["eager"], *told["variants"]))
     report.locator("summary", has_text="Artefacts").click()
     assert report.locator("tbody tr").count() == len(told["artefacts"])
-    in_both_themes(page, REPORT, "report")
+    browser.in_both_themes(page, REPORT, "report")
     page.keyboard.press("Escape")
     report.wait_for(state="detached")
     assert page.evaluate("() => document.activeElement.matches('.nexfort-badge')"), "the keyboard is where it was"
 
 
 def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: ComfyServer) -> None:
-    run_and_watch(page, seed=11)
+    browser.run_and_watch(page, seed=11)
     page.locator(BADGE).click()
     report = page.locator(REPORT)
     report.get_by_role("button", name="Verify the next step").click()
     report.get_by_role("status").filter(has_text="will be compared").wait_for()
     page.keyboard.press("Escape")
-    run_and_watch(page, seed=12)
+    browser.run_and_watch(page, seed=12)
     page.locator(BADGE).click()
     verified = report.locator(".nexfort-verified")
     verified.wait_for()
@@ -206,29 +151,29 @@ def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: Com
     verified.locator("details summary").click()
     assert verified.locator("tbody tr").count() == len(found["regions"]) > 2
     assert verified.locator("tbody tr td:last-child").all_inner_texts() == ["equal"] * len(found["regions"])
-    in_both_themes(page, REPORT, "verified")
+    browser.in_both_themes(page, REPORT, "verified")
 
 
 def test_a_workflow_is_benchmarked_both_ways(page: Any, filled: ComfyServer) -> None:
     page.evaluate("() => window.app.graph.clear()")
-    run_command(page, "Nexfort.Benchmark")
+    browser.run_command(page, "Nexfort.Benchmark")
     page.get_by_text("The workflow has no Nexfort compile node").wait_for()
     workflow = served.tiny_workflow("flux_compile_model", seed=20)
     before = filled.get("/history")
     browser.load(page, workflow)
-    run_command(page, "Nexfort.Benchmark")
+    browser.run_command(page, "Nexfort.Benchmark")
     chart = page.locator(".nexfort-benchmark .nexfort-chart")
     chart.wait_for(timeout=120_000)
     ours, eager = (float(one.removesuffix(" ms")) for one in reversed(chart.locator("dd span").all_inner_texts()))
     ratio = float(chart.inner_text().split("A step takes ")[1].split(" times")[0])
     assert min(ours, eager) > 0 and ratio == pytest.approx(eager / ours, rel=0.05)
-    in_both_themes(page, ".nexfort-benchmark", "benchmark")
+    browser.in_both_themes(page, ".nexfort-benchmark", "benchmark")
     page.keyboard.press("Escape")
     page.locator(".nexfort-benchmark").wait_for(state="detached")
     runs = [run for key, run in filled.get("/history").items() if key not in before]
     prompts = [run["prompt"][2] for run in sorted(runs, key=lambda run: run["prompt"][0])]
     of_kind = lambda kind: [node["inputs"] for p in prompts for node in p.values() if node["class_type"] == kind]  # noqa: E731
-    assert [inputs["enabled"] for inputs in of_kind("NexfortCompileModel")] == [True, True, False, False]
+    assert [inputs["enabled"] for inputs in of_kind("NexfortCompileModel")] == [False, False, True, True]
     assert len({inputs["seed"] for inputs in of_kind("KSampler")}) == 4, "nothing of a run is cached"
     assert not of_kind("SaveImage"), "pictures of a benchmark are previews"
     assert all(run["status"]["completed"] for run in runs)
@@ -238,10 +183,10 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
     browser.set_value(page, "Comfy.VueNodes.Enabled", True)
     browser.set_value(page, "Nexfort.Cache.Limit", 2)
     with page.expect_request("**/nexfort/cache/prune") as pruned:
-        said = run_and_watch(page, seed=5)
+        said = browser.run_and_watch(page, seed=5)
     assert json.loads(pruned.value.post_data) == {"max_bytes": 2 << 30}, "the limit holds after each run"
     assert said[-1] == "compiled"
-    shoot(page, "vue_nodes")
+    browser.shoot(page, "vue_nodes")
     page.locator(f"[data-node-id] {BADGE}").click()
     report = page.locator(REPORT)
     report.get_by_role("button", name="Close").click()
@@ -282,7 +227,7 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         browser.load(page, served.tiny_workflow("flux_compile_model", seed=6))
         page.locator(BADGE).wait_for()
         assert page.locator(BADGE).get_attribute("title") == "Ouvrir le rapport"
-        assert open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
+        assert browser.open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
         page.locator(".comfy-menu-button-wrapper").click()
         page.get_by_role("menuitem", name="Extensions").first.hover()
         page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
@@ -382,18 +327,18 @@ def with_onediff() -> dict[str, Any]:
 
 
 def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
-    tab = open_tab(page)
+    tab = browser.open_tab(page)
     entries = filled.get("/nexfort/cache")["entries"]
     sizes = {entry["id"]: entry["size"] for entry in entries}
-    assert set(rows_of(tab)) == set(sizes) and len(sizes) > 1
+    assert set(browser.rows_of(tab)) == set(sizes) and len(sizes) > 1
     tab.get_by_label("Sort by").select_option("Size")
-    assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values(), reverse=True)
+    assert [sizes[one] for one in browser.rows_of(tab)] == sorted(sizes.values(), reverse=True)
     tab.get_by_role("button", name="Reverse the order").click()
-    assert [sizes[one] for one in rows_of(tab)] == sorted(sizes.values())
-    in_both_themes(page, TAB, "cache")
+    assert [sizes[one] for one in browser.rows_of(tab)] == sorted(sizes.values())
+    browser.in_both_themes(page, TAB, "cache")
     tab.get_by_role("searchbox").fill(entries[0]["region"])
     wanted = {entry["id"] for entry in entries if entries[0]["region"] in entry["region"]}
-    assert set(rows_of(tab)) == wanted != set(sizes)
+    assert set(browser.rows_of(tab)) == wanted != set(sizes)
     with page.expect_download() as exported:
         tab.get_by_role("button", name="Export list").click()
     lines = Path(exported.value.path()).read_text(encoding="utf-8").splitlines()
@@ -402,7 +347,7 @@ def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
     with page.expect_response("**/nexfort/cache"):
         tab.get_by_role("button", name="Refresh").click()
     page.get_by_text("Locked.").wait_for()
-    assert set(rows_of(tab)) == wanted, "a refusal takes nothing away"
+    assert set(browser.rows_of(tab)) == wanted, "a refusal takes nothing away"
 
 
 def test_after_a_restart(
@@ -416,15 +361,15 @@ def test_after_a_restart(
         with page_of(chromium, server) as page:
             what_is_pinned_stays_and_the_rest_goes(page, server)
             fill()
-            said = run_and_watch(page)
+            said = browser.run_and_watch(page)
             assert (said[0], said[-1]) == ("waiting", "warm")
             assert not [text for text in said if "compiling" in text]
 
 
 def what_is_pinned_stays_and_the_rest_goes(page: Any, server: ComfyServer) -> None:
     """Pin one by the keyboard, delete one, prune the rest, then clear: not after Cancel, but after Confirm."""
-    tab = open_tab(page)
-    ids = rows_of(tab)
+    tab = browser.open_tab(page)
+    ids = browser.rows_of(tab)
     pin, delete = f"[data-key='pin-{ids[0]}']", f"[data-key='delete-{ids[1]}']"
     tab.locator(pin).focus()
     page.keyboard.press("Enter")
@@ -432,7 +377,7 @@ def what_is_pinned_stays_and_the_rest_goes(page: Any, server: ComfyServer) -> No
     assert page.evaluate("() => document.activeElement.dataset.key") == f"pin-{ids[0]}", "the keyboard stays there"
     tab.locator(delete).click()
     tab.locator(f"[data-id='{ids[1]}']").wait_for(state="detached")
-    assert len(rows_of(tab)) == len(ids) - 1
+    assert len(browser.rows_of(tab)) == len(ids) - 1
     tab.get_by_role("spinbutton").fill("0")
     tab.get_by_role("button", name="Prune").click()
     tab.locator(f"[data-id='{ids[2]}']").wait_for(state="detached")

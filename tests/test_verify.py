@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine import artefact, verify
-from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
@@ -89,7 +89,7 @@ def test_a_region_over_the_budget_runs_eager_from_then_on(tiny: Subject, monkeyp
 
 
 def test_products_in_fp8_have_a_budget_of_their_own(tiny: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny.engine, "config", CompileConfig.parse({"mode": "O3"}))
+    monkeypatch.setattr(verify, "_in_fp8", lambda _: True)
     off_by(verify.LOW_PRECISION / 2, monkeypatch, "blocks.0", tiny.engine)
     assert not [row for row in verified(tiny)["regions"] if row["over"]]
     off_by(verify.LOW_PRECISION, monkeypatch, "blocks.0", tiny.engine)  # on top of the other
@@ -105,6 +105,68 @@ def test_without_a_wider_computation_nothing_is_judged(tiny: Subject, monkeypatc
     rows = {row["region"]: row for row in verified(tiny)["regions"]}
     assert rows["blocks.1"]["unjudged"] == "it cannot be computed in a wider type (TypeError: half only)"
     assert not rows["blocks.1"]["over"] and rows["blocks.0"]["unjudged"] is None, "what is equal needs no judgement"
+
+
+def test_what_is_no_number_is_over_any_budget_and_json_all_the_same(
+    tiny: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_by(float("nan"), monkeypatch, "blocks.1", tiny.engine)
+    told = verified(tiny)
+    assert [row["region"] for row in told["regions"] if row["over"]] == ["blocks.1"]
+    assert [row["distance"] for row in told["regions"] if row["over"]] == [None]
+    json.loads(json.dumps(told, allow_nan=False))
+
+
+def test_far_from_eager_is_over_the_budget_whatever_can_be_computed(
+    tiny: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_by(0.5, monkeypatch, "blocks.1", tiny.engine)
+    monkeypatch.setattr(verify, "_wider_result", lambda *_: 1 / 0)
+    assert [row["region"] for row in verified(tiny)["regions"] if row["over"]] == ["blocks.1"]
+
+
+def test_a_step_that_fails_is_verified_the_next_time(tiny: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.engine.verify_next()
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(tiny.engine, "cancel", raise_stopped)
+        tiny.run()
+    assert not tiny.report.verifications
+    tiny.run()
+    assert tiny.report.verifications == 1
+
+
+def raise_stopped() -> None:
+    raise Stopped
+
+
+class Cache:
+    """What a network may change that it is handed."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.seen.append(len(cache.seen))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_call_that_hands_over_a_cache_is_not_made_again() -> None:
+    cache = Cache()
+    with graphs_as_they_are(), torch.inference_mode():
+        compiled = nexfort_engine.compile(Remembers())
+        compiled(torch.randn(2, 96), Cache())
+        compiled.verify_next()
+        compiled(torch.randn(2, 96), cache)
+    assert cache.seen == [0] and not compiled.report.verifications
+    assert "with a Cache, which it may change" in compiled.report.as_dict()["notes"][-1]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("it breaks")])
@@ -211,7 +273,11 @@ def test_in_half_precision_the_error_counts_and_not_the_distance() -> None:
 
 def test_the_distance_is_a_relative_norm() -> None:
     assert verify.distance(torch.tensor([1.0]), torch.tensor([1.0, 2.0])) == float("inf")
-    assert verify.distance(torch.tensor([float("nan")]), torch.tensor([1.0])) == float("inf")
+    nan, inf = float("nan"), float("inf")
+    assert verify.distance(torch.tensor([nan]), torch.tensor([1.0])) == inf
+    assert verify.distance(torch.tensor([1.0, 1.0]), torch.tensor([nan, 1.0])) == inf
+    assert verify.distance(torch.tensor([-inf, 1.0, nan]), torch.tensor([-inf, 1.0, nan])) == 0.0, "masks are like that"
+    assert verify.distance(torch.tensor([inf, 1.0]), torch.tensor([-inf, 1.0])) == inf
     found, wanted = {"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([0.0, 5.0])}
     assert verify.distance(found, wanted) == pytest.approx(10**0.5 / 5)
 
@@ -226,5 +292,5 @@ def test_code_that_sets_its_own_dtype_may_round_once(monkeypatch: pytest.MonkeyP
         compiled.verify_next()
         compiled(x)
     (told,) = compiled.report.as_dict()["verifications"]
-    assert [row["eager_error"] for row in told["regions"]] == [0.0, 0.0]
+    assert [row["eager_error"] for row in told["regions"]] == [0.0, None], "the other one is equal"
     assert not [row for row in told["regions"] if row["over"]]

@@ -52,7 +52,7 @@ async function askToVerify(node) {
 
 async function show(body, node) {
   const told = await ask('report')
-  if (told === undefined) return
+  if (told?.engines === undefined) return
   const ids = node ? idsOf(node) : null
   const engines = told.engines.filter((engine) => ids === null || engine.nodes.some((id) => ids.includes(id)))
   const parts = engines.map((engine) => engineSection(engine, told))
@@ -147,6 +147,7 @@ function judgedBy(row) {
 }
 
 function small(value) {
+  if (value === null) return '∞'
   return value === 0 ? '0' : value.toExponential(1)
 }
 

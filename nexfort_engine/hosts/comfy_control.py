@@ -147,6 +147,7 @@ class _Maker:
         """Put the networks that `pre_run` has made into engines. model: what is sampled."""
         own = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
         made = {name: network for name, network in networks_of(control).items() if id(network) not in own}
+        asked = False
         if not made:
             self._nothing_found()
         for name, network in made.items():
@@ -156,8 +157,9 @@ class _Maker:
                 engine.name, engine.report = self.name, self.report
                 if self._verify_due:
                     engine.verify_next()
+                    asked = True
                 setattr(control, name, comfy.wrapped(network, engine, _CALLED, **_given(control)))
-        self._verify_due &= not made
+        self._verify_due &= not asked
 
     def _nothing_found(self) -> None:
         reason = "no network was found in it, neither when the node ran nor when sampling began"
