@@ -17,9 +17,9 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
-from nexfort_engine import build, lower, pool
 from nexfort_engine import compile as nexfort_compile
 from nexfort_engine import compiled as compiled_module
+from nexfort_engine import finding, lower, pool
 from nexfort_engine.flags import snapshot, without_device
 
 OPTIONS: dict[str, object] = {"max_autotune": False}
@@ -133,7 +133,7 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     with torch.no_grad():
         assert torch.allclose(compiled(torch.ones(2, 8)), block(torch.ones(2, 8)), atol=1e-6)
     assert compiled.report.as_dict()["artefacts_compiled"] == 1 and len(gone) == 1, "its workers were not taken"
-    build._loaded.clear()
+    finding._loaded.clear()
     compiled_module._stores.clear()  # as in a new process
     again = nexfort_compile(block)
     assert len(gone) == 1, "its artefacts are there"
