@@ -201,6 +201,12 @@ def run_and_watch(page: Any, seed: int = 3) -> list[str]:
     page.evaluate(RECORD)
     load(page, served.tiny_workflow("flux_compile_model", seed=seed))
     page.locator(BADGE).wait_for()
+    queue(page)
+    return list(page.evaluate("() => window.said"))
+
+
+def queue(page: Any) -> None:
+    """Click Run, and wait for the end of the run."""
     page.evaluate(
         "() => { const { api } = window.comfyAPI.api;"
         "api.addEventListener('execution_success', () => { window.finished = true }) }"
@@ -208,7 +214,6 @@ def run_and_watch(page: Any, seed: int = 3) -> list[str]:
     page.get_by_test_id("queue-button").click()
     page.wait_for_function("() => window.finished", timeout=240_000)
     page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
-    return list(page.evaluate("() => window.said"))
 
 
 def run_command(page: Any, name: str) -> None:
