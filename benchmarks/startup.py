@@ -25,17 +25,28 @@ from typing import Any
 from nexfort_engine.locate import ComfyError, find_comfyui, is_comfyui
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_START = """
-import asyncio, importlib.util, json, sys, time, types
-plugin, comfyui, bytecode = sys.argv[1:4]
-sys.path.insert(0, comfyui)
-import comfy.cli_args
-comfy.cli_args.args.cpu = True
+# What ComfyUI has by the time it loads packs, with a pretended server, and what it then does with a pack's module.
+HOST = """
+import asyncio, sys, types
 import comfy_api.latest
 from aiohttp import web
 take = lambda *_: lambda handler: handler
 sys.modules["server"] = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(
     routes=types.SimpleNamespace(get=take, post=take), node_replace_manager=types.SimpleNamespace(register=take))))
+
+async def start(module):
+    extension = await module.comfy_entrypoint()
+    await extension.on_load()
+    for node in await extension.get_node_list():
+        node.GET_SCHEMA()
+"""
+ONE_START = f"""
+import importlib.util, json, sys, time
+plugin, comfyui, bytecode = sys.argv[1:4]
+sys.path.insert(0, comfyui)
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+{HOST}
 sys.pycache_prefix = bytecode or None
 before = set(sys.modules)
 began = time.perf_counter()
@@ -44,18 +55,11 @@ spec = importlib.util.spec_from_file_location(name, plugin + "/__init__.py")
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-
-async def start():
-    extension = await module.comfy_entrypoint()
-    await extension.on_load()
-    for node in await extension.get_node_list():
-        node.GET_SCHEMA()
-
-asyncio.run(start())
+asyncio.run(start(module))
 seconds = time.perf_counter() - began
 new = set(sys.modules) - before
 engine = [one for one in new if one.startswith("nexfort_engine")]
-print(json.dumps({"ms": 1000 * seconds, "imported": len(new), "engine": len(engine)}))
+print(json.dumps(dict(ms=1000 * seconds, imported=len(new), engine=len(engine))))
 """
 
 

@@ -27,10 +27,10 @@ from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted
 from .guards import checker
-from .lowering import Job, await_left, lower_all
+from .lowering import WATCH, Job, await_left, lower_all
 from .planning import Planner, ghost
 from .report import named
-from .signature import Flat, holds_objects, normalised
+from .signature import Flat, changeable, normalised
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,7 +46,6 @@ _MOST_STORED = 64
 # blocks another list each time, and each try is a capture.
 _MOST_CHANGING = 3
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
-_WATCH = 0.1  # seconds between two looks at the host's cancel
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 
 
@@ -101,7 +100,7 @@ class Builder:
         if session.behind:
             return False
         if self.background is None or self.background.failed:
-            while not LOCK.acquire(timeout=_WATCH):  # another engine makes something
+            while not LOCK.acquire(timeout=WATCH):  # another engine makes something
                 self.engine.cancel()
             return True
         session.behind = self.background.busy or not LOCK.acquire(blocking=False)
@@ -262,11 +261,11 @@ class Builder:
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
-        weights, hidden, layers = None, None, region.layers
+        weights, layers = None, region.layers
         if layers is not None:
-            weights, hidden = layers.examples(region.slots.read(), _device_of(wanted)), layers.hidden()
+            weights = layers.examples(region.slots.read(), _device_of(wanted))
         captured = capture(
-            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=hidden
+            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=region.hidden()
         )
         driver, info = self.engine.made_for(region, _device_of(wanted))
         if self.finder.options(_device_of(wanted).type).get("nexfort.low_precision"):
@@ -300,7 +299,7 @@ class Builder:
         for check, reason in self.refusals.get(wanted.primary, ()):
             if check(wanted.flat.mappings):
                 return check, reason
-        if self._changing[_code_of(wanted)] >= _MOST_CHANGING and holds_objects(wanted.example.spec):
+        if self._changing[_code_of(wanted)] >= _MOST_CHANGING and any(changeable(wanted.example.spec)):
             return (lambda _: True), CHANGES_GIVEN
         return None
 

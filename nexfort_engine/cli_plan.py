@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .cli_cache import add_where, store_of
+from .report import counted
 from .terminal import say
 
 if TYPE_CHECKING:
@@ -53,9 +54,7 @@ def _lines(one: Mapping[str, Any]) -> list[str]:
     from .cache import view
 
     products = one["products"]
-    narrow, count = (
-        sum(row["count"] for row in rows) for rows in ([p for p in products if p["reason"] is None], products)
-    )
+    narrow, count = counted(products)
     lines = [f"{one['model']} {one['region']} ({one['id'][:8]}): {narrow} of {count} products in fp8"]
     for row in products:
         what = "fp8" if row["reason"] is None else f"as it is: {view.plain(row['reason'])}"

@@ -106,6 +106,11 @@ class Engine:
                 self.report.note("no region: the module holds no weights; it runs as it is")
         return self._table
 
+    @property
+    def whole_region(self) -> Region | None:
+        """The region that is the backbone as a whole; None where it has several."""
+        return self._regions().get(id(self.root))
+
     def prepare(self, device: torch.device) -> None:
         """Start what the first step will need while the host still loads the model; nothing is compiled yet.
 
@@ -175,7 +180,7 @@ class Engine:
 
     def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
         """The backbone's own forward, or its region where it is one region as a whole."""
-        own = self._regions().get(id(self.root))
+        own = self.whole_region
         if own is None:
             return plain
         return lambda *args, **kwargs: own.call(plain, args, kwargs, session)

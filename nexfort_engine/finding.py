@@ -59,7 +59,7 @@ class Finder:
             if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
                 return binding, None
         nearest: Misfit | None = None
-        hidden = region.layers.hidden() if region.layers is not None else None
+        hidden = region.hidden()
         for artefact in self._candidates(wanted):
             misfit = artefact.misfit(wanted.flat)
             if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):

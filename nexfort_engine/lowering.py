@@ -31,7 +31,7 @@ from .session import entered
 
 log = logging.getLogger("nexfort")
 
-_WATCH = 0.1  # seconds between two looks at the host's cancel
+WATCH = 0.1  # seconds between two looks at the host's cancel
 
 _left: list[Job] = []  # what a cancelled call left to be lowered in this process
 
@@ -130,7 +130,7 @@ def await_left(cancel: Callable[[], None]) -> bool:
     """
     waited = bool(_left)
     while _left:
-        while not _left[0].finished.wait(_WATCH):
+        while not _left[0].finished.wait(WATCH):
             cancel()
         _left.pop(0)
     return waited
@@ -184,7 +184,7 @@ def _start(
 def _wait(job: Job, cancel: Callable[[], None], tracker: Tracker, *, once: bool = False) -> None:
     """Wait for a job while watching for a cancel; `once`: only until the next look."""
     looks = 0
-    while not job.finished.wait(_WATCH):
+    while not job.finished.wait(WATCH):
         cancel()
         looks += 1
         if looks % 10 == 0 or once:

@@ -57,8 +57,7 @@ class Planner:
         return []
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
-        root = self.engine.root
-        region = next((r for r in self.engine.regions if r.module is root), None)
+        root, region = self.engine.root, self.engine.whole_region
         if region is not None:
             flat = Flat()
             return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]

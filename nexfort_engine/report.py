@@ -228,10 +228,15 @@ class Report:
         }
 
 
-def _precision_line(rows: list[dict[str, Any]]) -> str:
-    products = [product for row in rows for product in row["products"]]
+def counted(products: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many products of a plan (precision.told) are computed in fp8, and how many there are."""
     narrow = sum(product["count"] for product in products if product["reason"] is None)
-    return f"  precision: {narrow} of {_count(sum(p['count'] for p in products), 'product')} in fp8"
+    return narrow, sum(product["count"] for product in products)
+
+
+def _precision_line(rows: list[dict[str, Any]]) -> str:
+    narrow, count = counted([product for row in rows for product in row["products"]])
+    return f"  precision: {narrow} of {_count(count, 'product')} in fp8"
 
 
 def _verified_line(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,14 +135,15 @@ def of_its_own(value: Any, twice: bool = False) -> Any:
     return value
 
 
-def holds_objects(spec: Any) -> bool:
-    """Whether a call hands over anything that the callee could change but tensors and mappings: a list, an object."""
+def changeable(spec: Any) -> Iterator[type]:
+    """The classes of what the callee could change of a call, tensors and mappings aside: lists, objects."""
     if not isinstance(spec, tuple) or not spec or spec[0] == "=":
-        return False
+        return
     kind = spec[0]
     if isinstance(kind, type) and not issubclass(kind, tuple):
-        return True
-    return any(map(holds_objects, spec[1:]))
+        yield kind
+    for part in spec[1:]:
+        yield from changeable(part)
 
 
 def spec_text(spec: Any) -> str:

@@ -27,10 +27,10 @@ import torch
 from .artefact import Artefact
 from .dispatch import Ineligible, Region
 from .flags import backend_scope
-from .report import named
+from .report import counted, named
 from .session import entered
 from .shadow import Shadow
-from .signature import Flat, Unsupported, flatten_call, of_its_own
+from .signature import Flat, Unsupported, changeable, flatten_call, of_its_own
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -58,7 +58,7 @@ class Verifier:
 
         None where it could not be done, which the report then says; the step itself has ended before.
         """
-        began, stops = time.perf_counter(), self.engine.stops()
+        began = time.perf_counter()
         problem = _stateful(args, kwargs)
         if problem is not None:
             self.engine.report.note(f"a step could not be verified: {problem}")
@@ -82,7 +82,7 @@ class Verifier:
             self.engine.report.note("there was no memory to verify a step")
             return None
         except Exception as error:
-            if stops and isinstance(error, stops):
+            if isinstance(error, self.engine.stops()):
                 raise
             # the step has its result, and what only looks at it must not take that away
             log.warning("Nexfort: a step could not be verified", exc_info=True)
@@ -107,7 +107,7 @@ class Verifier:
     # -- region by region ---------------------------------------------------------------------------------
 
     def _regions(self, call: Any, args: Any, kwargs: Any) -> None:
-        own = next((r for r in self.engine.regions if r.module is self.engine.root), None)
+        own = self.engine.whole_region
         try:
             with self.engine.active(instead=self._compare) as session:
                 if own is not None:
@@ -264,20 +264,14 @@ def _stateful(args: Any, kwargs: Any) -> str | None:
         spec = flatten_call(args, kwargs, Flat())
     except Unsupported as reason:
         return f"it is called with {reason}"
-    pending = [*spec[2:]]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, tuple) and one and one[0] != "=":
-            if isinstance(one[0], type) and not issubclass(one[0], (list, tuple)):
-                return f"it is called with a {one[0].__qualname__}, which it may change"
-            pending += one[1:]
-    return None
+    kind = next((kind for kind in changeable(spec) if kind is not list), None)  # lists are copied
+    return None if kind is None else f"it is called with a {kind.__qualname__}, which it may change"
 
 
 def _in_fp8(artefact: Artefact) -> bool:
     """Whether it computes a product in fp8."""
     products = artefact.entry.info.get("products") if artefact.entry is not None else None
-    return any(product["reason"] is None for product in products or ())
+    return counted(products or [])[0] > 0
 
 
 def _number(value: float | None) -> float | None:

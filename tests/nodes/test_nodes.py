@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import served
 
+from benchmarks.startup import HOST
 from nexfort_engine.config import CompileConfig
 
 HEAVY = ("triton", "torch._inductor", "torch._dynamo", "nexfort_engine", "diffusers")
@@ -66,27 +67,17 @@ def test_starting_brings_only_the_plugins_own_nodes(tmp_path: Path) -> None:
 
     The pack is loaded as ComfyUI does it, to the point where its nodes' schemas are known. The server is pretended.
     """
-    code = """
-import asyncio, types
+    code = f"""
 sys.path.insert(0, sys.argv[2])
-import comfy_api.latest
-take = lambda *_: lambda handler: handler
-sys.modules["server"] = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(
-    routes=types.SimpleNamespace(get=take, post=take), node_replace_manager=types.SimpleNamespace(register=take))))
-from aiohttp import web  # as the server has it
+{HOST}
 path, before = list(sys.path), set(sys.modules)
 module = load(sys.argv[1])
-async def start():
-    extension = await module.comfy_entrypoint()
-    await extension.on_load()
-    for node in await extension.get_node_list():
-        node.GET_SCHEMA()
-asyncio.run(start())
+asyncio.run(start(module))
 new = set(sys.modules) - before
-print(json.dumps({
-    "added": [one for one in sys.path if one not in path], "order": sys.path[:len(path)] == path,
-    "new": sorted(new), "web": module.WEB_DIRECTORY, "nodes": "nodes" in new,
-}))
+print(json.dumps(dict(
+    added=[one for one in sys.path if one not in path], order=sys.path[:len(path)] == path,
+    new=sorted(new), web=module.WEB_DIRECTORY, nodes="nodes" in new,
+)))
 """
     link = tmp_path / "custom_nodes" / "Nexfort.v1"
     link.parent.mkdir()
