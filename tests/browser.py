@@ -27,15 +27,26 @@ REPORT = "dialog.nexfort-report"
 OURS = "/extensions/nexfort/"
 SERIOUS = ("serious", "critical")
 MOST_SHIFT = 0.1  # of what is on screen: what the web's guidelines call good
-# Every shift, from the moment the page is there, that no click or key called for and that moved something of ours.
-# ComfyUI's own panels move while it loads, with and without us.
+# Every shift of an element of ours, from the moment the page is there, that no click or key called for, scored as the
+# web's guidelines score it (https://web.dev/articles/cls) but over our elements alone: ComfyUI's own panels move while
+# it loads, with and without us, and take our button in its sidebar along.
 WATCH_SHIFTS = """() => {
   window.shifts = []
   const ours = (node) => (node?.closest ? node : node?.parentElement)?.closest('[class*="nexfort"]')
+  const area = (rect) => rect.width * rect.height
+  const score = ({ previousRect: from, currentRect: to }) => {
+    const wide = Math.max(0, Math.min(from.right, to.right) - Math.max(from.left, to.left))
+    const high = Math.max(0, Math.min(from.bottom, to.bottom) - Math.max(from.top, to.top))
+    const distance = Math.max(Math.abs(from.left - to.left), Math.abs(from.top - to.top))
+    const touched = (area(from) + area(to) - wide * high) / (innerWidth * innerHeight)
+    return touched * (distance / Math.max(innerWidth, innerHeight))
+  }
   new PerformanceObserver((list) => {
-    for (const { value, startTime, hadRecentInput, sources } of list.getEntries()) {
-      const moved = sources.map(({ node }) => ours(node)).filter(Boolean)
-      if (!hadRecentInput && moved.length) window.shifts.push([startTime, value, moved.map((one) => one.className)])
+    for (const { startTime, hadRecentInput, sources } of list.getEntries()) {
+      const moved = sources.filter(({ node }) => ours(node))
+      if (hadRecentInput || !moved.length) continue
+      const total = moved.reduce((sum, source) => sum + score(source), 0)
+      window.shifts.push([startTime, total, moved.map(({ node }) => ours(node).className)])
     }
   }).observe({ type: 'layout-shift' })
 }"""

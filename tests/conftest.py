@@ -22,7 +22,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-THREADS = 2
+THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
 HOW_TO_GIVE_ONE = (
@@ -33,6 +33,9 @@ HOW_TO_GIVE_ONE = (
 # Threads that wait for work spin by default, and take the processor from compilers and tests beside them: up to half
 # of all its time. Read when torch is loaded, also in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Networks this small are slower on two threads than on one, the more so beside other tests; and Inductor writes plain
+# loops for one. test_demo.py runs on as many as there are.
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 # Inductor would try out the processor's vector instructions for each empty cache, a quarter of a minute of compiling.
 # It still asks the processor for them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

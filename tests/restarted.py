@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-THREADS = 2
+THREADS = 1
 
 
 class Counted:

@@ -32,6 +32,7 @@ from nexfort_engine.engine import Engine
 from nexfort_engine.report import Report
 
 TOLERANCE = 1e-4  # the distance rule in fp32 on a CPU, as a relative norm
+SECONDS_BETWEEN_LOOKS = 0.02  # or looking takes as long as what is looked at
 MOVES = 100 * TOLERANCE  # what a contract varies must move the eager result by this much at least
 Tensors = list[torch.Tensor]
 
@@ -187,6 +188,7 @@ class Beside:
                 found.append(look())
             except Exception as error:  # what the test is there to find
                 found.append(error)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         if self.error is not None:
             raise self.error
         return found
