@@ -25,6 +25,7 @@ from .guards import checker
 from .lower import Loaded
 from .modulestate import Hidden, ModuleState
 from .signature import Flat, Leaves, unflatten
+from .strengths import look
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "tensors": captured.tensors,
         "options": [list(path) for path in captured.options],
         "ints": captured.ints,
+        "strengths": [[path, name, list(keys)] for path, name, keys in captured.strengths],
         "conditions": captured.conditions.as_json(),
         "guards": captured.guards,
         "reads": captured.reads,
@@ -101,6 +103,7 @@ class Artefact:
         self.tensors: list[int] = manifest["tensors"]
         self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
         self.ints: list[int] = manifest["ints"]
+        self.strengths: list[list[Any]] = manifest["strengths"]
         self.conditions = Conditions(**manifest["conditions"])
         self.guards: list[list[Any]] = manifest["guards"]
         self.check = checker(self.guards)
@@ -145,18 +148,32 @@ class Known:
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("artefact", "code", "plain", "state")
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "plain", "state")
 
     def __init__(self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None) -> None:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
         self.state = ModuleState(module, artefact.reads, hidden)
+        by_path = dict(module.named_modules()) if artefact.strengths else {}
+        self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
+        self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
         # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
         self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
 
     def usable(self, mappings: list[dict[Any, Any]]) -> bool:
         """Whether the options answer as captured and the module is what it was. Sizes were checked before."""
         return self.artefact.check(mappings) and self.state.unchanged()
+
+    def strengths(self) -> list[float]:
+        """The numbers of the module that the artefact takes as inputs, as they are now."""
+        return [look(table[name], keys) for table, name, keys in self._strengths]
+
+    def _as_inputs(self) -> list[torch.Tensor]:
+        now, (before, tensors) = self.strengths(), self._factors
+        if now != before:
+            tensors = [torch.tensor(value, dtype=torch.float32) for value in now]
+            self._factors = now, tensors
+        return tensors
 
     def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor]) -> Any:
         """Call the artefact. `tensors` are the call's, brought into the memory format of the signature."""
@@ -166,6 +183,8 @@ class Binding:
         if artefact.options:
             inputs += [readset.look(flat.mappings, path).contiguous() for path in artefact.options]
         inputs += [flat.ints[i] for i in artefact.ints]
+        if self._strengths:
+            inputs += self._as_inputs()
         results = self.code(inputs)
         if self.plain:
             return results[0]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import modulestate, readset
+from . import modulestate, readset, strengths
 from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
 from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
@@ -38,6 +38,7 @@ from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
+from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
@@ -65,7 +66,7 @@ class Captured:
 
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
-    ints in `ints` (indices).
+    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions).
     """
 
     graph: torch.fx.GraphModule
@@ -74,6 +75,7 @@ class Captured:
     tensors: list[int]
     options: list[readset.Path]
     ints: list[int]
+    strengths: list[Place]
     conditions: Conditions
     guards: list[list[Any]]
     reads: list[list[Any]]
@@ -102,6 +104,21 @@ class _Trace:
         self.output: Any = None
         self.files: set[str] = set()  # whose code it ran through
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
+        self._modules = dict(block.named_modules())
+        self.strengths = [
+            (path, name, keys)
+            for path, name, keys in strengths.places(block)
+            if name not in hidden.get(id(self._modules[path]), ())
+        ]
+
+    def factors(self) -> list[float]:
+        """The numbers at `strengths` as they are now."""
+        return [strengths.look(self._modules[path].__dict__[name], keys) for path, name, keys in self.strengths]
+
+    def standing_for(self, factors: list[torch.Tensor]) -> dict[strengths.Place, Strength]:
+        """What the block is shown in their places."""
+        each = zip(self.strengths, self.factors(), factors, strict=True)
+        return {place: Strength(place, value, factor) for place, value, factor in each}
 
 
 def _contents(value: Any) -> Any:
@@ -124,7 +141,14 @@ class _Lifted(nn.Module):
         super().__init__()
         self.__dict__["trace"] = trace  # an object of its own: export puts back what a forward assigns to its module
 
-    def forward(self, weights: list[torch.Tensor], tensors: list[torch.Tensor], extra: list[Any], ints: list[int]):
+    def forward(
+        self,
+        weights: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        extra: list[Any],
+        ints: list[int],
+        factors: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
         trace: _Trace = self.__dict__["trace"]
         given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
         log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
@@ -136,12 +160,16 @@ class _Lifted(nn.Module):
 
         try:
             whole = trace.parts.together(weights) if trace.parts is not None else weights
-            shadow = Shadow(trace.block, whole, trace.hidden)
+            standing = trace.standing_for(factors)
+            shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads = shadow.reads
             with walked() as trace.files, SizesKeptFree(), own_operators():
                 result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        for place, strength in standing.items():
+            if strength.used:
+                raise StrengthUsed(place)
         if _contents((args, kwargs)) != before or given != trace.admitted:
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
@@ -196,7 +224,9 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
     example = trace.example
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
     for _ in range(_MAX_ADMISSIONS):
-        args = (trace.weights, tensors, [look_tensor(example.mappings, p) for p in trace.paths], list(example.ints))
+        options = [look_tensor(example.mappings, p) for p in trace.paths]
+        factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
+        args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
             with _hooks_taken_out(), tracing_scope(), noted() as trace.answers:
                 return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
@@ -206,6 +236,13 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
                 trace.paths.append(used.path)
             else:
                 trace.admitted[used.path] = value
+        except StrengthUsed as used_as_it_is:
+            trace.strengths.remove(used_as_it_is.place)
+        except Exception as error:
+            # what stands for a number is none to C code, or to code that asks for its exact type
+            if not trace.strengths or not (isinstance(error, TypeError) or Strength.__name__ in str(error)):
+                raise
+            trace.strengths.clear()
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
 
 
@@ -274,15 +311,15 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
     def of(tensor: torch.Tensor) -> Any:
         return {i: auto for i, size in enumerate(tensor.shape) if size > 1} if dynamic else {}
 
-    weights, tensors, extra, ints = args
+    weights, tensors, extra, ints, factors = args
     free = [auto if numbers and number > 1 else None for number in ints]
-    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free
+    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free, [{} for _ in factors]
 
 
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
-    inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths))
+    inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
@@ -297,7 +334,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         example.ints,
     )
     writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
-    weights, ints = inputs.used(inputs.weights), inputs.used(inputs.ints)
+    weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
     inputs.tidy(graph)
     return Captured(
         graph=graph,
@@ -306,6 +343,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         tensors=tensors,
         options=paths,
         ints=ints,
+        strengths=[trace.strengths[i] for i in factors],
         conditions=conditions,
         guards=to_json(trace.log),
         reads=modulestate.rows_of(trace.reads),

@@ -54,7 +54,7 @@ class _Step:
     """One combination of sizes: first what its calls read, then its graph."""
 
     check: Callable[[list[Any]], bool]
-    bindings: list[tuple[Binding, Callable[[list[Any]], bool]]]
+    bindings: list[tuple[Binding, Callable[[list[Any]], bool], list[float]]]
     pointers: list[Any]
     glue: Glue
     metas: list[Any]  # of the weights
@@ -155,7 +155,10 @@ class StepGraphs:
         if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
             return False
         maps = flat.mappings[:1] * 4
-        return all(check(maps) and binding.state.unchanged() for binding, check in step.bindings)
+        return all(
+            check(maps) and binding.state.unchanged() and binding.strengths() == strengths
+            for binding, check, strengths in step.bindings
+        )
 
     # -- the ways ----------------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class StepGraphs:
         return plain(*args, **kwargs)
 
     def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
-        """For every binding that ran: the guards on options that can be asked of the backbone's own options.
+        """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
 
         What the network itself writes into its options on the way follows from its inputs, and is not there yet when
         a step begins: guards that do not hold then are about such keys.
@@ -262,7 +265,7 @@ class StepGraphs:
         for binding in {id(b): b for b in session.used}.values():
             rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
             rows = [r for r in rows if maps and checker([r])(maps)]
-            found.append((binding, checker(rows)))
+            found.append((binding, checker(rows), binding.strengths()))
         return found
 
     def _capture(

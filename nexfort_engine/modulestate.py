@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import strengths
 from .readset import PLAIN, Refused
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
@@ -121,6 +122,8 @@ def describe(value: Any, depth: int = 3) -> Any:
 
     Raises Refused for values of which that cannot be said (open files, locks, closures over such).
     """
+    if type(value) is strengths.Strength:  # asked first: to `isinstance` it is a number
+        return strengths.described(value)
     if type(value) in PLAIN:
         return value if not isinstance(value, float) else ["float", value.hex()]
     if isinstance(value, (tuple, list, torch.Size)):
@@ -171,10 +174,13 @@ class ModuleState:
         hidden = hidden or {}
         by_path = dict(module.named_modules())
         slots: list[Slot] = []
+        self._loose: dict[int, Any] = {}  # place among the slots -> what was captured, with strengths in it
         on_classes: dict[tuple[type, str], None] = {}
-        for path, name, _ in rows:
+        for path, name, expected in rows:
             if name not in hidden.get(id(by_path[path]), ()):
                 own = by_path[path].__dict__
+                if strengths.holds_one(expected):
+                    self._loose[len(slots)] = expected
                 slots.append((own, name))
                 if name not in own:
                     on_classes.update(
@@ -192,13 +198,24 @@ class ModuleState:
 
     def unchanged(self) -> bool:
         """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
-        if list(map(dict.get, self._tables, self._names, repeat(_MISSING))) != self._values:
+        values = list(map(dict.get, self._tables, self._names, repeat(_MISSING)))
+        if values != self._values and not self._but_for_strengths(values):
             return False
         if [table.get(name, _MISSING) for table, name in self._on_classes] != self._class_values:
             return False
         if not self._tree.unchanged():
             return False
         return all(fields == before for fields, before in self._objects) if self._objects else True
+
+    def _but_for_strengths(self, values: list[Any]) -> bool:
+        """Whether nothing changed but numbers that the artefact takes as inputs; then these are the values from now."""
+        for i, (value, before) in enumerate(zip(values, self._values, strict=True)):
+            if value == before:
+                continue
+            if i not in self._loose or not _fits(value, self._loose[i]):
+                return False
+            self._values[i] = _frozen(value)
+        return True
 
 
 class Tree:
@@ -267,9 +284,15 @@ def matches_text(module: nn.Module, rows: list[list[Any]], hidden: Hidden | None
         sub = by_path.get(path)
         shown = hidden.get(id(sub), {})
         value = shown[name] if name in shown else getattr(sub, name, _MISSING)
-        try:
-            if value is _MISSING or describe(value) != expected:
-                return False
-        except Refused:
+        if value is _MISSING or not _fits(value, expected):
             return False
     return True
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """Whether a value answers as the described one did."""
+    try:
+        found = describe(value)
+    except Refused:
+        return False
+    return found == expected or (strengths.holds_one(expected) and strengths.fits(found, expected))

@@ -27,11 +27,14 @@ class Placeholders:
     tensors: list[Node]
     options: list[Node]
     ints: list[Node]
+    strengths: list[Node]
     written: set[Node]
 
     @classmethod
-    def of(cls, program: torch.export.ExportedProgram, weights: int, tensors: int, options: int) -> Placeholders:
-        """Those of a program that was given so many weights, tensors and option tensors, and then numbers.
+    def of(
+        cls, program: torch.export.ExportedProgram, weights: int, tensors: int, options: int, ints: int
+    ) -> Placeholders:
+        """Those of a program that was given so many weights, tensors, option tensors and numbers, and then strengths.
 
         Raises Refused for a large literal tensor, and for code that changes its own weights.
         """
@@ -39,8 +42,8 @@ class Placeholders:
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
         constants = _constants(program, nodes)
         given = iter(nodes[len(constants) :])
-        first, second, third = ([next(given) for _ in range(count)] for count in (weights, tensors, options))
-        found = cls(constants, first, second, third, list(given), written_inputs(graph))
+        a, b, c, d = ([next(given) for _ in range(count)] for count in (weights, tensors, options, ints))
+        found = cls(constants, a, b, c, d, list(given), written_inputs(graph))
         if any(node in found.written for node in found.weights):
             raise Refused("it changes its own weights or buffers")
         return found
@@ -51,7 +54,7 @@ class Placeholders:
 
     def tidy(self, graph: GraphModule) -> None:
         """Take out the unused ones; weights come first, constants after them, the rest follows in the call's order."""
-        for nodes in (self.weights, self.tensors, self.options, self.ints):
+        for nodes in (self.weights, self.tensors, self.options, self.ints, self.strengths):
             used = self.used(nodes)
             for i, node in enumerate(nodes):
                 if i not in used:

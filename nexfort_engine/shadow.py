@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .modulestate import ABSENT, INTERNAL, Hidden, WeightSlots
+from .strengths import Place, Strength, put
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -35,10 +37,11 @@ class Shadow:
         module: nn.Module,
         weights: list[torch.Tensor] | None = None,
         hidden: Hidden | None = None,
+        strengths: Mapping[Place, Strength] | None = None,
     ) -> None:
         """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
 
-        hidden: id(submodule) -> attributes that it shows in the place of its own.
+        hidden: id(submodule) -> attributes that it shows in the place of its own. strengths: what stands for numbers.
         """
         hidden = hidden or {}
         self.reads: Reads = {}
@@ -54,6 +57,8 @@ class Shadow:
             for name in [name for name, value in own.items() if value is ABSENT]:
                 del own[name]
         self.module = copies[id(module)]
+        for (path, name, keys), strength in (strengths or {}).items():
+            put(self.module.get_submodule(path).__dict__[name], keys, strength)
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
                 table[name] = value

@@ -27,15 +27,16 @@ def residual(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
     return x + functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding=1)
 
 
-def transformer(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
     q, k, v = (part.view(batch, tokens, width // 64, 64).transpose(1, 2) for part in parts)
     seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
     x = x + functional.linear(seen, w[3], w[4])
-    return x + functional.linear(
+    more = functional.linear(
         functional.gelu(functional.linear(functional.layer_norm(x, [width], w[5], w[6]), w[7], w[8])), w[9], w[10]
     )
+    return x + (more.float() * strength).to(x.dtype)
 
 
 def feed_forward(w: Tensors, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,8 @@ def feed_forward(w: Tensors, x: torch.Tensor) -> torch.Tensor:
 
 
 C, D, E = CHANNELS, WIDTH, EMBEDDING
-# function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols
+# function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
+# number that a module holds, on the CPU
 BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], list[Any]]] = {
     "residual": (
         residual,
@@ -55,7 +57,7 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         transformer,
         torch.bfloat16,
         [(D,), (D,), (3 * D, D), (D, D), (D,), (D,), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,)],
-        [((2, 4096, D), (0, 1))],
+        [((2, 4096, D), (0, 1)), ((), ())],
     ),
     "feed_forward": (  # the only one whose products pay in fp8
         feed_forward,
@@ -83,14 +85,14 @@ def captured(kind: str) -> Captured:
     function, dtype, weights, inputs = BLOCKS[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
-            [torch.empty(shape, dtype=dtype, device="cuda:0") for shape in shapes]
+            [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
             for shapes in (weights, [shape for shape, _ in inputs])
         )
     free = [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs]
     dims = ([{} for _ in weights], free)
     with torch.no_grad():
         graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
-    return Captured(graph, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
+    return Captured(graph, [], [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
 
 
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")

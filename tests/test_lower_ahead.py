@@ -53,6 +53,7 @@ def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
     call = code.partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product_flash_attention" in call
     assert "4096" not in call
+    assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
 
 
 def test_low_precision_multiplies_in_fp8(payloads: dict[str, Path]) -> None:

@@ -97,9 +97,12 @@ def test_loras_beside_the_weights_are_honoured() -> None:
     pair = Pair(pipeline())
     pair.compiled.load_lora_weights(lora(pair.pipe.unet, 1), adapter_name="one")
     assert not pair.look()["eager"] and pair.moved > MOVES
-    pair.compiled.set_adapters(["one"], [0.5])
-    full = pair.last
-    assert not pair.look()["eager"] and distance(pair.last, full) > MOVES
+    for strength in (0.5, -0.7):
+        pair.compiled.set_adapters(["one"], [strength])
+        before = pair.last
+        new = pair.look()
+        assert not new["artefacts"] and not new["variants"] and not new["eager"]
+        assert distance(pair.last, before) > MOVES
     pair.compiled.disable_lora()
     pair.look()
     assert pair.moved < TOLERANCE
@@ -122,12 +125,18 @@ def adapter(pipe: Any) -> dict[str, Any]:
     return found
 
 
-def test_an_ip_adapter_s_scale_is_honoured_and_a_scale_seen_before_compiles_nothing() -> None:
+def test_an_ip_adapter_s_scale_is_honoured_and_compiles_nothing() -> None:
     pipe = pipeline()
     pipe.unet._load_ip_adapter_weights([adapter(pipe)])
     embeds = [torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(4))]
     pair = Pair(pipe, ip_adapter_image_embeds=embeds)
-    pair.compiled.set_ip_adapter_scale(0.3)
-    assert not pair.look()["eager"] and pair.moved > MOVES
+    for scale in (0.3, 1.7):
+        pair.compiled.set_ip_adapter_scale(scale)
+        before = pair.last
+        new = pair.look()
+        assert not new["artefacts"] and not new["variants"] and not new["eager"]
+        assert distance(pair.last, before) > MOVES
+    pair.compiled.set_ip_adapter_scale(0.0)  # its code then leaves the adapter out
+    assert pair.look()["variants"] and pair.moved > MOVES
     pair.compiled.set_ip_adapter_scale(1.0)
     assert not pair.look()["artefacts"] and pair.moved == 0
