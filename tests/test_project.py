@@ -23,7 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("conditions", "driver", "graphmemory"),
     ),
     "cache": ("cache",),
-    "block": ("modulestate", "shadow", "parts", "loans", "residence", "glue", "regions", "cpu_probe"),
+    "block": ("modulestate", "strengths", "shadow", "parts", "loans", "residence", "glue", "regions", "cpu_probe"),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
