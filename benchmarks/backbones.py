@@ -173,11 +173,8 @@ BACKBONES = {
 }  # fmt: skip
 
 
-def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """Random weights (seed 0) in the backbone's dtype, drawn on `device` and kept there or on `keep`.
-
-    A processor takes minutes to draw what a GPU draws in a second, and draws other numbers. ComfyUI must be importable.
-    """
+def network(backbone: Backbone) -> torch.nn.Module:
+    """ComfyUI's own network without memory for its weights. ComfyUI must be importable."""
     import importlib
 
     import comfy.ops
@@ -185,13 +182,20 @@ def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | No
     cls = getattr(importlib.import_module(backbone.module), backbone.cls)
     settings = dict(backbone.settings, dtype=backbone.dtype, device="meta", operations=comfy.ops.disable_weight_init)
     if backbone.cls == "PixArtMS":  # it reads values of its position table while it is built
-        module = cls(**settings)
-    else:
-        with torch.device("meta"):
-            module = cls(**settings)
+        return cls(**settings)
+    with torch.device("meta"):
+        return cls(**settings)
+
+
+def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Random weights (seed 0) in the backbone's dtype, drawn on `device` and kept there or on `keep`.
+
+    A processor takes minutes to draw what a GPU draws in a second, and draws other numbers.
+    """
+    like = network(backbone).state_dict()
     torch.manual_seed(0)
     keep = keep or device
-    return {name: _random(name, like, backbone.dtype, device).to(keep) for name, like in module.state_dict().items()}
+    return {name: _random(name, one, backbone.dtype, device).to(keep) for name, one in like.items()}
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

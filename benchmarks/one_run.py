@@ -49,9 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print."""
     args = parse()
-    sys.argv = sys.argv[:1]  # ComfyUI parses the command line of whoever imports it
-    host = os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI")
-    sys.path.insert(0, host)
+    find_comfyui()
     if args.dynamic_vram:
         import comfy_aimdo.control
 
@@ -62,8 +60,7 @@ def main() -> int:
     from .backbones import BACKBONES, state_dict
 
     backbone = BACKBONES[args.backbone].at_small_size() if args.small else BACKBONES[args.backbone]
-    if not torch.cuda.is_available():
-        on_processor()
+    as_without_card()
     import comfy.model_management
     import comfy.sd
 
@@ -92,8 +89,18 @@ def main() -> int:
     return 0
 
 
-def on_processor() -> None:
-    """Tell ComfyUI that there is no card, and to take the attention that can be traced."""
+def find_comfyui() -> None:
+    """Make ComfyUI importable, which parses the command line of whoever imports it."""
+    sys.argv = sys.argv[:1]
+    sys.path.insert(0, os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI"))
+
+
+def as_without_card() -> None:
+    """Where there is no card, tell ComfyUI so, and to take the attention that can be traced."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
