@@ -77,10 +77,10 @@ def off(name: str, rungs: dict[str, dict[str, Row]]) -> str:
 
 
 def newest(rows: list[Row]) -> list[Row]:
-    """Of each backbone at full size the rows of its last ladder, from all rows of results.csv."""
+    """Of each backbone the rows of its last ladder, which may have been taken in parts: those of one commit."""
     own = [row for row in rows if row["command"].startswith("python -m benchmarks.ladder")]
-    last = {row["backbone"]: (row["commit"], row["command"]) for row in own}
-    return [row for row in own if last[row["backbone"]] == (row["commit"], row["command"])]
+    last = {row["backbone"]: row["commit"] for row in own}
+    return [row for row in own if last[row["backbone"]] == row["commit"]]
 
 
 def line_of(row: Row) -> str:

@@ -148,4 +148,5 @@ def test_the_last_ladder_of_each_network_is_shown() -> None:
     first, second = row("eager", 1.0, commit="old"), row("eager", 2.0)
     other = row("eager", 3.0, backbone="flux", commit="old")
     recorded = row("eager", 4.0, commit="new", command="python -m benchmarks.record sd21")
-    assert ladder_table.newest([first, other, second, recorded]) == [other, second]
+    part = row("plain", 5.0, command=f"{COMMAND} --rungs plain")
+    assert ladder_table.newest([first, other, second, recorded, part]) == [other, second, part]
