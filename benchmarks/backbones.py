@@ -8,7 +8,7 @@ scaled by fan-in: every input then matters, and an error in any layer shows in t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,24 @@ _WAN = {
     "cross_attn_norm": True,
     "eps": 1e-6,
 }
+_SMALL_SD21 = {
+    "settings": {
+        **{"num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [0, 1]},
+        **{"transformer_depth_middle": 1, "transformer_depth_output": [0, 0, 1, 1]},
+    },
+    "size": (64, 64),
+}
+_SMALL_FLUX = {
+    "settings": {
+        **{"hidden_size": 128, "num_heads": 1, "depth": 2, "depth_single_blocks": 2, "context_in_dim": 64},
+        **{"vec_in_dim": 32},
+    },
+    **{"context": (20, 64), "size": (128, 128), "extra": {"pooled_output": ("randn", 32), "guidance": 3.5}},
+}
+_SMALL_WAN = {
+    "settings": {"dim": 128, "ffn_dim": 256, "num_heads": 1, "num_layers": 2},
+    **{"context": (20, 4096), "size": (64, 64), "frames": 5},
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,18 @@ class Backbone:
     cfg: float = 5.0
     scheduler: str = "normal"
     extra: dict[str, Any] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()  # classes of its blocks, for those who compile them one by one
+    small: dict[str, Any] | None = None  # fields of it at a size for a processor; None where ComfyUI knows no such
+
+    def at_small_size(self) -> Backbone:
+        """As few and narrow blocks as ComfyUI's detection accepts, in float32. Raises ValueError where it has none."""
+        if self.small is None:
+            able = ", ".join(name for name, other in BACKBONES.items() if other.small is not None)
+            raise ValueError(
+                f"{self.name} has no small size: ComfyUI knows it by its full depth; expected one of {able}"
+            )
+        changes = {**self.small, "settings": {**self.settings, **self.small["settings"]}}
+        return replace(self, **{"name": f"{self.name}, small", "dtype": torch.float32, **changes})
 
     def latent(self, height: int, width: int) -> torch.Tensor:
         """Zeros of the latent's shape, on the CPU."""
@@ -120,43 +150,52 @@ BACKBONES = {
     for b in (
         Backbone(
             "sdxl", _OPENAI, "UNetModel", _SDXL, torch.float16, (77, 2048), (1024, 1024),
-            extra={"pooled_output": ("randn", 1280)},
+            extra={"pooled_output": ("randn", 1280)}, repeated=("BasicTransformerBlock",),
         ),
         Backbone(
             "flux", "comfy.ldm.flux.model", "Flux", _FLUX, torch.bfloat16, (512, 4096), (1024, 1024), channels=16,
             cfg=1.0, scheduler="simple", extra={"pooled_output": ("randn", 768), "guidance": 3.5},
+            repeated=("DoubleStreamBlock", "SingleStreamBlock"), small=_SMALL_FLUX,
         ),
         Backbone(
-            "pixart", "comfy.ldm.pixart.pixartms", "PixArtMS", _PIXART, torch.bfloat16, (120, 4096), (1024, 1024)
+            "pixart", "comfy.ldm.pixart.pixartms", "PixArtMS", _PIXART, torch.bfloat16, (120, 4096), (1024, 1024),
+            repeated=("PixArtMSBlock",),
         ),
-        Backbone("sd21", _OPENAI, "UNetModel", _SD21, torch.float16, (77, 1024), (768, 768)),
+        Backbone(
+            "sd21", _OPENAI, "UNetModel", _SD21, torch.float16, (77, 1024), (768, 768),
+            repeated=("BasicTransformerBlock",), small=_SMALL_SD21,
+        ),
         Backbone(
             "wan", "comfy.ldm.wan.model", "WanModel", _WAN, torch.bfloat16, (512, 4096), (480, 832), channels=16,
-            frames=33,
+            frames=33, repeated=("WanAttentionBlock",), small=_SMALL_WAN,
         ),
     )
 }  # fmt: skip
 
 
-def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """Random weights (seed 0) in the backbone's dtype, drawn on `device` and kept there or on `keep`.
-
-    A processor takes minutes to draw what a GPU draws in a second, and draws other numbers. ComfyUI must be importable.
-    """
+def network(backbone: Backbone) -> torch.nn.Module:
+    """ComfyUI's own network without memory for its weights. ComfyUI must be importable."""
     import importlib
 
     import comfy.ops
 
     cls = getattr(importlib.import_module(backbone.module), backbone.cls)
     settings = dict(backbone.settings, dtype=backbone.dtype, device="meta", operations=comfy.ops.disable_weight_init)
-    if backbone.name == "pixart":  # it reads values of its position table while it is built
-        module = cls(**settings)
-    else:
-        with torch.device("meta"):
-            module = cls(**settings)
+    if backbone.cls == "PixArtMS":  # it reads values of its position table while it is built
+        return cls(**settings)
+    with torch.device("meta"):
+        return cls(**settings)
+
+
+def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Random weights (seed 0) in the backbone's dtype, drawn on `device` and kept there or on `keep`.
+
+    A processor takes minutes to draw what a GPU draws in a second, and draws other numbers.
+    """
+    like = network(backbone).state_dict()
     torch.manual_seed(0)
     keep = keep or device
-    return {name: _random(name, like, backbone.dtype, device).to(keep) for name, like in module.state_dict().items()}
+    return {name: _random(name, one, backbone.dtype, device).to(keep) for name, one in like.items()}
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import append_rows, commit
+from benchmarks.rows import append_rows, commit
 from benchmarks.unusable import Unusable
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,8 +4,9 @@
     COMFYUI_PATH=... python -m benchmarks.one_run sdxl nexfort --options '{"mode": "O2"}' --latent out.pt
 
 Ways: eager, fp32 (eager in float32: the truth that errors are measured against), noise (eager with another attention
-kernel: the noise floor), core (ComfyUI's TorchCompileModel), nexfort. The model is loaded before the first step is
-timed. Run by benchmarks.record, which puts the lines into results.csv.
+kernel: the noise floor), core (ComfyUI's TorchCompileModel), regional (torch.compile on each repeated block), nexfort.
+The model is loaded before the first step is timed. Run by benchmarks.record and benchmarks.ladder, which put the lines
+into results.csv.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import argparse
 import json
 import os
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WAYS = ("eager", "fp32", "noise", "core", "nexfort")
+WAYS = ("eager", "fp32", "noise", "core", "regional", "nexfort")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,6 +40,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--budget", type=float, default=0.0, help="GiB of the card that are left free, weights included"
     )
     parser.add_argument("--lora", action="store_true", help="also: seconds of the step after a LoRA's strength changed")
+    parser.add_argument("--small", action="store_true", help="the backbone at a size for a processor, in float32")
+    parser.add_argument("--flops", action="store_true", help="also: TFLOP/s, and the share of what a product reaches")
     parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
     return parser.parse_args(argv)
 
@@ -46,101 +49,84 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure and print."""
     args = parse()
-    sys.argv = sys.argv[:1]  # ComfyUI parses the command line of whoever imports it
-    host = os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI")
-    sys.path.insert(0, host)
+    find_comfyui()
     if args.dynamic_vram:
         import comfy_aimdo.control
 
         comfy_aimdo.control.init()  # before torch loads CUDA, as ComfyUI's main does it
     import torch
 
+    from . import card
     from .backbones import BACKBONES, state_dict
 
-    backbone = BACKBONES[args.backbone]
+    backbone = BACKBONES[args.backbone].at_small_size() if args.small else BACKBONES[args.backbone]
+    as_without_card()
     import comfy.model_management
     import comfy.sd
 
     device = comfy.model_management.get_torch_device()
     if args.dynamic_vram:
-        use_dynamic_vram(device.index)
+        card.use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
     elsewhere = args.dynamic_vram or args.budget
-    began_with = used()
+    began_with = card.used()
     weights = state_dict(backbone, device, torch.device("cpu") if elsewhere else None)
     torch.cuda.empty_cache()
-    ballast = fill_card(args.budget) if args.budget else None
+    ballast = card.fill(args.budget) if args.budget else None
     began_with += ballast.nbytes if ballast is not None else 0
     patcher = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": dtype})
     del weights
-    model = prepare(patcher, args.way, args.options)
+    model = prepare(patcher, args.way, args.options, backbone.repeated)
     comfy.model_management.load_models_gpu([model])
     found = measure(model, backbone, args)
-    found["device_gib"] = round((device_peak(model, Sampling(backbone, args.size)) - began_with) / 2**30, 2)
+    sampling = Sampling(backbone, args.size)
+    most = card.most_used(lambda: sampling(model, 4))
+    found["device_gib"] = None if most is None else card.gib(most - began_with)
+    if args.flops:
+        found |= rate(lambda: sampling(patcher, 1), found["ms"], card.ceiling(dtype, device))
     print(json.dumps(found), flush=True)
     del ballast
     return 0
 
 
-def fill_card(left: float) -> Any:
-    """Take the card's memory but for so many GiB, so that ComfyUI and others find a small card. Keep the result."""
+def find_comfyui() -> None:
+    """Make ComfyUI importable, which parses the command line of whoever imports it."""
+    sys.argv = sys.argv[:1]
+    sys.path.insert(0, os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI"))
+
+
+def as_without_card() -> None:
+    """Where there is no card, tell ComfyUI so, and to take the attention that can be traced."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    return torch.empty(max(0, free - int(left * 2**30)), dtype=torch.uint8, device="cuda")
+    if torch.cuda.is_available():
+        return
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.use_pytorch_cross_attention = True
 
 
-def used() -> int:
-    """Bytes of the card that are not free, whoever took them."""
-    import torch
+def rate(eager_step: Callable[[], Any], ms: float, ceiling: float) -> dict[str, float]:
+    """What a step computes, how fast the measured one did it, and how fast the card multiplies."""
+    from . import card
 
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def device_peak(model: Any, sampling: Sampling) -> int:
-    """The most bytes of the card that were not free during four steps, as looked at every other millisecond.
-
-    Allocators, CUDA graphs and dynamic VRAM each take memory that the others do not count.
-    """
-    most, ended = [used()], threading.Event()
-
-    def look() -> None:
-        while not ended.wait(0.002):
-            most[0] = max(most[0], used())
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    sampling(model, 4)
-    ended.set()
-    looking.join()
-    return most[0]
+    work = card.teraflop(eager_step)
+    speed = work / (ms / 1e3)
+    numbers = {"tflop": work, "tflops": speed, "ceiling_tflops": ceiling, "of_ceiling": speed / ceiling}
+    return {name: float(f"{number:.4g}") for name, number in numbers.items()}
 
 
-def use_dynamic_vram(index: int) -> None:
-    """What ComfyUI's main does before it loads anything. SystemExit where comfy-aimdo does not work."""
-    import comfy.memory_management
-    import comfy.model_patcher
-    from comfy_aimdo import control
-
-    works = control.init_device(index)
-    if not works:
-        raise SystemExit("comfy-aimdo does not work on this device; leave --dynamic-vram out")
-    control.set_log_info()  # it begins by saying every page fault
-    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-    comfy.memory_management.aimdo_enabled = True
-
-
-def prepare(patcher: Any, way: str, options: str) -> Any:
-    """The patcher run the given way."""
+def prepare(patcher: Any, way: str, options: str, repeated: tuple[str, ...]) -> Any:
+    """The patcher run the given way. repeated: classes of the blocks that are compiled one by one."""
     import torch
 
     if way == "noise":
         for kind in ("cudnn", "flash"):
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
         use_only_efficient_attention()
-    if way == "core":
-        return with_core(patcher)
+    if way in ("core", "regional"):
+        return with_core(patcher, repeated if way == "regional" else None)
     if way == "nexfort":
         from nexfort_engine.config import CompileConfig
         from nexfort_engine.hosts.comfy import attach
@@ -149,15 +135,24 @@ def prepare(patcher: Any, way: str, options: str) -> Any:
     return patcher
 
 
-def with_core(patcher: Any) -> Any:
-    """What ComfyUI's node TorchCompileModel does with its default backend; the node itself imports video codecs."""
+def with_core(patcher: Any, repeated: tuple[str, ...] | None) -> Any:
+    """What ComfyUI's node TorchCompileModel does with its default backend; the node itself imports video codecs.
+
+    repeated: instead of the whole network each block of these classes, as diffusers' `compile_repeated_blocks`.
+    """
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     def skip(entries: Any) -> list[bool]:
         return ["transformer_options" not in entry.name for entry in entries]
 
+    network = patcher.model.diffusion_model
+    keys = ["diffusion_model"]
+    if repeated is not None:
+        blocks = [path for path, module in network.named_modules() if type(module).__name__ in repeated]
+        assert blocks, f"{type(network).__name__} has no block of the classes {', '.join(repeated)}"
+        keys = [f"diffusion_model.{path}" for path in blocks]
     model = patcher.clone()
-    set_torch_compile_wrapper(model=model, backend="inductor", options={"guard_filter_fn": skip})
+    set_torch_compile_wrapper(model=model, backend="inductor", options={"guard_filter_fn": skip}, keys=keys)
     return model
 
 
@@ -190,12 +185,14 @@ class Sampling:
         import comfy.sample
         import torch
 
+        from . import card
+
         latent = self.backbone.latent(*(size or self.size))
         noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         last = [0.0]
 
         def after(_step: int, _x0: Any, _x: Any, _total: int) -> None:
-            torch.cuda.synchronize()
+            card.settle()
             now = time.perf_counter()
             if times is not None and last[0]:
                 times.append(now - last[0])
@@ -208,12 +205,12 @@ class Sampling:
 
     def first(self, model: Any, size: Any = None) -> float:
         """Seconds of one picture of one step."""
-        import torch
+        from . import card
 
-        torch.cuda.synchronize()
+        card.settle()
         began = time.perf_counter()
         self(model, 1, size)
-        torch.cuda.synchronize()
+        card.settle()
         return time.perf_counter() - began
 
 
@@ -221,13 +218,15 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
     """First step, steady step (median), peak memory and the final latent of one model."""
     import torch
 
+    from . import card
+
     sampling = Sampling(backbone, args.size)
     height, width = sampling.size
-    torch.cuda.reset_peak_memory_stats()
+    card.count_anew()
     first = sampling.first(model)
-    compiling_peak = torch.cuda.max_memory_allocated()
+    compiling_peak = card.peak()
     sampling(model, 2)
-    torch.cuda.reset_peak_memory_stats()
+    card.count_anew()
     times: list[float] = []
     out = sampling(model, args.steps, times=times)
     found = {
@@ -239,9 +238,9 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         "first_s": round(first, 2),
         "ms": round(sorted(times)[len(times) // 2] * 1e3, 2),
         "ms_least": round(min(times) * 1e3, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "first_peak_gib": round(compiling_peak / 2**30, 2),
-        "gpu": torch.cuda.get_device_name(),
+        "peak_gib": card.peak(),
+        "first_peak_gib": compiling_peak,
+        "gpu": card.name(),
         "torch": torch.__version__,
         "finite": bool(out.isfinite().all()),
     }
@@ -261,7 +260,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         if args.way == "nexfort":
             found["compiled_by_lora"] = report_of(model).as_dict()["artefacts_compiled"] - compiled
     if args.profile:
-        profile(lambda: sampling(model, 2))
+        card.profile(lambda: sampling(model, 2))
     return found
 
 
@@ -297,25 +296,6 @@ def lora_change(sampling: Sampling, model: Any) -> list[float]:
         found.append(round(sampling.first(patched), 3))
     sampling(model, 1)
     return found
-
-
-def profile(run: Any) -> None:
-    """Print where the device's time went: milliseconds, launches and name of each kernel, the longest first."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    with profiled(activities=[ProfilerActivity.CUDA]) as found:
-        run()
-    rows: dict[str, list[float]] = {}
-    for event in found.events():
-        if event.device_type == DeviceType.CUDA:
-            row = rows.setdefault(event.name, [0.0, 0])
-            row[0], row[1] = row[0] + event.device_time_total / 1e3, row[1] + 1
-    total = sum(ms for ms, _ in rows.values())
-    print(f"{total:.2f} ms in {sum(count for _, count in rows.values())} kernels", file=sys.stderr)
-    for name, (ms, count) in sorted(rows.items(), key=lambda item: -item[1][0])[:80]:
-        print(f"{ms:8.3f} {count:5.0f} {name[:110]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

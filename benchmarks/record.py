@@ -4,26 +4,20 @@
     COMFYUI_PATH=... python -m benchmarks.record sdxl flux --ways fp32,eager,noise,core,cold,warm --csv results.csv
 
 `cold` and `warm` are Nexfort with an empty cache directory and, in a second process, with the one that the first left.
+What each switch of the config does is for benchmarks.ladder; this is for conditions that a whole run is under.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
-    "date gpu torch commit backbone size steps way options first_s ms peak_gib first_peak_gib compiled loaded "
-    "eager_regions error_to_fp32 error_to_eager command device_gib"
-).split()
+from benchmarks.rows import COLUMNS, append_rows, child, commit, distance, row_of
 
 
 def main() -> int:
@@ -55,19 +49,16 @@ def measure(backbone: str, args: argparse.Namespace, folder: Path) -> list[dict[
     rows: list[dict[str, Any]] = []
     for way in args.ways.split(","):
         found = run(backbone, way, args, folder)
-        row = dict.fromkeys(COLUMNS, "")
-        row.update({k: v for k, v in found.items() if k in COLUMNS})
         report = found.get("report") or {}
-        row.update(
+        row = row_of(
+            found,
             way=", ".join([way, *_conditions(args)]),
             backbone=backbone,
-            date=datetime.date.today().isoformat(),
             commit=commit(args.commit),
+            command=command_line(backbone, args),
+            error_to_fp32=distance(folder / f"{way}.pt", folder / "fp32.pt"),
+            error_to_eager=distance(folder / f"{way}.pt", folder / "eager.pt"),
         )
-        row.update(compiled=report.get("artefacts_compiled", ""), loaded=report.get("artefacts_loaded", ""))
-        row.update(eager_regions=len(report.get("eager", ())) if report else "", command=command_line(backbone, args))
-        row["error_to_fp32"] = error(folder, way, "fp32")
-        row["error_to_eager"] = error(folder, way, "eager")
         rows.append(row)
         if found.get("lora_s"):
             rows.append(lora_row(row, found))
@@ -96,46 +87,16 @@ def _conditions(args: argparse.Namespace) -> list[str]:
 
 
 def run(backbone: str, way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The JSON line of one process, or {} if it failed."""
+    """What the process of one way measured."""
     real = "nexfort" if way in ("cold", "warm") else way
-    command = [sys.executable, "-m", "benchmarks.one_run", backbone, real, "--steps", str(args.steps)]
-    command += ["--latent", str(folder / f"{way}.pt"), *(["--dynamic-vram"] if args.dynamic_vram else [])]
-    command += ["--budget", str(args.budget)] if args.budget else []
-    command += ["--lora"] if args.lora else []
+    flags = ["--steps", str(args.steps), *(["--dynamic-vram"] if args.dynamic_vram else [])]
+    flags += ["--budget", str(args.budget)] if args.budget else []
+    flags += ["--lora"] if args.lora else []
     if real == "nexfort":
-        command += ["--options", args.options]
-        command += ["--sweep", args.sweep] if args.sweep else []
-    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(folder / "nexfort")}
-    if way != "warm":  # core's compile starts cold, as ours does
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"inductor_{way}")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if args.log:
-        Path(args.log).mkdir(parents=True, exist_ok=True)
-        (Path(args.log) / f"{backbone}_{way}.log").write_text(done.stdout + done.stderr)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        print(f"{backbone} {way} failed with status {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
-        return {}
-    return json.loads(lines[-1])
-
-
-def error(folder: Path, way: str, reference: str) -> Any:
-    """||latent - reference|| / ||reference||, both as float32; empty where one is missing."""
-    import torch
-
-    ours, theirs = folder / f"{way}.pt", folder / f"{reference}.pt"
-    if way == reference or not ours.exists() or not theirs.exists():
-        return ""
-    a, b = torch.load(ours).float(), torch.load(theirs).float()
-    return float(f"{float((a - b).norm() / b.norm()):.3g}")
-
-
-def commit(given: str) -> str:
-    """The commit that is measured."""
-    if given:
-        return given
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip()
+        flags += ["--options", args.options]
+        flags += ["--sweep", args.sweep] if args.sweep else []
+    log = Path(args.log) / f"{backbone}_{way}.log" if args.log else None
+    return child(backbone, real, flags, latent=folder / f"{way}.pt", caches=folder / real, log=log)
 
 
 def command_line(backbone: str, args: argparse.Namespace) -> str:
@@ -145,16 +106,6 @@ def command_line(backbone: str, args: argparse.Namespace) -> str:
     options += f" --budget {args.budget}" if args.budget else ""
     options += " --lora" if args.lora else ""
     return f"python -m benchmarks.record {backbone} --ways {args.ways} --steps {args.steps}{options}"
-
-
-def append_rows(file: Path, rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """Append rows; the header is written where the file is new."""
-    new = not file.exists()
-    with file.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, columns)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table, from results.csv: `python -m benchmarks.table` prints it, `--write` puts it into README.md.
+"""README's tables, from results.csv: `python -m benchmarks.table` prints them, `--write` puts them into README.md.
 
-For each backbone the newest figures that were taken together count; nothing is averaged or left out by hand.
+For each backbone the newest figures that were taken together count; nothing is averaged or left out by hand. The second
+table is that of the last ladder (benchmarks.ladder) on each backbone; the picture beside them is benchmarks.chart's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import csv
 import sys
 from pathlib import Path
 
+from benchmarks import ladder_table
+
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results.csv"
 BEGIN, END = "<!-- measured:", "<!-- end of measured -->"
+LADDER, LADDER_END = "<!-- ladder:", "<!-- end of ladder -->"
 NAMES = {
     "sdxl": "SDXL, batch 2",
     "flux": "Flux-dev, batch 1",
@@ -27,18 +32,32 @@ HEAD = (
 )
 
 
-def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Backbone -> way -> its figures: of the newest commit with which all ways were run, and what it lacks from before.
+def read(file: Path) -> list[dict[str, str]]:
+    """All rows; a column that a row was written without is empty."""
+    with file.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream, restval=""))
 
-    Machines of one kind differ, above all in their processors: figures are compared that were taken together.
+
+def usual(file: Path) -> list[dict[str, str]]:
+    """The rows with figures of what a user gets: without options of its own."""
+    return [row for row in read(file) if row["ms"] and not row["options"]]
+
+
+def together(all_rows: list[dict[str, str]]) -> dict[str, str]:
+    """Backbone -> the newest commit with which all ways were run: machines of one kind differ, above all in processors.
+
+    A backbone whose ways were never run together is not in it.
     """
-    with file.open(newline="") as stream:
-        all_rows = list(csv.DictReader(stream))
     ways_of: dict[tuple[str, str], set[str]] = {}
     for row in all_rows:
         ways_of.setdefault((row["backbone"], row["commit"]), set()).add(row["way"])
-    together = [key for key, ways in ways_of.items() if ways >= {"eager", "core", "cold", "warm"}]
-    newest = dict(together)  # the file grows at its end
+    return dict(key for key, ways in ways_of.items() if ways >= {"eager", "core", "cold", "warm"})  # the file grows
+
+
+def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Backbone -> way -> its figures: those that were taken together, and what these lack from before."""
+    all_rows = usual(file)
+    newest = together(all_rows)
     found: dict[str, dict[str, dict[str, str]]] = {}
     for row in sorted(all_rows, key=lambda row: newest.get(row["backbone"]) == row["commit"]):  # those come last
         figures = found.setdefault(row["backbone"], {}).setdefault(row["way"], {})
@@ -67,20 +86,37 @@ def table(file: Path) -> str:
     return "\n".join(lines)
 
 
+def ladder(file: Path) -> str:
+    """The last ladder of each backbone as Markdown; one line where there is none yet."""
+    found = ladder_table.newest(read(file))
+    return ladder_table.table(found) if found else "No ladder was taken yet: `python -m benchmarks.ladder` takes one."
+
+
+def put(page: str, begin: str, end: str, text: str) -> str:
+    """A page with `text` between two marks of it; what the first mark says stays."""
+    before, found, rest = page.partition(begin)
+    comment, _, rest = rest.partition("-->")
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"the page has no {begin} ... --> and after it {end}; expected both, put them back")
+    return f"{before}{begin}{comment}-->\n\n{text}\n\n{end}{after}"
+
+
+def written(page: str, file: Path) -> str:
+    """A README with the tables of a file in their places."""
+    return put(put(page, BEGIN, END, table(file)), LADDER, LADDER_END, ladder(file))
+
+
 def main() -> int:
     """Print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     args = parser.parse_args()
-    text = table(ROOT / "benchmarks" / "results.csv")
     if not args.write:
-        print(text)
+        print(table(RESULTS), ladder(RESULTS), sep="\n\n")
         return 0
     readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    comment, _, rest = rest.partition("-->")
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}{comment}-->\n\n{text}\n\n{END}{after}")
+    readme.write_text(written(readme.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
     return 0
 
 

@@ -178,8 +178,8 @@ class Binding:
     def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor]) -> Any:
         """Call the artefact. `tensors` are the call's, brought into the memory format of the signature."""
         artefact = self.artefact
-        inputs: list[Any] = [weights[i] for i in artefact.weights]
-        inputs += [tensors[i] for i in artefact.tensors]
+        inputs: list[Any] = list(map(weights.__getitem__, artefact.weights))
+        inputs += map(tensors.__getitem__, artefact.tensors)
         if artefact.options:
             inputs += [readset.look(flat.mappings, path).contiguous() for path in artefact.options]
         inputs += [flat.ints[i] for i in artefact.ints]

@@ -127,9 +127,9 @@ class Layers:
 
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """The layers that have to be borrowed now; the same list as long as nothing changed. Raises NotLent."""
-        signs = list(map(dict.get, self._owns, self._names))
-        if not self._by_class and not any(signs):
+        if self.resident():
             return []
+        signs = list(map(dict.get, self._owns, self._names))
         if not self._seen or signs != self._seen:
             self._last = None
             self._due = [row for row in self._all if self.lender.due(row[0])]

@@ -100,7 +100,7 @@ def test_the_plugin_installs_nothing(told: dict[str, Any]) -> None:
 
 def test_nothing_in_the_package_is_compiled() -> None:
     kinds = {PurePosixPath(name).suffix for name in packed.names()}
-    assert kinds <= {".py", ".js", ".css", ".json", ".md", ".png", ".toml", ".jpg", ".webp", ""}, kinds
+    assert kinds <= {".py", ".js", ".css", ".json", ".md", ".png", ".svg", ".toml", ".jpg", ".webp", ""}, kinds
 
 
 # ---- the package -------------------------------------------------------------------------------------------
