@@ -22,6 +22,7 @@ from nexfort_engine.config import OPTIONS, CompileConfig
 HOPPER = {"type": "cuda", "gpu": "A card", "torch": "2.11.0", "no_fp8": ""}
 AMPERE = {**HOPPER, "no_fp8": "too old"}
 RUN = ("fp32", "eager", "core", "regional", "plain", "plain+channels_last", "plain+max-autotune", "default")
+FEW = ("fp32", "eager", "plain")  # each process costs a quarter of a minute; all of RUN by `make test-large`
 REFUSED = ("plain+group_norm", "plain+fuse", "plain+cudagraphs", "plain+O3", "default+max-autotune+O3")
 
 
@@ -182,26 +183,30 @@ def test_a_process_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFix
 # ---- for real ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def climbed(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A small ladder: exit code, rows by way, and what each process printed."""
+@pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.large)], ids=["few", "all"])
+def climbed(request: Any, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A small ladder: its rungs, exit code, rows by way, and what each process printed."""
     folder = tmp_path_factory.mktemp("ladder")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMFYUI_PATH", str(comfyui))
-        command = ["wan", "--small", "--steps", "3", "--rungs", ",".join((*RUN, *REFUSED))]
+        command = ["wan", "--small", "--steps", "3", "--rungs", ",".join((*request.param, *REFUSED))]
         code = ladder.main([*command, "--csv", str(folder / "rows.csv"), "--log", str(folder / "logs")])
     printed = {}
     for log in (folder / "logs").iterdir():
         name, number = log.stem.removeprefix("wan_").rsplit("_", 1)
         lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
         printed[ladder.rung(name).ways()[int(number)]] = json.loads(lines[-1])
-    return {"code": code, "rows": {row["way"]: row for row in read(folder / "rows.csv")}, "printed": printed}
+    return {"run": request.param, "code": code, "rows": {row["way"]: row for row in read(folder / "rows.csv")}, "printed": printed}
+
+
+def ours(climbed: dict[str, Any]) -> list[str]:
+    return [name for name in climbed["run"] if ladder.rung(name).way == "nexfort"]
 
 
 @pytest.mark.comfy
 @pytest.mark.slow
 def test_every_rung_that_a_processor_can_have_runs(climbed: dict[str, Any]) -> None:
-    wanted = [way for name in RUN for way in ladder.rung(name).ways()]
+    wanted = [way for name in climbed["run"] for way in ladder.rung(name).ways()]
     assert [way for way, row in climbed["rows"].items() if row["ms"]] == wanted
     assert list(climbed["rows"]) == [*wanted, *REFUSED] and climbed["code"] == 1
     for name in REFUSED:
@@ -226,7 +231,7 @@ def test_a_row_holds_what_its_process_measured(climbed: dict[str, Any]) -> None:
 @pytest.mark.comfy
 @pytest.mark.slow
 def test_the_first_process_compiles_and_the_second_loads(climbed: dict[str, Any]) -> None:
-    for name in RUN[4:]:
+    for name in ours(climbed):
         cold, warm = (climbed["rows"][way] for way in ladder.rung(name).ways())
         assert int(cold["compiled"]) > 1 and cold["loaded"] == "0" and cold["eager_regions"] == "0"
         assert warm["compiled"] == "0" and warm["loaded"] == cold["compiled"] and warm["eager_regions"] == "0"
@@ -242,7 +247,7 @@ def test_pictures_are_as_near_as_the_distance_rule_wants(climbed: dict[str, Any]
             assert float(row["error_to_fp32"]) < 1e-4
         if way not in ("fp32", "eager"):
             assert float(row["error_to_eager"]) < 1e-4 and "over the distance rule" not in row["reason"]
-    compiled = [climbed["rows"][way]["error_to_eager"] for name in RUN[4:] for way in ladder.rung(name).ways()]
+    compiled = [climbed["rows"][way]["error_to_eager"] for name in ours(climbed) for way in ladder.rung(name).ways()]
     assert any(float(error) > 0 for error in compiled), "compiled code sums in another order: zero were eager itself"
 
 
