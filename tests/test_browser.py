@@ -315,6 +315,8 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any) -> None:
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'NexfortCompileModel')")
     assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
     assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
+    page.locator(f"{BADGE}:visible").nth(1).wait_for()
+    page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()  # and what the front end itself shows
     prompt, saved = page.evaluate(SAVED)
     assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
     assert saved["inputs"][0]["link"] is not None
