@@ -73,8 +73,8 @@ function tools() {
     view.search = search.value
     draw()
   })
-  const actions = Object.entries({ refresh: refreshCache, export: exportList, clear: clearCache })
-  const buttons = actions.map(([name, click]) => button(text(`cache.${name}`), click))
+  const actions = [['cache.refresh', refreshCache], ['cache.export', exportList], ['cache.clear', clearCache]]
+  const buttons = actions.map(([key, click]) => button(text(key), click))
   return element(
     'div',
     { class: 'nexfort-tools' },
