@@ -1,7 +1,8 @@
 # Each command makes its own .venv with what it needs; nothing has to be installed by hand.
 #   make demo                            the main job once, with a table at the end; writes demo-output/
-#   make test [ARGS="tests/cache -x"]    every test that needs no GPU
+#   make test [ARGS="tests/cache -x"]    every test that needs no GPU and no gigabytes
 #   make test-gpu                        the tests that need one
+#   make test-large                      the tests whose files are gigabytes; needs about 12 GB of memory
 #   make lint                            ruff and mypy
 # Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
 
@@ -10,7 +11,7 @@ VENV_PYTHON := .venv/bin/python
 ARGS ?=
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help demo test test-gpu lint clean
+.PHONY: help demo test test-gpu test-large lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -21,13 +22,17 @@ demo:
 
 test:
 	@$(PYTHON3) tools/make_venv.py test
-	@$(VENV_PYTHON) -m pytest -m "not gpu" -n auto --dist loadfile $(ARGS); status=$$?; \
+	@$(VENV_PYTHON) -m pytest -m "not gpu and not large" -n auto --dist loadfile $(ARGS); status=$$?; \
 	if [ $$status -eq 5 ]; then echo "No test was collected, so nothing was proved. Look at ARGS."; fi; \
 	exit $$status
 
 test-gpu:
 	@$(PYTHON3) tools/make_venv.py test
 	@$(VENV_PYTHON) -m pytest -m gpu $(ARGS)
+
+test-large:
+	@$(PYTHON3) tools/make_venv.py test
+	@$(VENV_PYTHON) -m pytest -m large $(ARGS)
 
 lint:
 	@$(PYTHON3) tools/make_venv.py lint

@@ -63,6 +63,7 @@ class NexfortCompileControlNet(io.ComfyNode):
                 )
             ],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or a node like one that ran before would not run, and nothing would know of it
         )
 
     @classmethod

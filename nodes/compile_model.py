@@ -56,6 +56,7 @@ class NexfortCompileModel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, compiled when it first samples.")],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or a node like one that ran before would not run, and nothing would know of it
         )
 
     @classmethod

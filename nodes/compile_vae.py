@@ -53,6 +53,7 @@ class NexfortCompileVAE(io.ComfyNode):
                 io.Vae.Output(display_name="vae", tooltip="The same VAE, compiled when it first decodes or encodes.")
             ],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or a node like one that ran before would not run, and nothing would know of it
         )
 
     @classmethod

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,24 @@ RECORD = """() => {
     if (badge.textContent !== window.said.at(-1)) window.said.push(badge.textContent)
   })
   new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true })
+}"""
+# Where the tiny workflow, as the front end arranges it, leaves room for a double click.
+EMPTY_PLACE = (850, 640)
+# Where on the screen the first input or output of a node is, and whether nothing lies over it.
+SLOT = """([kind, input]) => {
+  const { graph, canvas } = window.app
+  const node = graph.nodes.find((one) => one.comfyClass === kind)
+  const { left, top } = canvas.canvas.getBoundingClientRect()
+  const [inside, below] = canvas.ds.convertOffsetToCanvas(node.getConnectionPos(input, 0))
+  const [x, y] = [left + inside, top + below]
+  const hit = document.elementFromPoint(x, y)
+  const slot = hit?.closest('[data-node-id]')
+  return { x, y, free: hit === canvas.canvas || slot?.dataset.nodeId === String(node.id) }
+}"""
+LINKED = """([source, target]) => {
+  const { graph } = window.app
+  const node = graph.nodes.find((one) => one.comfyClass === target)
+  return node.getInputNode(0)?.comfyClass === source
 }"""
 READY = "() => window.app?.extensionManager && document.querySelector('.nexfort-tab-button')"
 
@@ -169,7 +188,49 @@ def shifted(page: Any) -> tuple[float, list[str]]:
 def load(page: Any, workflow: dict[str, Any]) -> None:
     """Load an API workflow, as dropping its file onto the canvas does."""
     page.evaluate("workflow => window.app.loadApiJson(workflow, 'tiny.json')", workflow)
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'NexfortCompileModel')")
+    page.wait_for_function("count => window.app.graph.nodes.length === count", arg=len(workflow))
+
+
+def search_and_place(page: Any, words: str, name: str, at: tuple[int, int]) -> None:
+    """Open the search by a double click, choose a node, carry it to `at` and drop it there."""
+    before = page.evaluate("() => window.app.graph.nodes.length")
+    page.wait_for_timeout(500)  # what the front end still loads would close the search
+    page.mouse.dblclick(*EMPTY_PLACE, delay=60)
+    page.get_by_role("combobox", name="Add a node...").fill(words)
+    page.get_by_role("option").filter(has_text=name).first.click()
+    page.wait_for_function("count => window.app.graph.nodes.length === count", arg=before + 1)
+    settle(page)
+    page.mouse.move(*at, steps=8)
+    page.mouse.click(*at)  # the search leaves the node at the pointer, to be dropped
+    settle(page)
+
+
+def connect(page: Any, source: str, target: str) -> None:
+    """Drag a link by the mouse from the first output of the node of class `source` to the first input of `target`."""
+    start, end = (page.evaluate(SLOT, given) for given in ([source, False], [target, True]))
+    assert start["free"] and end["free"], f"something lies over a slot: {start}, {end}"
+    page.mouse.move(start["x"], start["y"])
+    settle(page)
+    page.mouse.down()
+    page.mouse.move(end["x"], end["y"], steps=12)
+    settle(page)
+    page.mouse.up()
+    page.wait_for_function(LINKED, arg=[source, target])
+
+
+def settle(page: Any) -> None:
+    """Let the front end draw twice: where things are is known only then."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def forget(server: ComfyServer) -> None:
+    """Have the server compile again what it compiled before: nothing stays in its memory or in its cache."""
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    ends = time.monotonic() + 30
+    while server.get("/nexfort/report")["engines"]:
+        assert time.monotonic() < ends, "an engine outlives its model"
+        time.sleep(0.2)
+    server.post("/nexfort/cache/clear", {"confirm": True})
 
 
 def set_value(page: Any, setting: str, value: object) -> None:
@@ -219,11 +280,11 @@ def run_and_watch(page: Any, seed: int = 3) -> list[str]:
 def queue(page: Any) -> None:
     """Click Run, and wait for the end of the run."""
     page.evaluate(
-        "() => { const { api } = window.comfyAPI.api;"
-        "api.addEventListener('execution_success', () => { window.finished = true }) }"
+        "() => { const { api } = window.comfyAPI.api; window.finished = false;"
+        "api.addEventListener('execution_success', () => { window.finished = true }, { once: true }) }"
     )
     page.get_by_test_id("queue-button").click()
-    page.wait_for_function("() => window.finished", timeout=240_000)
+    page.wait_for_function("() => window.finished", timeout=600_000)  # most of it on a machine with other work
     page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
 
 

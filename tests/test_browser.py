@@ -112,6 +112,25 @@ def test_the_badge_goes_through_its_states(page: Any) -> None:
     page.locator(BADGE, has_text="compiled").wait_for()
 
 
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_the_first_minute(chromium: Any, server: ComfyServer, vue: bool) -> None:
+    browser.forget(server)
+    with page_of(chromium, server, Comfy_VueNodes_Enabled=vue) as page:
+        page.evaluate(browser.RECORD)
+        browser.load(page, served.tiny_workflow("flux_plain", seed=31))
+        browser.search_and_place(page, "nexfort", "Nexfort Compile Model", (930, 520))
+        page.locator(BADGE, has_text="waiting").wait_for()
+        browser.connect(page, "UNETLoader", "NexfortCompileModel")
+        browser.connect(page, "NexfortCompileModel", "KSampler")
+        browser.queue(page)
+        said = page.evaluate("() => window.said")
+        assert (said[0], said[-1]) == ("waiting", "compiled"), said
+        assert any(text.startswith("compiling ") for text in said), said
+        page.locator(BADGE).click()
+        page.locator(REPORT).wait_for()
+        assert f"Compiled\n{server.get('/nexfort/cache')['count']} in " in page.locator(REPORT).inner_text()
+
+
 def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     browser.run_and_watch(page, seed=4)
     page.locator(BADGE).focus()
@@ -199,15 +218,8 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
 def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     browser.set_value(page, "Nexfort.Nodes.DefaultMode", "max-autotune")
     page.evaluate("() => window.app.graph.clear()")
-    page.mouse.move(700, 300)
-    page.wait_for_timeout(500)  # what the front end still loads would close the search
-    page.mouse.dblclick(700, 300, delay=60)
-    search = page.get_by_role("combobox", name="Add a node...")
-    search.fill("torch compile")  # an alias
-    page.get_by_role("option").filter(has_text="Nexfort Compile Model").first.click()
-    page.wait_for_function("() => window.app.graph.nodes.length === 1")
+    browser.search_and_place(page, "torch compile", "Nexfort Compile Model", (700, 300))  # an alias
     assert page.evaluate(MODES_OF) == ["max-autotune"]
-    page.mouse.click(700, 300)  # the search leaves the node at the pointer, to be dropped
     badge = page.locator(BADGE)
     badge.wait_for()
     assert badge.inner_text() == "waiting"
@@ -303,6 +315,8 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any) -> None:
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'NexfortCompileModel')")
     assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
     assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
+    page.locator(f"{BADGE}:visible").nth(1).wait_for()
+    page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()  # and what the front end itself shows
     prompt, saved = page.evaluate(SAVED)
     assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
     assert saved["inputs"][0]["link"] is not None

@@ -172,6 +172,45 @@ def ltxv_unet(seed: int) -> dict[str, Any]:
     return _weights(ltxv, seed)
 
 
+# ---- as few layers as detection allows, at the widths that it fixes: gigabytes ----------------------------
+
+
+def sdxl_unet(seed: int) -> dict[str, Any]:
+    """Detection fixes the widths and the layers on the way in; in the middle and on the way out one each is enough."""
+    import torch
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    unet = _network(
+        UNetModel, image_size=32, in_channels=4, out_channels=4, model_channels=320, num_res_blocks=[2, 2, 2],
+        channel_mult=[1, 2, 4], transformer_depth=[0, 0, 2, 2, 10, 10],
+        transformer_depth_output=[0, 0, 0, 1, 1, 1, 1, 1, 1], transformer_depth_middle=1, num_head_channels=64,
+        use_spatial_transformer=True, context_dim=2048, use_linear_in_transformer=True, adm_in_channels=2816,
+        num_classes="sequential", legacy=False,
+    )  # fmt: skip
+    return _weights(unet, seed, torch.float16)
+
+
+def qwen_image_unet(seed: int) -> dict[str, Any]:
+    """Two blocks: only their number is read off the file."""
+    import torch
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    return _weights(_network(QwenImageTransformer2DModel, num_layers=2), seed, torch.bfloat16)
+
+
+def z_image_unet(seed: int) -> dict[str, Any]:
+    """Two layers beside the two times two that refine, and a narrow prompt. The width of 3840 is what tells Z-Image."""
+    import torch
+    from comfy.ldm.lumina.model import NextDiT
+
+    z_image = _network(
+        NextDiT, in_channels=16, dim=3840, n_layers=2, n_heads=30, n_kv_heads=30, ffn_dim_multiplier=8.0 / 3.0,
+        qk_norm=True, cap_feat_dim=64, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0,
+        z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32,
+    )  # fmt: skip
+    return _weights(z_image, seed, torch.bfloat16)
+
+
 def taesd(channels: int) -> Callable[[int], dict[str, Any]]:
     """The small autoencoder: convolutions only, image side 8 times the latent's."""
 
@@ -298,6 +337,11 @@ def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int]
     return build
 
 
+def sdxl_checkpoint(seed: int) -> dict[str, Any]:
+    """UNet and VAE in one file in the layout of Stable Diffusion XL, without text encoders."""
+    return _prefixed("model.diffusion_model.", sdxl_unet(seed)) | _prefixed("first_stage_model.", taesd(4)(seed))
+
+
 # ---- the files ------------------------------------------------------------------------------------------
 
 FILES: dict[str, Tiny] = {
@@ -314,6 +358,9 @@ FILES: dict[str, Tiny] = {
     "wan_unet": Tiny("diffusion_models", wan_unet, "Wan 2.1 text-to-video transformer"),
     "pixart_unet": Tiny("diffusion_models", pixart_unet, "PixArt Sigma transformer"),
     "hunyuan_video_unet": Tiny("diffusion_models", hunyuan_video_unet, "HunyuanVideo transformer"),
+    "sdxl_checkpoint": Tiny("checkpoints", sdxl_checkpoint, "SDXL UNet at full width + VAE, 2.6 GB"),
+    "qwen_image_unet": Tiny("diffusion_models", qwen_image_unet, "Qwen-Image transformer at full width, 1.4 GB"),
+    "z_image_unet": Tiny("diffusion_models", z_image_unet, "Z-Image transformer at full width, 2.2 GB"),
     "sd15_controlnet": Tiny("controlnet", sd15_controlnet, "ControlNet for sd15_unet"),
     "clip_l": Tiny("text_encoders", clip_l, "CLIP-L text encoder, full size"),
     "taesd": Tiny("vae", taesd(4), "small autoencoder, 4 channels"),

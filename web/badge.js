@@ -21,6 +21,12 @@ export function addBadge(node) {
   widget.serialize = false
   widget.label = ' '
   badges.set(node, { button, widget })
+  let placed = false
+  const added = node.onAdded
+  node.onAdded = function (...rest) {
+    placed = true
+    return added?.apply(this, rest)
+  }
   const removed = node.onRemoved
   node.onRemoved = function (...rest) {
     badges.delete(node)
@@ -28,7 +34,13 @@ export function addBadge(node) {
   }
   draw(node)
   // A node has its id, by which its state is known, only after it was created.
-  setTimeout(() => badges.has(node) && draw(node))
+  setTimeout(() => {
+    if (!badges.has(node)) return
+    // The front end (1.49) puts a node in a missing one's place without telling it so: its DOM widgets, the badge among
+    // them, would not be shown until the workflow is loaded anew.
+    if (node.graph && !placed) node.onAdded?.(node.graph)
+    draw(node)
+  })
   node.setSize?.([node.size[0], Math.max(node.size[1], node.computeSize()[1])])
 }
 

@@ -5,9 +5,9 @@
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
 import { COMPILE_NODES } from './badge.js'
-import { element } from './elements.js'
+import { dialogOf, element } from './elements.js'
 import { toast } from './server.js'
-import { language, text } from './texts.js'
+import { number, text } from './texts.js'
 
 const SEEDS = ['seed', 'noise_seed']
 // The first of a kind loads, compiles or warms up; the second counts. Compiled ones come last, so that badges tell of them.
@@ -98,11 +98,8 @@ function perStep(events) {
 
 function openDialog() {
   const said = element('p', { role: 'status' })
-  const place = element('div', { class: 'nexfort-report-body' }, said)
-  const close = element('button', { type: 'button', class: 'nexfort-button', click: () => node.close() }, text('report.close'))
-  const heading = element('h2', { id: 'nexfort-benchmark-title' }, text('benchmark.title'))
-  const node = element('dialog', { class: 'nexfort-panel nexfort-report nexfort-benchmark', 'aria-labelledby': 'nexfort-benchmark-title' })
-  node.append(element('header', {}, heading, close), place)
+  const place = element('div', { class: 'nexfort-dialog-body' }, said)
+  const node = dialogOf('benchmark', { heading: text('benchmark.title'), close: text('report.close') }, place)
   const dialog = {
     stopped: false,
     stop: () => {},
@@ -114,9 +111,7 @@ function openDialog() {
     dialog.stopped = true
     dialog.stop()
     if (dialog.running) api.interrupt(dialog.running)
-    node.remove()
   })
-  document.body.append(node)
   node.showModal()
   return dialog
 }
@@ -131,9 +126,9 @@ function chart(found) {
   ].map(([key, value]) => {
     const bar = element('div', { class: 'nexfort-bar', 'data-key': key })
     bar.style.width = `${(100 * value) / most}%`
-    const label = `${value.toLocaleString(language(), { maximumFractionDigits: 1 })} ms`
-    return [element('dt', {}, text(key)), element('dd', {}, element('div', { class: 'nexfort-track', 'aria-hidden': 'true' }, bar), element('span', {}, label))]
+    const track = element('div', { class: 'nexfort-track', 'aria-hidden': 'true' }, bar)
+    return [element('dt', {}, text(key)), element('dd', {}, track, element('span', {}, `${number(value)} ms`))]
   })
-  const ratio = (eager / ours).toLocaleString(language(), { maximumFractionDigits: 2, minimumFractionDigits: 2 })
-  return element('figure', { class: 'nexfort-chart' }, element('dl', {}, rows.flat()), element('figcaption', {}, text('benchmark.result', { ratio })))
+  const result = text('benchmark.result', { ratio: number(eager / ours, 2) })
+  return element('figure', { class: 'nexfort-chart' }, element('dl', {}, rows.flat()), element('figcaption', {}, result))
 }

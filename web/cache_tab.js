@@ -2,7 +2,7 @@
 // The sidebar tab: the compile cache as a table that can be searched and sorted, and what may be done to it.
 
 import { app } from '../../scripts/app.js'
-import { download, element, momentText, sizeText } from './elements.js'
+import { button, download, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
 import { language, text } from './texts.js'
 
@@ -62,7 +62,6 @@ async function meant(title, question, values) {
 }
 
 function tools() {
-  const button = (key, click) => element('button', { type: 'button', class: 'nexfort-button', click }, text(key))
   const search = element('input', {
     type: 'search',
     class: 'nexfort-input',
@@ -74,14 +73,15 @@ function tools() {
     view.search = search.value
     draw()
   })
-  const actions = [button('cache.refresh', refreshCache), button('cache.export', exportList), button('cache.clear', clearCache)]
+  const actions = [['cache.refresh', refreshCache], ['cache.export', exportList], ['cache.clear', clearCache]]
+  const buttons = actions.map(([key, click]) => button(text(key), click))
   return element(
     'div',
     { class: 'nexfort-tools' },
     search,
     element('div', { class: 'nexfort-row' }, ...sorting()),
-    element('div', { class: 'nexfort-row' }, ...pruning(button)),
-    element('div', { class: 'nexfort-row' }, actions)
+    element('div', { class: 'nexfort-row' }, ...pruning()),
+    element('div', { class: 'nexfort-row' }, buttons)
   )
 }
 
@@ -106,7 +106,7 @@ function sorting() {
   return [element('label', { class: 'nexfort-label' }, `${text('cache.sortBy')} `, select), direction]
 }
 
-function pruning(button) {
+function pruning() {
   const limit = app.extensionManager.setting.get(CACHE_LIMIT) || DEFAULT_LIMIT
   const size = element('input', {
     type: 'number',
@@ -120,7 +120,7 @@ function pruning(button) {
     if (amount >= 0) pruneCache(Math.round(amount * GIB))
     else toast('warn', text('cache.prune'), text('cache.sizeWanted'))
   }
-  return [element('label', { class: 'nexfort-label' }, `${text('cache.keepAtMost')} `, size), button('cache.prune', prune)]
+  return [element('label', { class: 'nexfort-label' }, `${text('cache.keepAtMost')} `, size), button(text('cache.prune'), prune)]
 }
 
 function shown() {
@@ -146,10 +146,8 @@ function draw() {
     return
   }
   const focused = document.activeElement?.dataset?.key
-  const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => element('th', { scope: 'col' }, text(`cache.${key}`)))
-  place.replaceChildren(
-    element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, rows.map(line)))
-  )
+  const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => [text(`cache.${key}`), false])
+  place.replaceChildren(table(headings, rows.map(line)))
   if (focused) place.querySelector(`[data-key="${focused}"]`)?.focus()  // a redrawn button keeps the keyboard
 }
 
@@ -168,12 +166,7 @@ function line(row) {
     'tr',
     { 'data-id': row.id, title: row.shapes.join('\n') || null },
     element('td', {}, row.region, element('div', { class: 'nexfort-small' }, `${row.family}, ${state}`)),
-    element(
-      'td',
-      { class: 'nexfort-number' },
-      sizeText(row.size),
-      element('div', { class: 'nexfort-small' }, momentText(row.last_used, language()))
-    ),
+    numberCell(sizeText(row.size), element('div', { class: 'nexfort-small' }, momentText(row.last_used, language()))),
     element('td', { class: 'nexfort-actions' }, pin, remove)
   )
 }

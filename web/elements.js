@@ -13,6 +13,33 @@ export function element(tag, attributes = {}, ...children) {
   return made
 }
 
+/** A button with a text. */
+export function button(label, click, attributes = {}) {
+  return element('button', { type: 'button', class: 'nexfort-button', click, ...attributes }, label)
+}
+
+/** A table: its headings by [text, whether its column holds numbers], its lines as rows. */
+export function table(headings, lines) {
+  const cells = headings.map(([label, numbers]) => element('th', { scope: 'col', class: numbers && 'nexfort-number' }, label))
+  return element('table', {}, element('thead', {}, element('tr', {}, cells)), element('tbody', {}, lines))
+}
+
+/** A cell in a column of numbers. */
+export function numberCell(...content) {
+  return element('td', { class: 'nexfort-number' }, ...content)
+}
+
+/** A dialog that is on the page and not shown yet: a heading with tools and a button that closes it, then the rest. */
+export function dialogOf(kind, { heading, close, tools = [] }, ...rest) {
+  const id = `nexfort-${kind}-title`
+  const made = element('dialog', { class: `nexfort-panel nexfort-dialog nexfort-${kind}`, 'aria-labelledby': id })
+  const row = element('div', { class: 'nexfort-row' }, tools, button(close, () => made.close()))
+  made.append(element('header', {}, element('h2', { id }, heading), row), ...rest)
+  made.addEventListener('close', () => made.remove())
+  document.body.append(made)
+  return made
+}
+
 /** "512 B", "3.4 MiB", as the command line writes it. */
 export function sizeText(bytes) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB']

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
-import { element, momentText, sizeText } from './elements.js'
+import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
 import { idsOf, isKnown, onStatus } from './status.js'
-import { language, text } from './texts.js'
+import { language, number, text } from './texts.js'
 
 let open = null
 
 /** Open the report of a node, or of everything that is alive without one. */
 export async function openReport(node = null) {
   open?.close()
-  const body = element('div', { class: 'nexfort-report-body', tabindex: '0', role: 'region', 'aria-label': text('report.title') })
-  const close = element('button', { type: 'button', class: 'nexfort-button', click: () => dialog.close() }, text('report.close'))
-  const heading = element('h2', { id: 'nexfort-report-title' }, node ? `${text('report.title')}: ${node.title}` : text('report.title'))
-  const verify = element('button', { type: 'button', class: 'nexfort-button', title: text('verify.what'), click: async () => said.replaceChildren(await askToVerify(node)) }, text('verify.next'))
+  const title = text('report.title')
+  const body = element('div', { class: 'nexfort-dialog-body', tabindex: '0', role: 'region', 'aria-label': title })
   const said = element('p', { class: 'nexfort-said', role: 'status' })
-  const dialog = element('dialog', { class: 'nexfort-panel nexfort-report', 'aria-labelledby': 'nexfort-report-title' })
-  dialog.append(element('header', {}, heading, element('div', { class: 'nexfort-row' }, verify, close)), said, body)
+  const verify = async () => said.replaceChildren(await askToVerify(node))
+  const header = {
+    heading: node ? `${title}: ${node.title}` : title,
+    close: text('report.close'),
+    tools: [button(text('verify.next'), verify, { title: text('verify.what') })]
+  }
+  const dialog = dialogOf('report', header, said, body)
   let due = null
   const fill = () => {
     // Events come once a second while something compiles; one question at a time is enough.
@@ -29,11 +32,9 @@ export async function openReport(node = null) {
   const ended = onStatus(fill)
   dialog.addEventListener('close', () => {
     ended()
-    dialog.remove()
     if (open === dialog) open = null
   })
   open = dialog
-  document.body.append(dialog)
   await fill()
   if (dialog.isConnected && !dialog.open) dialog.showModal()
 }
@@ -94,20 +95,13 @@ function list(key, lines) {
 }
 
 function artefacts(rows) {
-  const headings = ['report.region', 'report.source', 'report.seconds'].map((key) =>
-    element('th', { scope: 'col', class: key === 'report.seconds' && 'nexfort-number' }, text(key))
-  )
-  const lines = rows.map((row) =>
-    element(
-      'tr',
-      {},
-      element('td', {}, row.region),
-      element('td', {}, text(`report.${row.source}`)),
-      element('td', { class: 'nexfort-number' }, number(row.seconds))
-    )
-  )
-  const table = element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, lines))
-  return element('details', {}, element('summary', {}, `${text('report.artefacts')} (${rows.length})`), table)
+  const headings = ['report.region', 'report.source', 'report.seconds'].map((key) => [text(key), key === 'report.seconds'])
+  const lines = rows.map((row) => {
+    const source = element('td', {}, text(`report.${row.source}`))
+    return element('tr', {}, element('td', {}, row.region), source, numberCell(number(row.seconds)))
+  })
+  const summary = element('summary', {}, `${text('report.artefacts')} (${rows.length})`)
+  return element('details', {}, summary, table(headings, lines))
 }
 
 function precisionLine({ region, products }) {
@@ -121,24 +115,24 @@ function verification(told) {
   const ratio = number(told.eager_ms / told.compiled_ms, 2)
   const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
   const numbers = ['verify.eager', 'verify.ours', 'verify.distance']
-  const headings = ['report.region', ...numbers, 'verify.judgement'].map((key) =>
-    element('th', { scope: 'col', class: numbers.includes(key) && 'nexfort-number' }, text(key))
-  )
+  const headings = ['report.region', ...numbers, 'verify.judgement'].map((key) => [text(key), numbers.includes(key)])
   const lines = told.regions.map((row) =>
     element(
       'tr',
       {},
       element('td', {}, row.region),
-      element('td', { class: 'nexfort-number' }, number(row.eager_ms, 2)),
-      element('td', { class: 'nexfort-number' }, number(row.compiled_ms, 2)),
-      element('td', { class: 'nexfort-number' }, small(row.distance)),
+      numberCell(number(row.eager_ms, 2)),
+      numberCell(number(row.compiled_ms, 2)),
+      numberCell(small(row.distance)),
       element('td', { title: judgedBy(row) }, text(row.over ? 'verify.over' : row.unjudged ? 'verify.unjudged' : 'verify.equal'))
     )
   )
-  const table = element('table', {}, element('thead', {}, element('tr', {}, headings)), element('tbody', {}, lines))
   const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
   const over = told.regions.some((row) => row.over)
-  return element('details', { open: true, class: 'nexfort-verified' }, element('summary', {}, text('verify.title')), element('p', {}, said), where, element('details', { open: over }, element('summary', {}, `${text('report.regions')} (${lines.length})`), table))
+  const summary = element('summary', {}, `${text('report.regions')} (${lines.length})`)
+  const regions = element('details', { open: over }, summary, table(headings, lines))
+  const parts = [element('summary', {}, text('verify.title')), element('p', {}, said), where, regions]
+  return element('details', { open: true, class: 'nexfort-verified' }, parts)
 }
 
 function judgedBy(row) {
@@ -149,8 +143,4 @@ function judgedBy(row) {
 function small(value) {
   if (value === null) return '∞'
   return value === 0 ? '0' : value.toExponential(1)
-}
-
-function number(value, digits = 1) {
-  return value.toLocaleString(language(), { minimumFractionDigits: digits, maximumFractionDigits: digits })
 }

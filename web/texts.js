@@ -31,6 +31,11 @@ export function text(key, values = {}) {
   return found.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole))
 }
 
+/** A number in the language's way of writing, with this many digits behind the point. */
+export function number(value, digits = 1) {
+  return value.toLocaleString(language(), { minimumFractionDigits: digits, maximumFractionDigits: digits })
+}
+
 function find(tree, key) {
   let node = tree?.nexfort
   for (const part of key.split('.')) node = node?.[part]
