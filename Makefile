@@ -1,8 +1,8 @@
 # Each command makes its own .venv with what it needs; nothing has to be installed by hand.
 #   make demo                            the main job once, with a table at the end; writes demo-output/
-#   make test [ARGS="tests/cache -x"]    every test that needs no GPU and no gigabytes
+#   make test [ARGS="tests/cache -x"]    every test that needs no GPU, and neither gigabytes nor minutes
 #   make test-gpu                        the tests that need one
-#   make test-large                      the tests whose files are gigabytes; needs about 12 GB of memory
+#   make test-large                      those that do; needs about 12 GB of memory
 #   make lint                            ruff and mypy
 # Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
 
