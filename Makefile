@@ -2,7 +2,7 @@
 #   make demo                            the main job once, with a table at the end; writes demo-output/
 #   make test [ARGS="tests/cache -x"]    every test that needs no GPU, and neither gigabytes nor minutes
 #   make test-gpu                        the tests that need one
-#   make test-large                      those that do; needs about 12 GB of memory
+#   make test-large                      those that need them; needs about 12 GB of memory
 #   make lint                            ruff and mypy
 # Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
 

@@ -196,7 +196,12 @@ def climbed(request: Any, comfyui: Path, tmp_path_factory: pytest.TempPathFactor
         name, number = log.stem.removeprefix("wan_").rsplit("_", 1)
         lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
         printed[ladder.rung(name).ways()[int(number)]] = json.loads(lines[-1])
-    return {"run": request.param, "code": code, "rows": {row["way"]: row for row in read(folder / "rows.csv")}, "printed": printed}
+    return {
+        "run": request.param,
+        "code": code,
+        "rows": {row["way"]: row for row in read(folder / "rows.csv")},
+        "printed": printed,
+    }
 
 
 def ours(climbed: dict[str, Any]) -> list[str]:
