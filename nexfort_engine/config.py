@@ -107,14 +107,14 @@ class CompileConfig:
         if isinstance(self.tokens, str):
             raise ValueError(f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)")
         for token in self.tokens:
-            _check_name(token, TOKENS, "mode token")
+            check_name(token, TOKENS, "mode token")
         for key in ("dynamic", "fullgraph", "disable"):
             _check_bool(getattr(self, key), key)
         if self.memory_format is not None:
-            _check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
+            check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
         values = dict(self.options)
         for name, value in values.items():
-            _check_name(name, OPTIONS, "option")
+            check_name(name, OPTIONS, "option")
             _check_bool(value, f"option {name!r}")
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))) or (DEFAULT_MODE,))
         object.__setattr__(self, "options", tuple(sorted(values.items())))
@@ -169,7 +169,7 @@ class CompileConfig:
 
     def has(self, token: str) -> bool:
         """Whether `token` is asked for, directly or through O2 and O3. Modifiers alone count as O2."""
-        _check_name(token, TOKENS, "mode token")
+        check_name(token, TOKENS, "mode token")
         return token in self._effective()
 
     def _effective(self) -> frozenset[str]:
@@ -184,7 +184,7 @@ class CompileConfig:
 
     def option(self, name: str, default: bool | None = None) -> bool | None:
         """The value of a dotted option, or `default` where the user gave none."""
-        _check_name(name, OPTIONS, "option")
+        check_name(name, OPTIONS, "option")
         return dict(self.options).get(name, default)  # type: ignore[return-value]
 
     @property
@@ -406,7 +406,7 @@ def _check_key(key: object) -> None:
             f'{key!r} is a low-level option; expected inside "options": {{"options": {{"{key}": true}}}}. '
             f"All keys here: {', '.join(KEYS)}"
         )
-    _check_name(key, KEYS, "key")
+    check_name(key, KEYS, "key")
 
 
 def _check_bool(value: object, what: str) -> None:
@@ -414,7 +414,8 @@ def _check_bool(value: object, what: str) -> None:
         raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; expected true or false")
 
 
-def _check_name(name: object, valid: Iterable[str], what: str) -> None:
+def check_name(name: object, valid: Iterable[str], what: str) -> None:
+    """Raise ValueError, with the nearest valid word and all of them, unless `name` is one."""
     words = tuple(valid)
     if isinstance(name, str) and name in words:
         return

@@ -89,7 +89,7 @@ class Report:
         self._add_once("eager", {"region": region, "reason": reason})
 
     def products(self, region: str, products: list[dict[str, Any]]) -> None:
-        """What of `region` is computed in fp8 and why the rest is not; as precision.told gives it. Once a region."""
+        """What of `region` is computed in fp8 and why the rest is not; see quant/precision.py. Once a region."""
         with self._lock:
             self._append_once("precision", (region,), {"region": region, "products": [dict(row) for row in products]})
 
@@ -229,7 +229,7 @@ class Report:
 
 
 def counted(products: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many products of a plan (precision.told) are computed in fp8, and how many there are."""
+    """How many products of a plan (quant.precision.told) are computed in fp8, and how many there are."""
     narrow = sum(product["count"] for product in products if product["reason"] is None)
     return narrow, sum(product["count"] for product in products)
 
