@@ -27,7 +27,7 @@ TOKENS: dict[str, str] = {
     "benchmark": "let cuDNN measure its convolution algorithms",
     "jit": "fast-compile profile: least compile time, less speed",
     "disable-runtime-fusion": "fast-compile profile, as jit",
-    "quant": "quantised weights",
+    "quant": "weights that quantize_pipe packed; nothing else is needed for them",
 }
 DEFAULT_MODE = "O2"
 
@@ -61,7 +61,6 @@ _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 # Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
 # is compiled, `lowering_key` picks it up by itself.
 _INACTIVE_TOKENS: dict[str, str] = {
-    "quant": "quantised kernels are not available yet; weights are used as they are",
     "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
     "nothing is inlined",
 }
@@ -70,7 +69,7 @@ _INACTIVE_OPTIONS: dict[str, str] = {
     "inductor.force_triton_sdpa": "the fused attention kernel",
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
-_LOWERING_TOKENS = ("low-precision", "quant")
+_LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 

@@ -93,6 +93,12 @@ class Report:
         with self._lock:
             self._append_once("precision", (region,), {"region": region, "products": [dict(row) for row in products]})
 
+    def inactive(self, token: str, reason: str) -> None:
+        """What of the config has no effect on this network, besides what has none on any."""
+        row = {"token": token, "reason": reason}
+        with self._lock:
+            self._inactive += [row] if row not in self._inactive else []
+
     def call(self, seconds: float) -> None:
         """One call of the root module took `seconds`."""
         with self._lock:
