@@ -137,5 +137,18 @@ def _class_of(kind: type) -> type:
             raise RuntimeError("the pipeline with whole weights is gone: nobody held it, so its memory was given back")
         return found
 
+    def fuse_lora(self: Any, components: Iterable[str] = (), *args: Any, **kwargs: Any) -> Any:
+        """diffusers' own, for parts whose weights are not packed."""
+        packed = [name for name in self.quantisation.parts if name in components or not components]
+        if packed:
+            # peft would add to the bits; with safe_fusing it would not even fail
+            raise ValueError(
+                f"the weights of {', '.join(packed)} are packed, and a LoRA cannot be fused into them; expected it "
+                "fused before quantize_pipe, or left beside the weights"
+            )
+        return kind.fuse_lora(self, components, *args, **kwargs)  # type: ignore[attr-defined]
+
     table = {"unquantised": unquantised, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if hasattr(kind, "fuse_lora"):
+        table["fuse_lora"] = fuse_lora
     return type(kind.__name__, (kind,), table)
