@@ -23,7 +23,7 @@ log = logging.getLogger("nexfort")
 
 # What runs on every step. A VAE runs once, and its layers are convolutions.
 NETWORKS = ("unet", "transformer", "transformer_2", "controlnet", "fast_unet", "prior", "decoder")
-_EXAMPLE = '{"blocks.0.to_q": {"ssim": 0.99}, ...}'
+_EXAMPLE = '{"a.layer": {"ssim": 0.99}, ...}'
 
 
 def quantize_pipe(
@@ -53,7 +53,7 @@ def quantize_pipe(
     kind, skip = type_named(quant_type), tuple(ignores)
     if isinstance(top_percentage, bool) or not 0 <= top_percentage <= 100:
         raise ValueError(f"top_percentage is {top_percentage!r}; expected a number from 0 to 100")
-    measured = _measured(quant_submodules_config_path) if quant_submodules_config_path is not None else None
+    measured = measured_layers(quant_submodules_config_path) if quant_submodules_config_path is not None else None
     networks = {name: net for name in NETWORKS if isinstance(net := getattr(pipe, name, None), nn.Module)}
     networks = {name: net for name, net in networks.items() if name not in skip}
     if not networks:
@@ -100,7 +100,7 @@ def _check(pipe: Any, name: str, net: nn.Module) -> None:
         raise ValueError(f"the {name} of the {type(pipe).__qualname__} {what}")
 
 
-def _measured(path: str | Path) -> dict[str, float]:
+def measured_layers(path: str | Path) -> dict[str, float]:
     """Layer -> ssim, from a file. Raises ValueError."""
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
