@@ -25,7 +25,7 @@ from ..parts import is_plain
 from ..report import first_line
 from .kinds import QuantType
 from .linear import SCALE, QuantisedLinear
-from .products import MULTIPLE, missing
+from .products import FP8, MULTIPLE, missing
 
 BUDGET = 0.1  # of the norm of a layer's full product: what verify.py allows a region with products in fp8
 _ROWS = 32  # that a layer is measured with
@@ -197,6 +197,8 @@ def unfit(layer: nn.Linear, kind: QuantType) -> str | None:
         return f"a weight of {layer.out_features}x{layer.in_features}; expected multiples of {MULTIPLE}"
     if weight.device.type == "cuda" and kind.activation != torch.int8:
         problem = missing("cuda")
+        if FP8 not in (kind.weight, kind.activation):
+            problem = problem or "no card multiplies two factors in e5m2"
         return problem and f"{problem}; a weightonly type and int8_dynamic are for this card"
     return None
 
