@@ -190,6 +190,8 @@ class Measured:
         if not self.args.no_likeness:
             self.before = self.run_at(self.size, pipe).kept()
         self.source.pipe = quantised
+        del pipe
+        gc.collect()
         self.found["quantisation"] = quantised.quantisation.as_dict()
         say(str(quantised.quantisation))
 
