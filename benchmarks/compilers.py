@@ -9,21 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.unusable import Unusable, nearest
+from benchmarks.unusable import Unusable
 
 COMPILERS = ("none", "nexfort", "compile", "compile-max-autotune")
 DEFAULT_CONFIG = '{"mode": "O2", "memory_format": "channels_last"}'
-# activations, weights; "weightonly" computes in the model's own precision
-QUANT_TYPES = (
-    "int8_dynamic",
-    *(
-        f"fp8_{act}_{weight}_{kind}{scale}"
-        for act in ("e4m3", "e5m2")
-        for weight in ("e4m3", "e5m2")
-        for kind in ("dynamic", "weightonly")
-        for scale in ("", "_per_tensor")
-    ),
-)
 DEFAULT_QUANTIZE = '{"quant_type": "fp8_e4m3_e4m3_dynamic"}'
 _TORCH_PARTS = ("unet", "transformer", "transformer_2", "controlnet", "prior")
 
@@ -67,6 +56,9 @@ def parse_config(text: str | None) -> Any:
 
 def parse_quantize(text: str | None, submodules: str | None) -> dict[str, Any]:
     """Keywords of `quantize_pipe` from --quantize-config and --quant-submodules-config-path. Raises Unusable."""
+    from nexfort_engine.hosts.diffusers_quant import measured_layers
+    from nexfort_engine.quant.kinds import quant_type
+
     try:
         found = json.loads(text or DEFAULT_QUANTIZE)
     except json.JSONDecodeError as error:
@@ -75,39 +67,32 @@ def parse_quantize(text: str | None, submodules: str | None) -> dict[str, Any]:
         raise Unusable(
             f"--quantize-config is {text}; expected quant_type and, if wanted, top_percentage: {DEFAULT_QUANTIZE}"
         )
-    if found["quant_type"] not in QUANT_TYPES:
-        near = nearest(str(found["quant_type"]), QUANT_TYPES)
-        raise Unusable(f"--quantize-config has the quant_type {found['quant_type']!r}; did you mean {near!r}?")
+    _checked("--quantize-config", quant_type, found["quant_type"])
     share = found.get("top_percentage", 90)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 100:
         raise Unusable(f"--quantize-config has the top_percentage {share!r}; expected a number from 0 to 100")
     if submodules:
-        found["quant_submodules_config_path"] = str(_checked_submodules(submodules))
+        file = Path(submodules).expanduser()
+        _checked("--quant-submodules-config-path", measured_layers, file)
+        found["quant_submodules_config_path"] = str(file)
     return found
 
 
-def _checked_submodules(path: str) -> Path:
-    file = Path(path).expanduser()
+def _checked(flag: str, check: Callable[[Any], Any], value: Any) -> None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        rows = found.values() if isinstance(found, dict) else [None]
-        if all(isinstance(row, dict) and isinstance(row.get("ssim"), (int, float)) for row in rows):
-            return file
-    except (OSError, ValueError) as error:
-        raise Unusable(f"--quant-submodules-config-path {path} cannot be read: {error}") from error
-    raise Unusable(f'--quant-submodules-config-path {path}: expected {{"a.layer": {{"ssim": 0.99}}, ...}}')
+        check(value)
+    except ValueError as error:
+        raise Unusable(f"{flag}: {error}") from error
 
 
-def quantized(pipe: Any, options: dict[str, Any]) -> list[dict[str, str]]:
-    """Quantise a pipeline's networks in their places; returns what of it has no effect, with the reason."""
+def quantized(pipe: Any, options: dict[str, Any]) -> Any:
+    """A pipeline whose networks are quantised, and `.quantisation`, their plan. Raises Unusable."""
     import nexfort_engine
 
-    work = getattr(nexfort_engine, "quantize_pipe", None)
-    if work is None:
-        reason = "quantised kernels are not available yet; weights are used as they are"
-        return [{"token": f"--quantize {options['quant_type']}", "reason": reason}]
-    work(pipe, **options)
-    return []
+    try:
+        return nexfort_engine.quantize_pipe(pipe, **options)
+    except ValueError as error:
+        raise Unusable(f"--quantize: {error}") from error
 
 
 def apply(pipe: Any, compiler: str, config: Any, fuse: bool) -> Compiled:
@@ -131,7 +116,8 @@ def _nexfort(pipe: Any, config: Any, fuse: bool) -> Compiled:
                 net.unfuse_qkv_projections()
         return pipe
 
-    return Compiled(compiled, back, compiled.reports, config.inactive())
+    inactive = {row["token"]: row for report in compiled.reports.values() for row in report.as_dict()["inactive"]}
+    return Compiled(compiled, back, compiled.reports, list(inactive.values()))
 
 
 def _torch(pipe: Any, mode: str | None) -> Compiled:

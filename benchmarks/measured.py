@@ -172,16 +172,28 @@ class Measured:
 
     def compile(self) -> None:
         """Quantise, compile, and say what of it has no effect."""
-        args, pipe, inactive = self.args, self.source.pipe, []
+        args, fuse = self.args, self.args.fuse_qkv_projections
         if self._quantize is not None:
-            if not args.no_likeness:  # weights are packed in their places: afterwards there is no eager picture
-                self.before = self.run_at(self.size, pipe).kept()
-            inactive = compilers.quantized(pipe, self._quantize)
-        self.compiled = compilers.apply(pipe, args.compiler, self._config, args.fuse_qkv_projections)
-        inactive += self.compiled.inactive
-        self.found["inactive"] = inactive
-        for row in inactive:
+            self._quantise(fuse)
+            fuse = False
+        self.compiled = compilers.apply(self.source.pipe, args.compiler, self._config, fuse)
+        self.found["inactive"] = self.compiled.inactive
+        for row in self.compiled.inactive:
             say(f"not active: {row['token']}: {row['reason']}")
+
+    def _quantise(self, fuse: bool) -> None:
+        """Pack the denoiser's weights, and say the plan. The whole weights go: they would count as used memory."""
+        pipe = self.source.pipe
+        if fuse and hasattr(pipe, "fuse_qkv_projections"):
+            pipe.fuse_qkv_projections()
+        quantised = compilers.quantized(pipe, self._quantize)
+        if not self.args.no_likeness:
+            self.before = self.run_at(self.size, pipe).kept()
+        self.source.pipe = quantised
+        del pipe
+        gc.collect()
+        self.found["quantisation"] = quantised.quantisation.as_dict()
+        say(str(quantised.quantisation))
 
     def warm_up(self) -> None:
         """The warm-up, whose first generation compiles or loads."""
@@ -228,16 +240,20 @@ class Measured:
             self._compared("reference", ours, torch.load(self.args.reference, weights_only=True))
         if self.args.compiler == "none" or self.args.no_likeness:
             return
-        theirs = self.before or self.run_at(self.size, self.compiled.back()).kept()
-        self._compared("eager", ours, theirs)
+        if self.before is None:
+            self._compared("eager", ours, self.run_at(self.size, self.compiled.back()).kept())
+            return
+        self._compared("eager", ours, self.before)  # with whole weights
+        # what compiling adds: with the same packed ones, fused as they are
+        self._compared("quantised_eager", ours, self.run_at(self.size, self.source.pipe).kept())
 
     def _compared(self, name: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
         try:
             self.found[f"likeness_to_{name}"] = likeness(ours, theirs)
         except ValueError as error:
-            say(f"Not compared to {name}: {error}")
+            say(f"Not compared to {name.replace('_', ' ')}: {error}")
         else:
-            say(f"To {name}: {as_text(self.found[f'likeness_to_{name}'])}")
+            say(f"To {name.replace('_', ' ')}: {as_text(self.found[f'likeness_to_{name}'])}")
 
     def finish(self, script: str, arguments: list[str]) -> None:
         """The warm-up of a second process, and the file of figures. The pipeline is gone afterwards."""

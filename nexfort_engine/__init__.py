@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nexfort's engine: diffusion backbones compiled region by region, for any size, with the weights as arguments.
 
-Public names: `compile`, `compile_pipe`, `CompileConfig`, `Report`. Importing this package imports nothing heavy and
-changes nothing; everything else is loaded on first use.
+Public names: `compile`, `compile_pipe`, `quantize_pipe`, `CompileConfig`, `Report`. Importing this package imports
+nothing heavy and changes nothing; everything else is loaded on first use.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from .compiled import compile
     from .config import CompileConfig
     from .hosts.diffusers import compile_pipe
+    from .hosts.diffusers_quant import quantize_pipe
     from .report import Report
 
 __version__ = "0.1.0"
-__all__ = ["CompileConfig", "Report", "compile", "compile_pipe"]
+__all__ = ["CompileConfig", "Report", "compile", "compile_pipe", "quantize_pipe"]
 
 _HOMES = {
     "compile": ".compiled",
     "compile_pipe": ".hosts.diffusers",
+    "quantize_pipe": ".hosts.diffusers_quant",
     "CompileConfig": ".config",
     "Report": ".report",
 }

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import precision
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
 from .cache.key import environment_parts, primary_key
@@ -29,6 +28,7 @@ from .finding import Finder, Wanted
 from .guards import checker
 from .lowering import WATCH, Job, await_left, lower_all
 from .planning import Planner, ghost
+from .quant import precision
 from .report import named
 from .signature import Flat, changeable, normalised
 

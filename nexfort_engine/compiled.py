@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,15 @@ from .config import CompileConfig
 from .engine import Also, Engine
 from .flags import disabled, keeps_nothing
 from .modulestate import replaced_forward
+from .quant.linear import holds_quantised
 from .report import Report
 
 log = logging.getLogger("nexfort")
 
+UNQUANTISED = (
+    "no weight is quantised, and all of them are used as they are; expected nexfort_engine.quantize_pipe before "
+    "compile_pipe, or a quantised checkpoint"
+)
 _stores: dict[tuple[Path, Path | None], Store] = {}
 
 
@@ -63,7 +68,17 @@ def compile(
             f"nexfort_engine.compile got a {type(module).__qualname__}, expected a torch.nn.Module such as a UNet or a "
             "transformer; for a diffusers pipeline use nexfort_engine.compile_pipe, for a function torch.compile"
         )
-    return compile_as(module, CompileConfig.parse(options, dynamic=dynamic))
+    config = CompileConfig.parse(options, dynamic=dynamic)
+    compiled = compile_as(module, config)
+    say_if_unquantised(config, [module], [compiled.report])
+    return compiled
+
+
+def say_if_unquantised(config: CompileConfig, modules: Iterable[nn.Module], reports: Iterable[Report]) -> None:
+    """Where the mode has `quant` and none of the networks that belong together has packed weights, say so."""
+    if "quant" in config.tokens and not holds_quantised(modules):
+        for report in reports:
+            report.inactive("quant", UNQUANTISED)
 
 
 def compile_as(module: nn.Module, config: CompileConfig, *, also: Also | None = None) -> Any:

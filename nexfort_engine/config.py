@@ -27,7 +27,7 @@ TOKENS: dict[str, str] = {
     "benchmark": "let cuDNN measure its convolution algorithms",
     "jit": "fast-compile profile: least compile time, less speed",
     "disable-runtime-fusion": "fast-compile profile, as jit",
-    "quant": "quantised weights",
+    "quant": "weights that quantize_pipe packed; nothing else is needed for them",
 }
 DEFAULT_MODE = "O2"
 
@@ -61,7 +61,6 @@ _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 # Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
 # is compiled, `lowering_key` picks it up by itself.
 _INACTIVE_TOKENS: dict[str, str] = {
-    "quant": "quantised kernels are not available yet; weights are used as they are",
     "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
     "nothing is inlined",
 }
@@ -70,7 +69,7 @@ _INACTIVE_OPTIONS: dict[str, str] = {
     "inductor.force_triton_sdpa": "the fused attention kernel",
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
-_LOWERING_TOKENS = ("low-precision", "quant")
+_LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
@@ -107,14 +106,14 @@ class CompileConfig:
         if isinstance(self.tokens, str):
             raise ValueError(f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)")
         for token in self.tokens:
-            _check_name(token, TOKENS, "mode token")
+            check_name(token, TOKENS, "mode token")
         for key in ("dynamic", "fullgraph", "disable"):
             _check_bool(getattr(self, key), key)
         if self.memory_format is not None:
-            _check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
+            check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
         values = dict(self.options)
         for name, value in values.items():
-            _check_name(name, OPTIONS, "option")
+            check_name(name, OPTIONS, "option")
             _check_bool(value, f"option {name!r}")
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))) or (DEFAULT_MODE,))
         object.__setattr__(self, "options", tuple(sorted(values.items())))
@@ -169,7 +168,7 @@ class CompileConfig:
 
     def has(self, token: str) -> bool:
         """Whether `token` is asked for, directly or through O2 and O3. Modifiers alone count as O2."""
-        _check_name(token, TOKENS, "mode token")
+        check_name(token, TOKENS, "mode token")
         return token in self._effective()
 
     def _effective(self) -> frozenset[str]:
@@ -184,7 +183,7 @@ class CompileConfig:
 
     def option(self, name: str, default: bool | None = None) -> bool | None:
         """The value of a dotted option, or `default` where the user gave none."""
-        _check_name(name, OPTIONS, "option")
+        check_name(name, OPTIONS, "option")
         return dict(self.options).get(name, default)  # type: ignore[return-value]
 
     @property
@@ -406,7 +405,7 @@ def _check_key(key: object) -> None:
             f'{key!r} is a low-level option; expected inside "options": {{"options": {{"{key}": true}}}}. '
             f"All keys here: {', '.join(KEYS)}"
         )
-    _check_name(key, KEYS, "key")
+    check_name(key, KEYS, "key")
 
 
 def _check_bool(value: object, what: str) -> None:
@@ -414,7 +413,8 @@ def _check_bool(value: object, what: str) -> None:
         raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; expected true or false")
 
 
-def _check_name(name: object, valid: Iterable[str], what: str) -> None:
+def check_name(name: object, valid: Iterable[str], what: str) -> None:
+    """Raise ValueError, with the nearest valid word and all of them, unless `name` is one."""
     words = tuple(valid)
     if isinstance(name, str) and name in words:
         return

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower, precision
+from . import lower
 from .artefact import Artefact, Binding, Misfit
 from .cache.key import driver_problem
 from .cache.store import Entry, StoreError
@@ -23,6 +23,7 @@ from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region
 from .modulestate import matches_text
+from .quant import products
 from .report import named
 from .signature import Flat
 from .sources import sources_changed
@@ -155,7 +156,7 @@ class Finder:
     def options(self, device_type: str) -> dict[str, object]:
         """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
         options = self.engine.config.lowering_options(device_type)
-        if self.engine.config.has("low-precision") and (reason := precision.missing(device_type)):
+        if self.engine.config.has("low-precision") and (reason := products.missing(device_type)):
             self.engine.report.note(f"low precision is not active: {reason}")
             options["nexfort.low_precision"] = False
         return options

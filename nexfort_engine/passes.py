@@ -3,7 +3,7 @@
 
 A pass is a function of a graph, and one switch in the config. What it puts in is plain code here, run on the graph's
 own nodes, so that reading that code is reading what runs. Low precision, which does not give equal numbers, is in
-precision.py.
+quant/precision.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
-from .precision import low_precision
+from .quant.precision import low_precision
 
 aten = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -89,9 +89,15 @@ class Report:
         self._add_once("eager", {"region": region, "reason": reason})
 
     def products(self, region: str, products: list[dict[str, Any]]) -> None:
-        """What of `region` is computed in fp8 and why the rest is not; as precision.told gives it. Once a region."""
+        """What of `region` is computed in fp8 and why the rest is not; see quant/precision.py. Once a region."""
         with self._lock:
             self._append_once("precision", (region,), {"region": region, "products": [dict(row) for row in products]})
+
+    def inactive(self, token: str, reason: str) -> None:
+        """What of the config has no effect on this network, besides what has none on any."""
+        row = {"token": token, "reason": reason}
+        with self._lock:
+            self._inactive += [row] if row not in self._inactive else []
 
     def call(self, seconds: float) -> None:
         """One call of the root module took `seconds`."""
@@ -229,7 +235,7 @@ class Report:
 
 
 def counted(products: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many products of a plan (precision.told) are computed in fp8, and how many there are."""
+    """How many products of a plan (quant.precision.told) are computed in fp8, and how many there are."""
     narrow = sum(product["count"] for product in products if product["reason"] is None)
     return narrow, sum(product["count"] for product in products)
 

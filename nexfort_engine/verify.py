@@ -7,7 +7,9 @@ step as a whole is run both ways besides. What is over the budget stays eager fr
 The budget is the distance rule's first half, for each region: the error to a wider computation of the same block (its
 weights and inputs in float32, in float64 where they are float32) at most 1.1 times eager's own. Products in fp8 are
 another number by design; there the distance to eager counts, against LOW_PRECISION, and so it does where nothing wider
-can be computed. Not seen is what a network keeps in its own attributes from call to call.
+can be computed. Layers whose weights this engine packed (quant/linear.py) compute in full in float64, with the weights
+as they are packed: eager and compiled code are both as far from that as the rounding of inputs takes them. Not seen is
+what a network keeps in its own attributes from call to call.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 from .artefact import Artefact
 from .dispatch import Ineligible, Region
 from .flags import backend_scope
+from .quant.linear import holds_quantised
 from .report import counted, named
 from .session import entered
 from .shadow import Shadow
@@ -195,7 +198,9 @@ def _wider_result(region: Region, args: Any, kwargs: Any) -> Any:
         if region.parts is not None:
             raise Ineligible("its weights are quantised, and a wider type does not undo that")
         found = {t.dtype for t in (*weights, *flat.tensors) if t.is_floating_point()}
-        wide = torch.float64 if found <= {torch.float32, torch.float64} else torch.float32
+        # layers with packed weights compute in full in float64 alone
+        exact = found <= {torch.float32, torch.float64} or holds_quantised([region.module])
+        wide = torch.float64 if exact else torch.float32
         shadow = Shadow(region.module, [_widened(w, wide) for w in weights], region.hidden())
         with entered(None), backend_scope(matmul_allow_tf32=False, conv_allow_tf32=False):
             return shadow.module(*_widened(args, wide), **_widened(kwargs, wide))

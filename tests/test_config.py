@@ -269,8 +269,8 @@ def test_profiles(mode, profile):
 def test_what_has_no_effect_is_named_and_changes_no_artefact(config):
     named = {row["token"] for row in config.inactive()}
     assert named <= set(config.tokens) | set(dict(config.options))
-    assert {"quant", "freezing"} & set(config.tokens) <= named
-    assert not {"cudagraphs", "triton.cudagraphs", "low-precision", "O3"} & named
+    assert {"freezing"} & set(config.tokens) <= named
+    assert not {"cudagraphs", "triton.cudagraphs", "low-precision", "O3", "quant"} & named
     assert all(row["reason"] for row in config.inactive())
     kept = [token for token in config.tokens if token not in named]
     data = config.as_dict() | {
@@ -278,6 +278,14 @@ def test_what_has_no_effect_is_named_and_changes_no_artefact(config):
         "options": {name: value for name, value in config.options if name not in named},
     }
     assert CompileConfig.parse(data).lowering_key() == config.lowering_key()
+
+
+@given(config=_configs)
+def test_quant_changes_no_artefact(config):
+    """What is packed is in the layers, and their structure is in the key."""
+    other = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:quant"})
+    assert other.lowering_key() == config.lowering_key() and other.has("quant")
+    assert {row["token"] for row in other.inactive()} == {row["token"] for row in config.inactive()}
 
 
 @given(one=_configs, other=_configs)

@@ -35,6 +35,8 @@ _KEYS = {
 
 def _filled() -> Report:
     report = Report(CompileConfig.parse("max-autotune:quant"), cache_dir="/cache")
+    for _ in range(2):
+        report.inactive("quant", "no weight is quantised")
     report.region("blocks.0", kind="Block", key="k1")
     report.region("blocks.1", kind="Block", key="k1")
     report.compiled("blocks.0", "k1", 2.5)
@@ -188,7 +190,7 @@ def test_text_is_readable():
         "  cache: /cache",
         "  variant: blocks.0: batch of one",
         "  eager: blocks.1: a block replacement is installed",
-        "  not active: quant: quantised kernels are not available yet; weights are used as they are",
+        "  not active: quant: no weight is quantised",
         "  note: the cache is read-only",
     ]
     assert str(Report()).startswith("Nexfort: 0 regions of 0 kinds, 0 calls")

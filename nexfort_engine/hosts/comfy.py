@@ -23,7 +23,7 @@ from torch import nn
 
 from .. import flags
 from ..cache.place import chosen_root
-from ..compiled import store_at, wrap_methods
+from ..compiled import say_if_unquantised, store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
@@ -153,6 +153,7 @@ def engine_for(network: nn.Module, config: CompileConfig, model: Any, **given: A
     engine = engines.get(config)
     if engine is None:
         engine = engines[config] = new_engine(network, config, model, **given)
+        say_if_unquantised(config, [network], [engine.report])
         tell_of(engine)
     return engine
 

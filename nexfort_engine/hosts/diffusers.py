@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiled import CompiledModule, compile_as
+from ..compiled import CompiledModule, compile_as, say_if_unquantised
 from ..config import CompileConfig
 from ..engine import Also
+from ..quant.plan import Quantisation
 from ..report import Report
 
 log = logging.getLogger("nexfort")
@@ -32,6 +33,7 @@ PARTS = (
     "vae.decoder",
     "vae.encoder",
 )
+UNFUSED = "packed weights are not fused; where it pays, call pipe.fuse_qkv_projections() before quantize_pipe"
 
 
 def compile_pipe(
@@ -43,7 +45,8 @@ def compile_pipe(
 ) -> Any:
     """A pipeline whose denoiser, ControlNet and VAE run compiled; the one that comes in stays as it is.
 
-    options: as for `nexfort_engine.compile`. fuse_qkv_projections: let diffusers fuse them first, where it can.
+    options: as for `nexfort_engine.compile`. fuse_qkv_projections: let diffusers fuse them first, where it can; packed
+        weights (quantize_pipe) cannot be joined any more.
     ignores: parts to leave alone ("vae" leaves "vae.decoder" and "vae.encoder").
 
     The result has `.reports` (part -> Report) and `.uncompiled()`, which gives the original pipeline. Weights are
@@ -56,7 +59,8 @@ def compile_pipe(
         )
     config = CompileConfig.parse(options)
     original = pipe.uncompiled() if hasattr(pipe, "_nexfort_original") else pipe
-    if fuse_qkv_projections and hasattr(original, "fuse_qkv_projections"):
+    plan: Quantisation | None = getattr(original, "quantisation", None)
+    if fuse_qkv_projections and plan is None and hasattr(original, "fuse_qkv_projections"):
         original.fuse_qkv_projections()
     compiled = copy.copy(original)
     skip = tuple(ignores)
@@ -71,6 +75,12 @@ def compile_pipe(
             f"a {type(pipe).__qualname__} was given, and none of the parts that can be compiled was found in it "
             f"({', '.join(PARTS)}); expected at least one that is not ignored"
         )
+    say_if_unquantised(config, [getattr(original, part.partition(".")[0]) for part in reports], reports.values())
+    if plan is not None:
+        for part in reports.keys() & plan.parts.keys():
+            reports[part].note(f"quantised: {plan.summary(part)}")
+            if fuse_qkv_projections:
+                reports[part].note(UNFUSED)
     compiled.__class__ = _class_of(type(original))
     compiled.__dict__.update(_nexfort_original=original, reports=reports)
     return compiled

@@ -144,11 +144,42 @@ def test_the_old_configs_run_unchanged(config: str, tmp_path: Path, capsys: pyte
         assert f"not active: {row['token']}: {row['reason']}" in said
 
 
+def quantised_run(tmp_path: Path, kind: str, *flags: str, model: str = "tiny:sd21") -> dict[str, Any]:
+    """A quantised run, which must be near eager, and nearer to eager of the same packed weights."""
+    asked = ("--quantize", "--quantize-config", json.dumps({"quant_type": kind}), "--compiler-config")
+    found = run(tmp_path, *asked, '{"mode": "quant:max-optimize:low-precision"}', *flags, model=model)
+    assert found["likeness_to_quantised_eager"]["latents"] < TOLERANCE < found["likeness_to_eager"]["latents"] < 0.3
+    assert found["finite"] and not found["warmup_made"]["eager"]
+    assert found["quantisation"]["type"] == kind and "quant" not in {row["token"] for row in found["inactive"]}
+    return found
+
+
 @pytest.mark.slow
-def test_what_quantisation_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(tmp_path, "--quantize", "--quantize-config", '{"quant_type": "int8_dynamic"}')
-    assert found["inactive"][0]["token"] == "--quantize int8_dynamic"
-    assert "not active: --quantize int8_dynamic: quantised kernels are not available yet" in capsys.readouterr().out
+@pytest.mark.parametrize("kind", ["int8_dynamic", "fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e4m3_weightonly_per_tensor"])
+def test_a_quantised_run_says_its_plan_and_its_distance(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = quantised_run(tmp_path, kind, "--run_rare_resolutions", "yes")
+    (rare,) = found["resolutions"]
+    assert (rare["compiled"], rare["variants"], rare["eager"]) == (0, [], [])
+    said = capsys.readouterr().out
+    assert re.search(rf"^unet: \d+ of \d+ linear layers as {kind}, ", said, re.M)
+    assert re.search(r"^  +\d+ x  time_embedding\.linear_1 .* as it is: it stands outside the blocks", said, re.M)
+    assert re.search(r"^Iterations per second: \d", said, re.M)
+    assert re.search(r"^To eager: PSNR .* latent distance", said, re.M) and "To quantised eager: " in said
+
+
+@pytest.mark.slow
+def test_a_quantised_run_takes_the_best_of_a_file(tmp_path: Path) -> None:
+    names = [f"transformer_blocks.{i}.{name}" for i in range(2) for name in ("attn.to_q", "ff.net.2")]
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps({name: {"ssim": 0.9 + i / 100} for i, name in enumerate(names)}))
+    found = quantised_run(
+        tmp_path, "int8_dynamic", "--quant-submodules-config-path", str(file), "--fuse_qkv_projections", "no",
+        model="tiny:sd3",
+    )  # fmt: skip
+    rows = found["quantisation"]["parts"]["transformer"]
+    assert [row["layer"] for row in rows if row["type"]] == names[1:], "90 % of four"
 
 
 @pytest.mark.slow

@@ -46,6 +46,15 @@ def test_the_video_has_the_frames_and_eager_s_picture(tmp_path: Path) -> None:
         assert [frame.to_image().size for frame in file.decode(video=0)] == [(64, 64)] * 4
 
 
+def test_a_quantised_run_says_its_plan_and_its_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--quantize", "--quantize-config", '{"quant_type": "int8_dynamic"}')
+    found = run(tmp_path, *asked, "--output-video", str(tmp_path / "v.gif"))
+    assert found["likeness_to_quantised_eager"]["latents"] < TOLERANCE < found["likeness_to_eager"]["latents"] < 0.3
+    packed = [row["layer"] for row in found["quantisation"]["parts"]["transformer"] if row["type"]]
+    assert {name.partition(".")[0] for name in packed} == {"transformer_blocks", "temporal_transformer_blocks"}
+    assert "transformer: 32 of 38 linear layers as int8_dynamic" in capsys.readouterr().out
+
+
 def test_size_seed_and_schedule_are_what_was_asked(tmp_path: Path) -> None:
     kept = str(tmp_path / "kept.pt")
     more = ("--output-video", str(tmp_path / "v.gif"), "--width", "32")

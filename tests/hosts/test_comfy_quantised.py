@@ -22,6 +22,7 @@ from quantised import CHANNELS, FORMATS, load, plain_weights, quantised_weights
 from subjects import graphs_as_they_are
 from test_comfy_weights import nothing_new, reported
 
+from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
@@ -350,3 +351,10 @@ def test_plain_weights_stored_narrow_are_cast_as_in_eager(stored: torch.dtype) -
         assert torch.equal(sample(clone), before), "the LoRA is felt after it was taken off"
         assert torch.equal(sample(patcher), wanted), "bypassing the node gives another picture"
         nothing_new(clone, mark)
+
+
+def test_the_mode_says_where_nothing_is_quantised() -> None:
+    config = CompileConfig.parse("quant:O2")
+    for weights, told in ((plain_weights(), ["quant"]), (quantised_weights("int8_tensorwise"), [])):
+        found = reported(host.attach(load(weights), config))
+        assert [row["token"] for row in found["inactive"]] == told

@@ -15,10 +15,11 @@ from probe import Probe, block_of
 from subjects import graphs_as_they_are
 
 import nexfort_engine
-from nexfort_engine import precision
 from nexfort_engine.cli import main
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.precision import gain, low_precision, plan, rows_in_fp8
+from nexfort_engine.quant import precision, products
+from nexfort_engine.quant.precision import gain, low_precision, plan
+from nexfort_engine.quant.products import FP8, narrowed
 
 scaled_mm = torch.ops.aten._scaled_mm.default
 
@@ -102,7 +103,7 @@ def test_rows_keep_their_numbers_within_half_a_step(
 ) -> None:
     x = (torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)) * 2.0**size).to(dtype)
     x[0] = 0.0
-    values, scale = rows_in_fp8(x)
+    values, scale = narrowed(x, FP8)
     back = values.float() * scale
     assert values.dtype == torch.float8_e4m3fn and scale.shape == (rows, 1)
     assert torch.equal(back[0], torch.zeros(inner)) and bool(back.isfinite().all())
@@ -118,11 +119,11 @@ def test_small_products_do_not_pay_and_large_ones_do() -> None:
 
 
 def test_where_there_is_no_such_card_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "NVIDIA" in (precision.missing("cpu") or "")
+    assert "NVIDIA" in (products.missing("cpu") or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
-    assert precision.missing("cuda") == "the card's compute capability is 8.6, products in fp8 need 8.9 or newer"
+    assert products.missing("cuda") == "the card's compute capability is 8.6, products in fp8 need 8.9 or newer"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert precision.missing("cuda") is None
+    assert products.missing("cuda") is None
     with graphs_as_they_are():
         block = torch.nn.Sequential(torch.nn.Linear(16, 16)).eval().requires_grad_(False)
         compiled = nexfort_engine.compile(block, options={"mode": "O3"})
@@ -150,7 +151,7 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
     def as_on_a_card(self: CompileConfig, device: str) -> dict[str, object]:
         return {**own(self, device), "nexfort.low_precision": self.has("low-precision")}
 
-    monkeypatch.setattr(precision, "missing", lambda _: None)
+    monkeypatch.setattr(products, "missing", lambda _: None)
     monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(Attention(torch.bfloat16) for _ in range(2))
@@ -166,15 +167,15 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
             assert bool(told["precision"]) == (mode == "O3") == ("in fp8" in str(compiled.report))
     assert "run a model once in the mode O3" not in printed
     assert sorted(row["region"] for row in told["precision"]) == ["blocks.0", "blocks.1"], "each says what it runs"
-    products = told["precision"][0]["products"]
-    assert sum(row["count"] for row in products) == 6
-    assert sum(row["count"] for row in products if row["reason"] is None) == 4
+    rows = told["precision"][0]["products"]
+    assert sum(row["count"] for row in rows) == 6
+    assert sum(row["count"] for row in rows if row["reason"] is None) == 4
     assert "precision: 8 of 12 products in fp8" in str(compiled.report)
     assert "4 of 6 products in fp8" in printed and "  3 x  (48, 64) x (64, 64)  fp8" in printed
     assert "multiples of 16" in printed
     assert main(["plan", "--dir", str(tmp_path / "O2")]) == 0 and "run a model once" in capsys.readouterr().out
     assert main(["plan", "--json", "--dir", str(tmp_path / "O3")]) == 0
-    assert json.loads(capsys.readouterr().out)["artefacts"][0]["products"] == products
+    assert json.loads(capsys.readouterr().out)["artefacts"][0]["products"] == rows
 
 
 class Both(torch.nn.Module):

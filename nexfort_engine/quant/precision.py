@@ -19,11 +19,9 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from .products import FP8, MULTIPLE, narrowed, times_rows
+
 aten = torch.ops.aten
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-OLDEST_CARD = (8, 9)  # compute capability of the first cards with fp8 products
-_MULTIPLE = 16  # of both sizes of a weight, which the products ask for
 # What a product of a card of the H200 class was measured to reach (2026-11, torch 2.11): operations a second in half
 # precision and in fp8, bytes a second of its memory; and seconds that the kernels which bring factors to fp8 add.
 _HALF, _FP8, _MEMORY, _LAUNCHES = 700e12, 1430e12, 3.5e12, 6e-6
@@ -38,17 +36,6 @@ class Product:
     inner: int
     columns: int
     reason: str | None = None
-
-
-def missing(device_type: str) -> str | None:
-    """Why products in fp8 are not for this machine, or None."""
-    if device_type != "cuda" or torch.version.hip is not None:
-        return "products in fp8 are for NVIDIA's cards; everything runs at the model's own precision"
-    found = torch.cuda.get_device_capability()
-    if found >= OLDEST_CARD:
-        return None
-    expected = ".".join(map(str, OLDEST_CARD))
-    return f"the card's compute capability is {found[0]}.{found[1]}, products in fp8 need {expected} or newer"
 
 
 def plan(module: GraphModule) -> list[Product]:
@@ -77,8 +64,8 @@ def _product(node: Node) -> Product:
     reason = None
     if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype:
         reason = f"computed in {x.dtype}, with a weight in {weight.dtype}; expected float16 or bfloat16"
-    elif columns % _MULTIPLE or inner % _MULTIPLE:
-        reason = f"a weight of {columns}x{inner}; expected multiples of {_MULTIPLE}"
+    elif columns % MULTIPLE or inner % MULTIPLE:
+        reason = f"a weight of {columns}x{inner}; expected multiples of {MULTIPLE}"
     elif gain(rows, inner, columns) <= 0:
         reason = f"{rows} rows times {columns}x{inner} would take as long or longer"
     return Product(node, rows, inner, columns, reason)
@@ -109,45 +96,15 @@ def low_precision(module: GraphModule) -> int:
             for factor, inner in ((x, product.inner), (weight, product.inner)):
                 if factor not in factors:  # query, key and value share one
                     assert isinstance(factor, Node)
-                    factors[factor] = rows_in_fp8(aten.reshape.default(Proxy(factor, tracer), [-1, inner]))
+                    factors[factor] = narrowed(aten.reshape.default(Proxy(factor, tracer), [-1, inner]), FP8)
             assert isinstance(x, Node) and isinstance(weight, Node)
             like = x.meta["val"]
             sizes = [aten.sym_size.int(Proxy(x, tracer), i) for i in range(like.dim() - 1)]
-            flat = multiply(factors[x], factors[weight], Proxy(bias, tracer) if isinstance(bias, Node) else None, like)
+            flat = times_rows(
+                factors[x], factors[weight], Proxy(bias, tracer) if isinstance(bias, Node) else None, like
+            )
             result = aten.reshape.default(flat, [*sizes, product.columns])
         result.node.meta["val"] = product.node.meta["val"]
         product.node.replace_all_uses_with(result.node)
         module.graph.erase_node(product.node)
     return len(taken)
-
-
-def rows_in_fp8(x: Any) -> tuple[Any, Any]:
-    """x (rows, inner) as fp8 and the scales (rows, 1) in float32: x is about fp8 times scale, and zeros stay zeros."""
-    wide = aten.to.dtype(x, torch.float32)
-    largest = aten.clamp_min.default(aten.amax.default(aten.abs.default(wide), [-1], True), 1e-12)
-    scale = aten.div.Tensor(largest, LARGEST)
-    within = aten.clamp.default(aten.div.Tensor(wide, scale), -LARGEST, LARGEST)
-    # the product takes rows that lie one after another
-    return aten.clone.default(aten.to.dtype(within, FP8), memory_format=torch.contiguous_format), scale
-
-
-def multiply(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: torch.Tensor) -> Any:
-    """(rows, inner) times (columns, inner) transposed, both from `rows_in_fp8`, plus bias, in the dtype of `like`.
-
-    Scales by row give bfloat16 (torch 2.11), to which a bias of another dtype is added afterwards.
-    """
-    whole = like.dtype == torch.bfloat16
-    result = aten._scaled_mm.default(
-        x[0],
-        aten.t.default(weight[0]),
-        x[1],
-        aten.t.default(weight[1]),
-        bias if whole else None,
-        None,
-        torch.bfloat16,
-        True,
-    )
-    if whole:
-        return result
-    result = aten.to.dtype(result, like.dtype)
-    return result if bias is None else aten.add.Tensor(result, bias)
