@@ -185,7 +185,7 @@ def test_a_workflow_is_benchmarked_both_ways(page: Any, filled: ComfyServer) -> 
     chart.wait_for(timeout=120_000)
     ours, eager = (float(one.removesuffix(" ms")) for one in reversed(chart.locator("dd span").all_inner_texts()))
     ratio = float(chart.inner_text().split("A step takes ")[1].split(" times")[0])
-    assert min(ours, eager) > 0 and ratio == pytest.approx(eager / ours, rel=0.05)
+    assert min(ours, eager) > 0 and ratio == pytest.approx(eager / ours, rel=0.05, abs=0.006)  # both are rounded
     browser.in_both_themes(page, ".nexfort-benchmark", "benchmark")
     page.keyboard.press("Escape")
     page.locator(".nexfort-benchmark").wait_for(state="detached")
@@ -305,7 +305,9 @@ def undo(page: Any) -> None:
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'TorchCompileModel')")
 
 
-def test_a_missing_compile_node_is_offered_a_replacement(page: Any) -> None:
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -> None:
+    browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
     page.evaluate("workflow => window.app.loadGraphData(workflow)", with_onediff())
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
     page.evaluate(REPLACE)
@@ -316,7 +318,8 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any) -> None:
     assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
     assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
     page.locator(f"{BADGE}:visible").nth(1).wait_for()
-    page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()  # and what the front end itself shows
+    if not vue:  # there the text box is among the advanced inputs, which are folded away
+        page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()
     prompt, saved = page.evaluate(SAVED)
     assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
     assert saved["inputs"][0]["link"] is not None
