@@ -184,9 +184,11 @@ def test_what_is_packed_already_stays_and_the_rest_can_follow() -> None:
 
 # ---- compiled ----------------------------------------------------------------------------------------------
 
+FEW = {"int8_dynamic", "fp8_e4m3_e5m2_dynamic_per_tensor", "fp8_e4m3_e4m3_weightonly"}  # each takes some seconds
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.large) for name in TYPES])
 def test_compiled_it_gives_its_own_picture_at_any_size(name: str) -> None:
     pipe = pipeline()
     quantised = nexfort_engine.quantize_pipe(pipe, quant_type=name)

@@ -150,10 +150,19 @@ def test_a_captured_graph_computes_eager_s_numbers_at_any_size(name: str, dtype:
     assert found["regions"] and not found["eager"]
 
 
+LOWERED = ("int8_dynamic", "fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e5m2_dynamic_per_tensor", "fp8_e4m3_e4m3_weightonly")
+# each costs a compile of several seconds
+FEW = {("int8_dynamic", torch.bfloat16), ("fp8_e4m3_e4m3_dynamic", torch.float32)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name", ["int8_dynamic", "fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e5m2_dynamic_per_tensor", "fp8_e4m3_e4m3_weightonly"]
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in FEW else pytest.mark.large)
+        for name in LOWERED
+        for dtype in DTYPES
+    ],
 )
 def test_lowered_code_computes_eager_s_numbers_at_any_size(name: str, dtype: torch.dtype) -> None:
     """Any rounding flips a digit of an input now and then: eager is then no nearer to the full product than ours.
