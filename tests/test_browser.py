@@ -169,6 +169,8 @@ def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: Com
     )
     verified.locator("details summary").click()
     assert verified.locator("tbody tr").count() == len(found["regions"]) > 2
+    ratios = [float(text.rstrip("×")) for text in verified.locator("tbody tr td:nth-child(4)").all_inner_texts()]
+    assert ratios == [pytest.approx(row["eager_ms"] / row["compiled_ms"], abs=0.006) for row in found["regions"]]
     assert verified.locator("tbody tr td:last-child").all_inner_texts() == ["equal"] * len(found["regions"])
     browser.in_both_themes(page, REPORT, "verified")
 

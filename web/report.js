@@ -114,7 +114,7 @@ function precisionLine({ region, products }) {
 function verification(told) {
   const ratio = number(told.eager_ms / told.compiled_ms, 2)
   const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
-  const numbers = ['verify.eager', 'verify.ours', 'verify.distance']
+  const numbers = ['verify.eager', 'verify.ours', 'verify.speedup', 'verify.distance']
   const headings = ['report.region', ...numbers, 'verify.judgement'].map((key) => [text(key), numbers.includes(key)])
   const lines = told.regions.map((row) =>
     element(
@@ -123,6 +123,7 @@ function verification(told) {
       element('td', {}, row.region),
       numberCell(number(row.eager_ms, 2)),
       numberCell(number(row.compiled_ms, 2)),
+      numberCell(row.compiled_ms > 0 ? `${number(row.eager_ms / row.compiled_ms, 2)}×` : ''),
       numberCell(small(row.distance)),
       element('td', { title: judgedBy(row) }, text(row.over ? 'verify.over' : row.unjudged ? 'verify.unjudged' : 'verify.equal'))
     )
