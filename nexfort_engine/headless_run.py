@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 import threading
 import time
@@ -22,6 +23,7 @@ from .headless import ComfyError, ComfyServer, failure
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
+_LONGEST_END = 3.0  # seconds that a server is listened to after the last prompt, however much it says
 _TEXT_EVENT = 3  # the binary message that carries progress text
 
 
@@ -255,9 +257,12 @@ def _listen_websocket(url: str, sink: Sink, ready: threading.Event, stop: thread
         connection = websocket.create_connection(url, timeout=0.5, http_no_proxy=["127.0.0.1"])
         ready.set()
         with contextlib.closing(connection):
-            while not stop.is_set():
-                with contextlib.suppress(websocket.WebSocketTimeoutException):
+            last = _Last(stop)
+            while not last.passed:
+                try:
                     _hand_over(connection.recv(), sink)
+                except websocket.WebSocketTimeoutException:
+                    last.quiet()
     except (OSError, websocket.WebSocketException) as error:
         _lost(error, sink, ready, stop)
 
@@ -270,16 +275,38 @@ def _listen_aiohttp(url: str, sink: Sink, ready: threading.Event, stop: threadin
     async def listen() -> None:
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as connection:
             ready.set()
-            while not stop.is_set() and not connection.closed:
-                with contextlib.suppress(asyncio.TimeoutError):
+            last = _Last(stop)
+            while not last.passed and not connection.closed:
+                try:
                     message = await connection.receive(timeout=0.5)
-                    if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
-                        _hand_over(message.data, sink)
+                except asyncio.TimeoutError:
+                    last.quiet()
+                    continue
+                if message.type in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                    _hand_over(message.data, sink)
 
     try:
         asyncio.run(listen())
     except (OSError, aiohttp.ClientError) as error:
         _lost(error, sink, ready, stop)
+
+
+class _Last:
+    """When to hang up: what was said before the stop may still be on its way, so not before a moment of quiet."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop, self._deadline, self._quiet = stop, math.inf, False
+
+    def quiet(self) -> None:
+        """Nothing came for a moment."""
+        self._quiet = self._stop.is_set()
+
+    @property
+    def passed(self) -> bool:
+        """Whether nobody has to listen any more."""
+        if self._stop.is_set() and self._deadline == math.inf:
+            self._deadline = time.monotonic() + _LONGEST_END
+        return self._quiet or time.monotonic() > self._deadline
 
 
 def _hand_over(message: str | bytes, sink: Sink) -> None:
