@@ -105,9 +105,8 @@ def conditions_of(
     guards: list[str] = []
     if env is not None:
         for symbol, bound in program.range_constraints.items():
-            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
-            ranges[str(symbol)] = [low, high]
+            ranges[str(symbol)] = [_least(env, symbol, bound), high]
         guards = _guards(env, relations(env, answers))
     conditions = Conditions(shapes, numbers, ranges, guards)
     if conditions.unbound():
@@ -147,6 +146,22 @@ def _guards(env: Any, answers: list[Any]) -> list[str]:
         if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
             found[_print(expr)] = None
     return list(found)
+
+
+def _least(env: Any, symbol: Any, bound: Any) -> int | None:
+    """The least value of a symbol that something asked for, or None.
+
+    Torch takes every size for 2 at least, and follows that up: a product of two such sizes would be 4 at least. Only
+    what was said of the symbol alone counts.
+    """
+    import sympy
+
+    least = int(bound.lower) if bound.lower.is_number else 0
+    exprs = [env.replace(guard.expr) for guard in env.guards]
+    alone = [expr for expr in exprs if getattr(expr, "free_symbols", None) == {symbol}]
+    while least > 2 and all(expr.subs(symbol, least - 1) != sympy.false for expr in alone):
+        least -= 1
+    return least if least > 2 else None
 
 
 def _dim_text(size: Any) -> Dim:

@@ -28,7 +28,7 @@ from torch import nn
 from . import modulestate, readset, strengths
 from .assumptions import SizesKeptFree, check, conditions_of, noted
 from .conditions import Conditions
-from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
+from .effects import CHANGES_GIVEN, mapping_writes, refuse_random, take_out_kept, tensors_held
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
@@ -36,13 +36,14 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, flatten_result, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
+_SLICE, _END = torch.ops.aten.slice.Tensor, 2**63 - 1
 
 
 @dataclass
@@ -102,6 +103,7 @@ class _Trace:
         self.admitted: dict[readset.Path, Any] = {}
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
         self.output: Any = None
+        self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.files: set[str] = set()  # whose code it ran through
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
@@ -162,11 +164,15 @@ class _Lifted(nn.Module):
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
-            trace.reads = shadow.reads
+            trace.reads, held = shadow.reads, tensors_held(shadow.module)
             with walked() as trace.files, SizesKeptFree(), own_operators():
                 result = shadow.module(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        except RuntimeError as error:
+            if ".numpy() is not supported" not in str(error):
+                raise
+            raise Refused("its code takes the values of a tensor out for numpy, which no graph holds") from error
         for place, strength in standing.items():
             if strength.used:
                 raise StrengthUsed(place)
@@ -174,16 +180,15 @@ class _Lifted(nn.Module):
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:
-            trace.output = flatten(result, flat)
+            trace.output = flatten_result(result, flat)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
-        if flat.mappings:
-            raise Refused("it returns a mapping")
         if not flat.tensors:
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
-        return flat.tensors
+        trace.kept = [t for key, t in tensors_held(shadow.module).items() if key not in held]
+        return flat.tensors + trace.kept
 
 
 def capture(
@@ -302,7 +307,9 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(n.target) for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    """The operators on tensors, without slices that take all there is: only indexing by plain numbers leaves those."""
+    tensors = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [str(n.target) for n in tensors if not (n.target is _SLICE and n.args[2:] == (0, _END))]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
@@ -319,6 +326,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
+    take_out_kept(graph, len(trace.kept))
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):

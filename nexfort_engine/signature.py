@@ -65,6 +65,25 @@ def flatten(value: Any, into: Flat) -> Any:
     return _flatten_object(value, into)
 
 
+def flatten_result(value: Any, into: Flat) -> Any:
+    """Flatten what a block returns: as `flatten`, and a new dict by its keys. Raises Unsupported.
+
+    A mapping that the block was given comes back as itself to the caller, which no copy can be.
+    """
+    if type(value) is dict and all(type(key) is str for key in value):
+        return (dict, tuple(value), *[flatten_result(v, into) for v in value.values()])
+    if isinstance(value, dict):
+        raise Unsupported(
+            "a mapping that it was given" if type(value) is Recording else "a mapping with other keys than text"
+        )
+    if type(value) in (list, tuple):
+        return (type(value), *[flatten_result(v, into) for v in value])
+    spec, found = flatten(value, into), len(into.mappings)
+    if found:
+        raise Unsupported("an object that holds a mapping")
+    return spec
+
+
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], into: Flat) -> Any:
     """Flatten the arguments of a call. Raises Unsupported, naming the argument's type."""
     return (len(args), tuple(kwargs), *[flatten(v, into) for v in args], *[flatten(v, into) for v in kwargs.values()])
@@ -111,6 +130,8 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
         return tuple(items) if any(type(i) is not int for i in items) else kind(items)
     if isinstance(kind, type) and issubclass(kind, tuple):
         return kind(*[unflatten(s, leaves) for s in spec[1:]])
+    if kind is dict:
+        return {name: unflatten(part, leaves) for name, part in zip(spec[1], spec[2:], strict=True)}
     new = kind.__new__(kind)
     for name, part in zip(spec[1], spec[2:], strict=True):
         object.__setattr__(new, name, unflatten(part, leaves))
