@@ -24,6 +24,11 @@ from .readset import Refused
 _TORCH = str(Path(torch.__file__).parent)
 # the way from a comparison in the block's code to the shape environment
 _BETWEEN = (f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py")
+# export exchanges `max` and `min` for functions of its own
+_BETWEEN += (f"{_TORCH}/_export/non_strict_utils.py",)
+
+_SYMBOLS = f"{_TORCH}/fx/experimental/"
+_SLICES = f"{_TORCH}/_subclasses/fake_impls.py"
 
 
 @contextlib.contextmanager
@@ -39,7 +44,7 @@ def noted() -> Iterator[list[tuple[Any, Any, Any]]]:
 
     def evaluate_expr(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, expr, *args, **kwargs)
-        if asked_by_block(sys._getframe(1)):
+        if asked_by_block(sys._getframe(1)) or asked_for_a_slice(sys._getframe(1)):
             answers.append((self, expr, answer))
         return answer
 
@@ -75,6 +80,13 @@ def asked_by_block(frame: Any) -> bool:
         through_python |= frame.f_code.co_filename == _BETWEEN[0]
         frame = frame.f_back
     return through_python and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+
+
+def asked_for_a_slice(frame: Any) -> bool:
+    """Whether torch asked where a slice begins or ends: what is past the end is cut off, so its answers matter."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _SLICES and "slice" in frame.f_code.co_name
 
 
 def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,7 +37,7 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, fields_of, flatten, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
@@ -129,9 +130,8 @@ def _contents(value: Any) -> Any:
         return [_contents(v) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
         return id(value)
-    if not hasattr(value, "__dict__"):
-        return id(value)
-    return [(k, _contents(v)) for k, v in value.__dict__.items()]
+    fields = fields_of(value)
+    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
 
 
 class _Lifted(nn.Module):
@@ -302,7 +302,11 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(n.target) for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    """What is computed. For plain a and b alone `[:, a:b]` has one more slice, which takes all of its dimension."""
+    nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [
+        str(n.target) for n in nodes if n.target is not torch.ops.aten.slice.Tensor or n.args[2:] != (0, sys.maxsize)
+    ]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
