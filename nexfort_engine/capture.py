@@ -164,7 +164,8 @@ class _Lifted(nn.Module):
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads = shadow.reads
             with walked() as trace.files, SizesKeptFree(), own_operators():
-                result = shadow.module(*args, **kwargs)
+                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
+                result = shadow.module.forward(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         for place, strength in standing.items():
@@ -207,12 +208,17 @@ def capture(
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
-            program = _export(trace, dynamic, dynamic)
+            try:
+                program = _export(trace, dynamic, dynamic)
+            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
+                if not (dynamic and example.ints):
+                    raise
+                program = None
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
                 other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
-                if _tensor_ops(program) != _tensor_ops(fixed):
+                if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
         return _finish(program, trace)
     except Exception as error:
@@ -302,11 +308,11 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    """What is computed. For plain a and b alone `[:, a:b]` has one more slice, which takes all of its dimension."""
+    """What is computed. Indexing with plain numbers leaves slices of everything and aliases behind, others do not."""
+    aten = torch.ops.aten
     nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return [
-        str(n.target) for n in nodes if n.target is not torch.ops.aten.slice.Tensor or n.args[2:] != (0, sys.maxsize)
-    ]
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    return [str(n.target) for n in nodes if n not in whole and n.target is not aten.alias.default]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:

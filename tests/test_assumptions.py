@@ -95,6 +95,29 @@ def test_a_slice_that_ends_past_the_end_is_another_one(cut: Any) -> None:
     assert probe.agrees(x(3, 8), 11) and not probe.agrees(x(2, 6), 3)
 
 
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda b, h, n: h[:, n],
+        lambda b, h, n: h[:, -n],
+        lambda b, h, n: h[:, 5] * n,
+        lambda b, h, n: h.topk(n, 1)[0],
+        lambda b, h, n: h.sum() + torch.arange(n, h.shape[1] + 2),
+    ],
+)
+def test_what_is_not_there_is_refused_as_in_eager(pick: Any) -> None:
+    probe = Probe(block_of(pick), x(2, 8), 3)
+    assert probe.agrees(x(3, 9), 5)
+    for length in (3, 6, 12):
+        for n in (2, 4, 7, 11, -3):
+            probe.agrees(x(2, length), n)
+
+
+def test_a_number_whose_kind_is_asked_is_fixed_where_nothing_else_works() -> None:
+    probe = Probe(block_of(lambda b, h, n: h * (n if isinstance(n, int) else n.min())), x(), 24)
+    assert probe.agrees(x(3, 9), 24) and not probe.agrees(x(), 25)
+
+
 def test_a_number_that_ends_a_slice_may_vary() -> None:
     def modulated(b: Any, h: T, parts: list[tuple[int, int, int]]) -> T:
         h = h.clone()
