@@ -23,10 +23,10 @@ from .readset import Refused
 
 _TORCH = str(Path(torch.__file__).parent)
 # the way from a comparison in the block's code to the shape environment
-_BETWEEN = (f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py")
-# export exchanges `max` and `min` for functions of its own
-_BETWEEN += (f"{_TORCH}/_export/non_strict_utils.py",)
-
+_BETWEEN = (
+    *(f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py"),
+    f"{_TORCH}/_export/non_strict_utils.py",  # export exchanges `max` and `min` for functions of its own
+)
 _SYMBOLS = f"{_TORCH}/fx/experimental/"
 _SLICES = f"{_TORCH}/_subclasses/fake_impls.py"
 _PLACES = ("slice_forward", "_compute_slice_index", "meta_select")

@@ -208,18 +208,19 @@ def capture(
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
+            program: torch.export.ExportedProgram | None = None
             try:
                 program = _export(trace, dynamic, dynamic)
             except (AttributeError, TypeError):  # what stands for a number has not all that a number has
                 if not (dynamic and example.ints):
                     raise
-                program = None
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
                 other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
                 if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
+        assert program is not None, "what failed was raised"
         return _finish(program, trace)
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
