@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,14 +37,13 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, flatten_result, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
-_SLICE, _END = torch.ops.aten.slice.Tensor, 2**63 - 1
 
 
 @dataclass
@@ -90,7 +90,14 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        example: Example,
+        weights: list[torch.Tensor] | None,
+        hidden: Hidden,
+        twins: Sequence[nn.Module] = (),
+    ) -> None:
         self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
         self.parts = Parts.of(given)  # None: all of them are plain
@@ -109,7 +116,7 @@ class _Trace:
         self._modules = dict(block.named_modules())
         self.strengths = [
             (path, name, keys)
-            for path, name, keys in strengths.places(block)
+            for path, name, keys in strengths.places(block, twins)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
@@ -131,9 +138,8 @@ def _contents(value: Any) -> Any:
         return [_contents(v) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
         return id(value)
-    if not hasattr(value, "__dict__"):
-        return id(value)
-    return [(k, _contents(v)) for k, v in value.__dict__.items()]
+    fields = fields_of(value)
+    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
 
 
 class _Lifted(nn.Module):
@@ -166,7 +172,8 @@ class _Lifted(nn.Module):
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads, held = shadow.reads, tensors_held(shadow.module)
             with walked() as trace.files, SizesKeptFree(), own_operators():
-                result = shadow.module(*args, **kwargs)
+                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
+                result = shadow.module.forward(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         except RuntimeError as error:
@@ -198,27 +205,34 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
+    twins: Sequence[nn.Module] = (),
 ) -> Captured:
     """Capture one block at one example call.
 
-    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow; twins: see places.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {})
+    trace = _Trace(module, example, weights, hidden or {}, twins)
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
-            program = _export(trace, dynamic, dynamic)
+            program: torch.export.ExportedProgram | None = None
+            try:
+                program = _export(trace, dynamic, dynamic)
+            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
+                if not (dynamic and example.ints):
+                    raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {})
+                other = _Trace(module, example, weights, hidden or {}, twins)
                 fixed = _export(other, dynamic, False)
-                if _tensor_ops(program) != _tensor_ops(fixed):
+                if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
+        assert program is not None, "what failed was raised"
         return _finish(program, trace)
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
@@ -307,9 +321,11 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    """The operators on tensors, without slices that take all there is: only indexing by plain numbers leaves those."""
-    tensors = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return [str(n.target) for n in tensors if not (n.target is _SLICE and n.args[2:] == (0, _END))]
+    """What is computed. Indexing with plain numbers leaves slices of everything and aliases behind, others do not."""
+    aten = torch.ops.aten
+    nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    return [str(n.target) for n in nodes if n not in whole and n.target is not aten.alias.default]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:

@@ -104,11 +104,26 @@ def _flatten_object(value: Any, into: Flat) -> Any:
         return (kind, *[flatten(v, into) for v in value])
     if isinstance(value, torch.nn.Module) or callable(value) or isinstance(value, (torch.Generator, Mapping)):
         raise Unsupported(f"an argument of type {kind.__qualname__}, which is neither data nor a plain value")
-    fields = getattr(value, "__dict__", None)
+    fields = fields_of(value)
     if fields is None or not (dataclasses.is_dataclass(value) or kind.__module__ != "builtins"):
         raise Unsupported(f"an argument of type {kind.__qualname__}, whose content cannot be listed")
     names = tuple(fields)
     return (kind, names, *[flatten(fields[n], into) for n in names])
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, those in slots too; None if it may hold what cannot be seen from Python."""
+    own = getattr(value, "__dict__", None)
+    kinds = [kind for kind in type(value).__mro__[:-1] if "__slots__" in vars(kind)]
+    if own is None and len(kinds) < len(type(value).__mro__) - 1:
+        return None
+    slots = [vars(kind)["__slots__"] for kind in kinds]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some) if name != "__dict__"]
+    if not names:
+        return own
+    if any(name.startswith("__") for name in names):  # stored under another name
+        return None
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **(own or {})}
 
 
 def unflatten(spec: Any, leaves: Leaves) -> Any:
