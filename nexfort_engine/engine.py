@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import pool
+from . import byparts, pool
 from .artefact import Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
@@ -252,8 +252,15 @@ class Engine:
             placed.append(self.root)
         began = time.perf_counter()
         try:
-            with backend_scope(**self.config.backend_flags()), entered(session):
+            with contextlib.ExitStack() as scopes:
+                first = counted and instead is None and self.report.calls == 0
+                found = scopes.enter_context(byparts.watching(session, self._regions())) if first else []
+                scopes.enter_context(backend_scope(**self.config.backend_flags()))
+                scopes.enter_context(entered(session))
                 yield session
+            for region in found:
+                self.report.eager(region.path, byparts.REASON)
+                self.graphs = None  # nothing compares what their code reads
         finally:
             for module in placed:
                 _displace(module)

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "lower": ("lower", "passes", "precision", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
     "dispatch": ("dispatch", "build", "finding", "background", "planning", "cudagraph", "rehearsal", "verify"),
-    "engine": ("engine",),
+    "engine": ("engine", "byparts"),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),
     "command": (

@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from backbones import BACKBONES, make  # noqa: E402
-from subjects import names  # noqa: E402
+from subjects import graphs_as_they_are, names  # noqa: E402
 from torch import nn  # noqa: E402
 
+import nexfort_engine  # noqa: E402
 from nexfort_engine import regions as regions_module  # noqa: E402
 from nexfort_engine.modulestate import structure  # noqa: E402
 from nexfort_engine.regions import RegionSpec, find_regions  # noqa: E402
@@ -192,3 +193,32 @@ def test_more_blocks_make_no_more_kinds(host: str) -> None:
     (two, count_two), (twelve, count_twelve) = kinds(2), kinds(12)
     assert twelve == two
     assert count_twelve >= count_two + 10
+
+
+class ByParts(nn.Module):
+    """Its blocks have a forward that it may not call; some it has no use for."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks, self.spare = nn.ModuleList([Part(), Part()]), nn.ModuleList([Part(), Part()])
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = {"called": block, "forward": block.forward, "parts": lambda x: block.down(block.up(x))}[self.way](x)  # noqa: B023
+        return x
+
+
+@pytest.mark.parametrize(("way", "named"), [("called", []), ("forward", []), ("parts", ["blocks.0", "blocks.1"])])
+@torch.inference_mode()
+def test_a_region_that_is_not_called_itself_is_named(way: str, named: list[str]) -> None:
+    net = ByParts(way).eval().requires_grad_(False)
+    x = torch.randn(2, 8)
+    with graphs_as_they_are():
+        compiled = nexfort_engine.compile(net)
+        for _ in range(2):
+            assert torch.allclose(compiled(x), net(x), atol=1e-5)
+    told = compiled.report.as_dict()
+    assert [row["region"] for row in told["eager"]] == named
+    assert all("not called itself" in row["reason"] for row in told["eager"])
+    assert bool(told["artefacts"]) is not bool(named)

@@ -33,6 +33,7 @@ NOT_SHAPING = frozenset(
         *(
             "__init__",
             "__main__",
+            "byparts",
             "cache",
             "clear_cache",
             "cli",

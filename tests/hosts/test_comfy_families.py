@@ -20,6 +20,7 @@ pytestmark = [
 NOT_ATTENTION_S = {"ernie", "hydit", "hunyuan3d_21", "ace_step15", "seedvr2"}  # they hand no options to attention
 ONE_SHAPE = {"hunyuan_video_masked"}  # its mask is the same for every row, so that a batch can not be doubled to plan
 VIDEOS_ARE_ROWS = {"svd"}  # one video in the first call: how many there are is then a number of the capture
+ROWS_ARE_PAIRS = {"seedvr2"}  # prompt and no prompt
 
 
 def _compiled(name: str, blocks: int = 2, **first: Any) -> Subject:
@@ -59,7 +60,7 @@ def test_regions_cover_it_and_the_report_names_what_they_do_not(name: str) -> No
 
 
 def test_other_sizes_lengths_and_batches_need_nothing_new(name: str) -> None:
-    if name in ONE_SHAPE | VIDEOS_ARE_ROWS:
+    if name in ONE_SHAPE | VIDEOS_ARE_ROWS | ROWS_ARE_PAIRS:
         pytest.skip("its first call can not stand for others, see above")
     kind = FAMILIES[name]
     made = _compiled(name, batch=1)
