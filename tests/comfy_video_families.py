@@ -107,8 +107,8 @@ ROWS = [
     ),
     video(
         "hunyuan_video_i2v",
-        made("hunyuan_video.model.HunyuanVideo", **_HUNYUAN_VIDEO),
-        called(guiding_frame_index=each(0.0), **_HUNYUAN_VIDEO_CALL),
+        made("hunyuan_video.model.HunyuanVideo", **{**_HUNYUAN_VIDEO, "guidance_embed": False}),
+        called(guiding_frame_index=each(0.0), y=pooled(8)),
     ),
     video("wan_i2v", made("wan.model.WanModel", **_I2V), called(1000.0, channels=8, **_CLIP)),
     video("wan_phantom", made("wan.model.WanModel", **_WAN), called(1000.0, time_dim_concat=frames(4, 2))),
