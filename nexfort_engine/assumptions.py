@@ -23,13 +23,7 @@ from .readset import Refused
 
 _TORCH = str(Path(torch.__file__).parent)
 # the way from a comparison in the block's code to the shape environment
-_BETWEEN = (
-    *(f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py"),
-    f"{_TORCH}/_export/non_strict_utils.py",  # export exchanges `max` and `min` for functions of its own
-)
-_SYMBOLS = f"{_TORCH}/fx/experimental/"
-_SLICES = f"{_TORCH}/_subclasses/fake_impls.py"
-_PLACES = ("slice_forward", "_compute_slice_index", "meta_select")
+_BETWEEN = (f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py")
 
 
 @contextlib.contextmanager
@@ -45,7 +39,7 @@ def noted() -> Iterator[list[tuple[Any, Any, Any]]]:
 
     def evaluate_expr(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, expr, *args, **kwargs)
-        if asked_by_block(sys._getframe(1)) or asked_in_earnest(sys._getframe(1)):
+        if asked_by_block(sys._getframe(1)):
             answers.append((self, expr, answer))
         return answer
 
@@ -83,15 +77,6 @@ def asked_by_block(frame: Any) -> bool:
     return through_python and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
 
 
-def asked_in_earnest(frame: Any) -> bool:
-    """Whether torch asked what changes the result: eager would raise, or a slice would be cut off at the end."""
-    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
-        if frame.f_code.co_name == "expect_true":
-            return True
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _SLICES and frame.f_code.co_name.endswith(_PLACES)
-
-
 def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
     """The noted answers of one shape environment as relations that held at capture."""
     import sympy
@@ -120,28 +105,14 @@ def conditions_of(
     guards: list[str] = []
     if env is not None:
         for symbol, bound in program.range_constraints.items():
+            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
-            ranges[str(symbol)] = [_least(env, symbol, bound), high]
-        guards = _guards(env, relations(env, answers) + _inside(program, env))
+            ranges[str(symbol)] = [low, high]
+        guards = _guards(env, relations(env, answers))
     conditions = Conditions(shapes, numbers, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
-
-
-def _inside(program: torch.export.ExportedProgram, env: Any) -> list[Any]:
-    """That single indices lie within the sizes: eager would raise, and the trace does not ask."""
-    import sympy
-
-    found = []
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.select.int:
-            tensor, dim, index = node.args
-            size = tensor.meta["val"].shape[dim]
-            index = index.meta["val"] if isinstance(index, Node) else index
-            size, index = (v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (size, index))
-            found += [env.replace(index < size), env.replace(index >= -size)]
-    return found
 
 
 def check(conditions: Conditions, shapes: list[torch.Size], ints: list[int]) -> None:
@@ -176,22 +147,6 @@ def _guards(env: Any, answers: list[Any]) -> list[str]:
         if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
             found[_print(expr)] = None
     return list(found)
-
-
-def _least(env: Any, symbol: Any, bound: Any) -> int | None:
-    """The least value of a symbol that something asked for, or None.
-
-    Torch takes every size for 2 at least, and follows that up: a product of two such sizes would be 4 at least. Only
-    what was said of the symbol alone counts.
-    """
-    import sympy
-
-    least = int(bound.lower) if bound.lower.is_number else 0
-    exprs = [env.replace(guard.expr) for guard in env.guards]
-    alone = [expr for expr in exprs if getattr(expr, "free_symbols", None) == {symbol}]
-    while least > 2 and all(expr.subs(symbol, least - 1) != sympy.false for expr in alone):
-        least -= 1
-    return least if least > 2 else None
 
 
 def _dim_text(size: Any) -> Dim:
