@@ -149,7 +149,7 @@ def profile(run: Callable[[], Any]) -> None:
 
 def main() -> int:
     """Print what the device is."""
-    from nexfort_engine.precision import missing
+    from nexfort_engine.quant.products import missing
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     print(json.dumps({"type": kind, "gpu": name(), "torch": torch.__version__, "no_fp8": missing(kind) or ""}))
