@@ -276,7 +276,7 @@ class StepGraphs:
             slot.copy_(tensor)
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
-        fits, problem = False, None
+        session.capturing, fits, problem = True, False, None
         self._steps.pop(key, None)  # until it is there
         try:
             # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
@@ -290,6 +290,7 @@ class StepGraphs:
                 except BaseException as error:
                     # what was made belongs to the graph: it has to go while that is captured, a cancel included
                     problem = without_frames(error)
+            session.capturing = False
             if problem is not None:
                 raise problem
             if session.ran_eager or session.fetched or not fits:
@@ -299,6 +300,7 @@ class StepGraphs:
             self._steps[key] = step
             return result
         except Exception as error:
+            session.capturing = False
             if isinstance(error, self.engine.stops()):
                 raise
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)

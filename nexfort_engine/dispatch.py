@@ -112,6 +112,8 @@ class Region:
         except torch.OutOfMemoryError:
             raise  # the host has its own remedies: unloading, tiling
         except Exception as error:
+            if session.capturing:
+                raise  # the capture is over, and the step runs region by region
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)

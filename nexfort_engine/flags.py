@@ -8,7 +8,6 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -16,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+
+from .held import HELD
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ _SNAPSHOT_PREFIXES = ("TORCH", "TRITON", "INDUCTOR", "NEXFORT", "PYTORCH", "CUBL
 # Inductor's settings and the environment belong to the process, so two scopes with different directories must
 # not overlap. Re-entrant, because loading one artefact may lower another.
 _inductor_lock = threading.RLock()
-_backend_lock = threading.Lock()
 _watch_lock = threading.Lock()
 _watched: dict[tuple[Any, str], tuple[Callable[..., Any], dict[int, list[Any]]]] = {}
 _unsupported: set[str] = set()
@@ -112,9 +112,7 @@ def tracing_scope() -> Iterator[None]:
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
-        if gc.isenabled():
-            gc.disable()
-            stack.callback(gc.enable)
+        stack.enter_context(without_collection())
         for module, name, value in replaced:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
@@ -260,15 +258,21 @@ def backend_scope(
         "matmul_allow_tf32": matmul_allow_tf32,
         "conv_allow_tf32": conv_allow_tf32,
     }
-    entered: list[tuple[str, object]] = []
-    try:
+    with ExitStack() as stack:
         for name, value in wanted.items():
             if value is not None:
-                entered.append((name, _HELD[name].enter(value)))
+                stack.callback(HELD[name].leave, HELD[name].enter(value))
+        yield
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected inside the block: finalizers are code of others, and run wherever the thread is."""
+    ticket = HELD["collection"].enter(False)
+    try:
         yield
     finally:
-        for name, ticket in reversed(entered):
-            _HELD[name].leave(ticket)
+        HELD["collection"].leave(ticket)
 
 
 def snapshot(*, compiler: bool = False) -> dict[str, object]:
@@ -323,89 +327,6 @@ def _known(module: Any, options: Mapping[str, object]) -> dict[str, object]:
 def _patched(module: Any, options: Mapping[str, object]) -> Iterator[None]:
     with module.patch(_known(module, options)):
         yield
-
-
-class _Held:
-    """One process-wide flag held by any number of overlapping scopes; the latest still open decides."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self._read, self._write = read, write
-        self._open: dict[object, bool] = {}
-        self._before: Any = None
-
-    def enter(self, value: bool) -> object:
-        ticket = object()
-        with _backend_lock:
-            if not self._open:
-                self._before = self._read()
-            self._write(value)
-            self._open[ticket] = value
-        return ticket
-
-    def leave(self, ticket: object) -> None:
-        with _backend_lock:
-            del self._open[ticket]
-            self._write(next(reversed(self._open.values())) if self._open else self._before)
-
-
-def _read_cudnn() -> bool:
-    import torch
-
-    return torch.backends.cudnn.benchmark
-
-
-def _write_cudnn(value: bool) -> None:
-    import torch
-
-    torch.backends.cudnn.benchmark = value
-
-
-def _read_tf32() -> tuple[bool | None, str | None]:
-    import torch
-
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    try:
-        return matmul.allow_tf32, precision
-    except RuntimeError:  # the user set it through fp32_precision only, and the older switch cannot be read then
-        return None, precision
-
-
-def _write_tf32(value: bool | tuple[bool | None, str | None]) -> None:
-    import torch
-
-    matmul = torch.backends.cuda.matmul
-    if isinstance(value, tuple):
-        legacy, precision = value
-        if legacy is not None:
-            matmul.allow_tf32 = legacy
-        if precision is not None:  # after the older switch, which would leave "ieee" where "none" was
-            matmul.fp32_precision = precision
-    else:
-        matmul.allow_tf32 = value
-
-
-def _read_conv_tf32() -> bool | None:
-    import torch
-
-    try:
-        return torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # as with products: the user set it through fp32_precision only
-        return None
-
-
-def _write_conv_tf32(value: bool | None) -> None:
-    import torch
-
-    if value is not None:
-        torch.backends.cudnn.allow_tf32 = value
-
-
-_HELD = {
-    "conv_benchmark": _Held(_read_cudnn, _write_cudnn),
-    "matmul_allow_tf32": _Held(_read_tf32, _write_tf32),
-    "conv_allow_tf32": _Held(_read_conv_tf32, _write_conv_tf32),
-}
 
 
 def _torch_getters() -> dict[str, Any]:

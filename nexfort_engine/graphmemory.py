@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .driver import trim_graph_memory
+from .flags import without_collection
 
 log = logging.getLogger("nexfort")
 
@@ -44,7 +45,8 @@ class GraphMemory:
         with _lock:
             _capturing += 1
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # what is collected may be another engine's graph, and ending one ends a capture that is under way
+            with without_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 yield
         finally:
             with _lock:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -216,6 +217,47 @@ def test_what_is_put_on_the_network_later_is_seen(pair):
         for _ in range(2):
             module.blocks[1].up.weight.data = module.blocks[1].up.weight.data.t().contiguous().t()
             assert close(compiled(*given), module(*given))
+
+
+def test_graphs_that_are_garbage_do_not_go_while_another_is_captured():
+    given = inputs(2, 16, 9)
+    old, new = ({"compiled": nexfort_engine.compile(Backbone().cuda().eval().requires_grad_(False))} for _ in range(2))
+    thresholds = gc.get_threshold()
+    with torch.inference_mode():
+        for _ in range(3):
+            old["compiled"](*given)
+        for _ in range(2):
+            new["compiled"](*given)
+        gc.collect()
+        old["itself"] = old
+        del old
+        gc.set_threshold(1, 1, 1)
+        try:
+            new["compiled"](*given)
+        finally:
+            gc.set_threshold(*thresholds)
+    engine = new["compiled"]._nexfort_engine
+    assert any(step.graph is not None for step in engine.graphs._steps.values())
+    assert not new["compiled"].report.as_dict()["eager"]
+
+
+def test_a_region_that_fails_while_it_is_captured_stays_compiled(pair, monkeypatch):
+    from nexfort_engine.artefact import Binding
+
+    module, compiled = pair
+    given, run = inputs(2, 18, 10), Binding.run
+
+    def failing(*args):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the capture is over")
+        return run(*args)
+
+    monkeypatch.setattr(Binding, "run", failing)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert close(compiled(*given), module(*given))
+    report = compiled.report.as_dict()
+    assert not report["eager"] and any("the capture is over" in note for note in report["notes"])
 
 
 def test_expanded_inputs_run_region_by_region(pair):

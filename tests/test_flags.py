@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -250,3 +251,24 @@ def test_the_first_look_at_inductor_leaves_the_environment_alone(tmp_path):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in names}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=env, cwd=Path(__file__).parents[1])
+
+
+def test_garbage_waits_until_the_last_of_overlapping_scopes_is_left():
+    first, second = flags.without_collection(), flags.without_collection()
+    first.__enter__()
+    second.__enter__()
+    assert not gc.isenabled()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_a_process_that_collects_nothing_itself_is_left_so():
+    gc.disable()
+    try:
+        with flags.without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
