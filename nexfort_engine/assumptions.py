@@ -160,3 +160,29 @@ def _print(expr: Any) -> str:
     from torch.utils._sympy.printers import PythonPrinter
 
     return PythonPrinter().doprint(expr)
+
+
+_COUNTED = 2**31 - 1
+
+
+class Limits:
+    """How large the tensors of a graph may get that is lowered from here on: what 32 bits count.
+
+    Nearly every kernel for a GPU is made for that and would read and write elsewhere beyond. The rest of what lowering
+    takes for granted about sizes chooses between equal results, as with `_guards`.
+    """
+
+    def __init__(self, inputs: list[Any]) -> None:
+        sizes = [size for value in inputs for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+        self._env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+        self._known = len(self._env.guards) if self._env is not None else 0
+
+    def texts(self) -> list[str]:
+        """The relations, as conditions have them."""
+        import sympy
+
+        if self._env is None:
+            return []
+        found = [self._env.replace(guard.expr) for guard in self._env.guards[self._known :]]
+        limits = [expr for expr in found if isinstance(expr, sympy.Le) and expr.rhs == _COUNTED and expr.free_symbols]
+        return list(dict.fromkeys(_print(expr) for expr in limits))

@@ -221,7 +221,7 @@ class Engine:
         """Why a call runs without regions: a reason, "" where the user asked for it, None if it does not."""
         if self.config.disable or disabled():
             return ""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or _exported_here()):
             return "it is being traced by torch.compile or torch.export"
         if torch.is_grad_enabled() and _requires_grad(self.root, args, kwargs or {}):
             return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
@@ -291,6 +291,13 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
     return value
+
+
+def _exported_here() -> bool:
+    """Whether this thread is inside torch.export; the flag that says so is set for all threads of the process."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return bool(_get_current_dispatch_mode_stack())  # its fake tensors are a mode of the thread that traces
 
 
 def _requires_grad(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

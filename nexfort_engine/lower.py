@@ -11,6 +11,7 @@ This file does not decide what is lowered (dispatch.py) nor where it is kept (ca
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import shutil
 import tempfile
@@ -22,8 +23,10 @@ from typing import Any
 
 import torch
 
+from .assumptions import Limits
 from .capture import Captured
 from .choices import whole_rows
+from .conditions import Conditions
 from .cpu_probe import remembered_probes
 from .flags import inductor_scope
 from .passes import PASSES, split
@@ -31,6 +34,7 @@ from .passes import PASSES, split
 log = logging.getLogger("nexfort")
 
 CONSTANTS = "constants.safetensors"
+_LIMITS = "limits.json"
 Loaded = Callable[[list[Any]], Any]
 
 
@@ -91,11 +95,14 @@ def lower_graph(
     payload.mkdir(parents=True, exist_ok=True)
     from torch._inductor import standalone_compile
 
-    rows = whole_rows() if own.get("whole_rows") else nullcontext()
+    rows, limits = whole_rows() if own.get("whole_rows") else nullcontext(), Limits(inputs)
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
+    texts = limits.texts()
+    if texts:
+        (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks"):
         shutil.rmtree(payload / name, ignore_errors=True)
@@ -104,6 +111,23 @@ def lower_graph(
 
         tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
         save_file(tensors, str(payload / CONSTANTS))
+
+
+def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
+    """Move what says how large tensors may get from the payload to the conditions in its manifest.
+
+    Raises LoweringFailed where that cannot be checked.
+    """
+    file = payload / _LIMITS
+    if not file.exists():
+        return
+    texts = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    conditions = manifest["conditions"]
+    conditions["guards"] = [*conditions["guards"], *(t for t in texts if t not in conditions["guards"])]
+    free = Conditions(**conditions).unbound()
+    if free:
+        raise LoweringFailed(f"its kernels count in 32 bits, and these sizes no input has alone: {sorted(free)}")
 
 
 def measures(options: Mapping[str, object]) -> bool:

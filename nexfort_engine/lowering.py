@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ def _submit(
         try:
             with stack:
                 if problem is None:
-                    job.entry = job.store.commit(job.primary, staged, manifest)
+                    _commit(job, staged, manifest)
                 else:
                     job.problem = _failed("lowering", problem)
         except Exception as error:
@@ -231,4 +232,9 @@ def _submit(
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:
     with job.store.stage() as staged:
         lower.lower(captured, staged / "payload", options)
-        job.entry = job.store.commit(job.primary, staged, manifest)
+        _commit(job, staged, manifest)
+
+
+def _commit(job: Job, staged: Path, manifest: dict[str, Any]) -> None:
+    lower.take_limits(staged / "payload", manifest)
+    job.entry = job.store.commit(job.primary, staged, manifest)

@@ -537,6 +537,35 @@ def test_threads_that_start_together_make_each_artefact_once(tmp_path: Path) -> 
     assert not engine._installed
 
 
+def test_a_step_beside_an_export_in_another_thread_runs_compiled(tmp_path: Path) -> None:
+    """Torch says for the whole process that something is exported; in the thread that does it the block is plain."""
+    pair, inside, seen = Pair(Net(), tmp_path), threading.Event(), threading.Event()
+    pair.agrees(x())
+    before = pair.report.as_dict()["calls"]
+
+    class Waits(nn.Module):
+        def forward(self, h: T) -> T:
+            found = pair.compiled(h)
+            inside.set()
+            assert seen.wait(60)
+            return found
+
+    def export() -> None:
+        with torch.no_grad():
+            torch.export.export(Waits(), (x(),), strict=False)
+
+    beside = threading.Thread(target=export)
+    beside.start()
+    assert inside.wait(60)
+    traced = pair.report.as_dict()["eager"]
+    assert [row["reason"] for row in traced] == ["it is being traced by torch.compile or torch.export"]
+    pair.agrees(x(3))
+    seen.set()
+    beside.join(60)
+    data = pair.report.as_dict()
+    assert data["eager"] == traced and data["calls"] == before + 1
+
+
 def test_an_engine_starts_from_what_another_one_stored(pair: Pair) -> None:
     again = Pair(pair.net, pair.engine.store.root)
     new = again.agrees(x(3, 9))

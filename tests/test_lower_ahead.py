@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 import torch
 from gpu_blocks import BLOCKS, OPTIONS, lowered
 
-from nexfort_engine import flags
+from nexfort_engine import flags, lower
+from nexfort_engine.conditions import Conditions, names
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():
@@ -54,6 +56,23 @@ def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
     assert "_scaled_dot_product_flash_attention" in call
     assert "4096" not in call
     assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
+
+
+def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Path], tmp_path: Path) -> None:
+    """They count in 32 bits, and carry no check of it."""
+    folder = tmp_path / "payload"
+    shutil.copytree(payloads["transformer"], folder)
+    symbols = json.loads((folder / "limits.json").read_text())
+    batch, length = (name for name in sorted(names(" + ".join(f"({text})" for text in symbols))))
+    manifest = {"conditions": Conditions([[batch, length, 128]]).as_json()}
+    lower.take_limits(folder, manifest)
+    assert not (folder / "limits.json").exists()
+    taken = Conditions(**manifest["conditions"])
+    assert taken.broken([(2, 4096, 128)]) is None and taken.broken([(1, 2**20, 128)]) is None
+    assert "2147483647" in (taken.broken([(2**12, 2**12, 128)]) or "")
+    (folder / "limits.json").write_text('["u0 <= 3"]')
+    with pytest.raises(lower.LoweringFailed, match="u0"):
+        lower.take_limits(folder, manifest)
 
 
 def test_low_precision_multiplies_in_fp8(payloads: dict[str, Path]) -> None:
