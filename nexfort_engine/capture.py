@@ -164,9 +164,14 @@ class _Lifted(nn.Module):
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads = shadow.reads
             with walked() as trace.files, SizesKeptFree(), own_operators():
-                result = shadow.module(*args, **kwargs)
+                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
+                result = shadow.module.forward(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        except RuntimeError as error:
+            if ".numpy() is not supported" not in str(error):
+                raise
+            raise Refused("its code takes the values of a tensor out for numpy, which no graph holds") from error
         for place, strength in standing.items():
             if strength.used:
                 raise StrengthUsed(place)

@@ -40,6 +40,11 @@ def test_nested_arguments_and_results_keep_their_kinds() -> None:
     assert type(found) is tuple and type(found[1]) is list and found[1][1:] == [None, 0.5]
 
 
+def test_an_argument_may_be_called_as_the_tracer_calls_its_own() -> None:
+    probe = Probe(block_of(lambda b, h, mod, self_=None, module=None: b.linear(h) * mod), x(), mod=x(1, 1), module=None)
+    assert probe.agrees(x(3), mod=x(1, 1, seed=3), module=None)
+
+
 def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> None:
     probe = Probe(block_of(lambda b, h: h * torch.tensor([0.5] * 8)), x())
     assert [c.tolist() for c in probe.captured.constants] == [[0.5] * 8]
