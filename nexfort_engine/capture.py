@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from . import modulestate, readset, strengths
-from .assumptions import SizesKeptFree, check, conditions_of, noted
+from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, noted
 from .conditions import Conditions
 from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
 from .flags import tracing_scope
@@ -212,13 +213,19 @@ def capture(
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
-            program = _export(trace, dynamic, dynamic)
+            program: torch.export.ExportedProgram | None = None
+            try:
+                program = _export(trace, dynamic, dynamic)
+            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
+                if not (dynamic and example.ints):
+                    raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
                 other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
-                if _tensor_ops(program) != _tensor_ops(fixed):
+                if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
+        assert program is not None, "what failed was raised"
         return _finish(program, trace)
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
@@ -228,13 +235,17 @@ def capture(
 def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
+    scales = True
     for _ in range(_MAX_ADMISSIONS):
         options = [look_tensor(example.mappings, p) for p in trace.paths]
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
-            with _hooks_taken_out(), tracing_scope(), noted() as trace.answers:
-                return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
+            with _hooks_taken_out(), tracing_scope(), noted(scales) as trace.answers:
+                program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
+            if not (scales and computes_with_chosen_scale(program)):
+                return program
+            scales = False
         except ValueUsed as used:
             value = readset.admit(example.mappings, used.path)
             if isinstance(value, torch.Tensor):
@@ -307,7 +318,11 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(n.target) for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    """What is computed. Indexing with plain numbers leaves slices of everything and aliases behind, others do not."""
+    aten = torch.ops.aten
+    nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    return [str(n.target) for n in nodes if n not in whole and n.target is not aten.alias.default]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
