@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from probe import Probe, T, block_of, x
@@ -52,6 +53,42 @@ def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> N
     outside = torch.zeros(300, 300)
     with pytest.raises(Refused, match="90000 elements"):
         Probe(block_of(lambda b, h: h + outside.sum()), x())
+
+
+# ---- sizes and numbers ----------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_slices_may_vary() -> None:
+    """Slicing by a plain number leaves slices in the graph that take everything; by a free one it does not."""
+    probe = Probe(block_of(lambda b, h, n: torch.cat([h[:, :n] * 2, b.linear(h[:, n:])], 1)), x(), 3)
+    assert probe.agrees(x(3, 9), 5) and probe.agrees(x(2, 6), 2)
+
+
+def test_a_size_that_is_a_product_is_free_of_what_its_factors_were_taken_for() -> None:
+    block = block_of(lambda b, h, seen: b.linear(h).reshape(h.shape[0] // seen.shape[-1], seen.shape[-1], -1, 8))
+    probe = Probe(block, x(6), torch.zeros(2, 3))
+    assert probe.agrees(x(3), torch.zeros(1, 3)) and probe.agrees(x(2), torch.zeros(1, 2))
+    assert not probe.agrees(x(4), torch.zeros(1, 3)), "four are no multiple of three"
+    bounded = Probe(block_of(lambda b, h: b.linear(h) + h[:, 2:4].sum(1, keepdim=True) * (h.shape[1] > 3)), x())
+    assert bounded.agrees(x(2, 4)) and not bounded.agrees(x(2, 3)), "the code asked for more than three"
+
+
+def test_the_library_a_convolution_is_for_binds_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked = torch.get_num_threads(), []
+    choose = torch._C._select_conv_backend
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *a, **k: asked.append(1) or choose(*a, **k))
+    torch.set_num_threads(1)  # then NNPACK takes batches of 16 and more
+    try:
+        block = block_of(lambda b, h: nn.functional.conv2d(h, b.table[:4].view(4, 8, 1, 1)))
+        probe = Probe(block, torch.randn(2, 8, 6, 6))
+        assert asked and probe.agrees(torch.randn(20, 8, 6, 6)) and probe.agrees(torch.randn(1, 8, 6, 6))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numpy_takes_the_root_of_a_number_that_depends_on_sizes() -> None:
+    probe = Probe(block_of(lambda b, h: h * np.sqrt(h.numel() / h.shape[0])), x())
+    assert probe.agrees(x(3, 9)) and not hasattr(torch.SymFloat, "sqrt")
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
