@@ -37,7 +37,7 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
@@ -130,9 +130,8 @@ def _contents(value: Any) -> Any:
         return [_contents(v) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
         return id(value)
-    if not hasattr(value, "__dict__"):
-        return id(value)
-    return [(k, _contents(v)) for k, v in value.__dict__.items()]
+    fields = fields_of(value)
+    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
 
 
 class _Lifted(nn.Module):
@@ -180,11 +179,9 @@ class _Lifted(nn.Module):
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:
-            trace.output = flatten(result, flat)
+            trace.output = flatten_result(result, flat)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
-        if flat.mappings:
-            raise Refused("it returns a mapping")
         if not flat.tensors:
             raise Refused("it returns no tensor")
         if flat.ints:

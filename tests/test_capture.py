@@ -55,6 +55,14 @@ def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> N
         Probe(block_of(lambda b, h: h + outside.sum()), x())
 
 
+def test_a_new_dict_is_a_result_and_one_that_was_given_is_none() -> None:
+    probe = Probe(block_of(lambda b, h: (b.linear(h), {"last": h[:, -1:], "more": {}, "of": [None]})), x())
+    assert probe.agrees(x(3, 9))
+    assert list(probe.graph(x())[1]) == ["last", "more", "of"]
+    with pytest.raises(Refused, match="a mapping that it was given"):
+        Probe(block_of(lambda b, h, options: (b.linear(h), options)), x(), {})
+
+
 # ---- sizes and numbers ----------------------------------------------------------------------------------------------
 
 
