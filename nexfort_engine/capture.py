@@ -29,7 +29,7 @@ from torch import nn
 from . import modulestate, readset, strengths
 from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, noted
 from .conditions import Conditions
-from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
+from .effects import CHANGES_GIVEN, mapping_writes, refuse_random, take_out_kept, tensors_held
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
@@ -103,6 +103,7 @@ class _Trace:
         self.admitted: dict[readset.Path, Any] = {}
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
         self.output: Any = None
+        self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.files: set[str] = set()  # whose code it ran through
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
@@ -162,7 +163,7 @@ class _Lifted(nn.Module):
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
-            trace.reads = shadow.reads
+            trace.reads, held = shadow.reads, tensors_held(shadow.module)
             with walked() as trace.files, SizesKeptFree(), own_operators():
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
@@ -186,7 +187,8 @@ class _Lifted(nn.Module):
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
-        return flat.tensors
+        trace.kept = [t for key, t in tensors_held(shadow.module).items() if key not in held]
+        return flat.tensors + trace.kept
 
 
 def capture(
@@ -336,6 +338,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
+    take_out_kept(graph, len(trace.kept))
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):

@@ -216,6 +216,43 @@ assert len(done) == 3
     assert done.returncode == 0, done.stderr[-1500:]
 
 
+class Streams(nn.Module):
+    """A block that works through a video in chunks: it keeps the last frames for the next one."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.linear, self.last, self.keep = nn.Linear(8, 8), None, keep
+
+    def forward(self, h: T) -> T:
+        before, self.last = self.last, self.keep(h)
+        return self.linear(h) if before is None else self.linear(h) + before
+
+
+@pytest.mark.parametrize(
+    ("keep", "refused"),
+    [
+        (lambda h: h[:, -1:].clone(), True),
+        (lambda h: h, True),
+        (lambda h: [h[:, -1:] * 0 + 1], True),
+        (lambda h: torch.arange(float(h.shape[1]))[:, None], False),
+        (lambda h: h.new_zeros(h.shape[1], 1) + torch.ones_like(h[0, :, :1]), False),
+    ],
+    ids=["a part", "the input", "in a list", "a table of sizes", "of its shape"],
+)
+def test_what_a_block_keeps_of_its_inputs_refuses_it_and_a_table_does_not(keep: Any, refused: bool) -> None:
+    block = Streams(keep).eval().requires_grad_(False)
+    flat = Flat()
+    spec = flatten_call((x(),), {}, flat)
+    if refused:
+        with pytest.raises(Refused, match="keeps a tensor that it made of its inputs"):
+            capture(block, Example.of(spec, flat))
+    else:
+        graph = capture(block, Example.of(spec, flat)).graph
+        assert len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) == 1
+        assert not [n for n in graph.graph.nodes if "arange" in str(n.target) or "zeros" in str(n.target)]
+    assert block.last is None
+
+
 # ---- what is stored beside it ---------------------------------------------------------------------------------------
 
 
