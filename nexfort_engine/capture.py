@@ -90,7 +90,14 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        example: Example,
+        weights: list[torch.Tensor] | None,
+        hidden: Hidden,
+        twins: Sequence[nn.Module] = (),
+    ) -> None:
         self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
         self.parts = Parts.of(given)  # None: all of them are plain
@@ -109,7 +116,7 @@ class _Trace:
         self._modules = dict(block.named_modules())
         self.strengths = [
             (path, name, keys)
-            for path, name, keys in strengths.places(block)
+            for path, name, keys in strengths.places(block, twins)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
@@ -198,17 +205,18 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
+    twins: Sequence[nn.Module] = (),
 ) -> Captured:
     """Capture one block at one example call.
 
-    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow; twins: see places.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {})
+    trace = _Trace(module, example, weights, hidden or {}, twins)
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
@@ -220,7 +228,7 @@ def capture(
                     raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {})
+                other = _Trace(module, example, weights, hidden or {}, twins)
                 fixed = _export(other, dynamic, False)
                 if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
