@@ -9,8 +9,9 @@ among the conditions of the artefact. Answers given to torch's own code choose b
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,81 @@ from .readset import Refused
 
 _TORCH = str(Path(torch.__file__).parent)
 # the way from a comparison in the block's code to the shape environment
-_BETWEEN = (f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py")
+_BETWEEN = (
+    *(f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py"),
+    f"{_TORCH}/_export/non_strict_utils.py",  # export exchanges `max` and `min` for functions of its own
+)
+_SYMBOLS = f"{_TORCH}/fx/experimental/"
+_SLICES = f"{_TORCH}/_subclasses/fake_impls.py"
+_WHOLE = {int, torch.SymInt}
+_NUMBERS = {*_WHOLE, float, torch.SymFloat}
+_PLACES = ("slice_forward", "_compute_slice_index", "meta_select")
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[tuple[Any, Any, Any]]]:
+def noted(scales: bool = True) -> Iterator[list[tuple[Any, Any, Any]]]:
     """Note (shape environment, expression, answer) for each question of code outside torch inside the block.
 
-    Replaces one method of torch's for the length of the block; the caller holds the capture's lock.
+    scales: whether the greatest of numbers that are not whole may be an expression; otherwise it is asked for.
+    Replaces a method and a function of torch's for the length of the block; the caller holds the capture's lock.
     """
+    import torch._export.non_strict_utils as export
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    original = ShapeEnv.evaluate_expr
+    original, choose = ShapeEnv.evaluate_expr, getattr(export, "_tensor_min_max", None)
     answers: list[tuple[Any, Any, Any]] = []
 
     def evaluate_expr(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, expr, *args, **kwargs)
-        if asked_by_block(sys._getframe(1)):
+        if asked_by_block(sys._getframe(1)) or asked_in_earnest(sys._getframe(1)):
             answers.append((self, expr, answer))
         return answer
 
     ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[assignment,method-assign]
+    if choose is not None:
+        export._tensor_min_max = _unasked(choose, scales)  # type: ignore[attr-defined]
     try:
         yield answers
     finally:
         ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
+        if choose is not None:
+            export._tensor_min_max = choose  # type: ignore[attr-defined]
+
+
+def _unasked(choose: Callable[..., Any], scales: bool) -> Callable[..., Any]:
+    """`max` and `min` as export has them, that give an expression for any count of sizes, or of quotients of them.
+
+    Export's do so for two whole numbers and else ask which is greater, which would be a condition: diffusers compares
+    the greater of two scales with a limit, and an artefact would serve wide pictures or tall ones.
+    """
+
+    def chosen(*args: Any, real_callable: Any, tensor_callable: Any, **kwargs: Any) -> Any:
+        several = args
+        if len(args) == 1 and isinstance(args[0], Iterable) and not isinstance(args[0], torch.Tensor):
+            several = tuple(args[0])  # it may be a generator, which is walked over once
+            args = (several,)
+        kinds = {type(v) for v in several}
+        if kwargs or not kinds & {torch.SymInt, torch.SymFloat} or not kinds <= _NUMBERS:
+            return choose(*args, real_callable=real_callable, tensor_callable=tensor_callable, **kwargs)
+        if kinds <= _WHOLE or (scales and not kinds & _WHOLE):
+            return functools.reduce(torch.sym_max if tensor_callable is torch.maximum else torch.sym_min, several)
+        return real_callable(*args)
+
+    return chosen
+
+
+def computes_with_chosen_scale(program: torch.export.ExportedProgram) -> bool:
+    """Whether the greatest or least of numbers that are not whole goes into a result: Inductor rounds those down."""
+    from torch.utils._sympy.functions import Max, Min
+
+    for node in program.graph.nodes:
+        for given in node.all_input_nodes if isinstance(node.meta.get("val"), torch.Tensor) else ():
+            value = given.meta.get("val")
+            if isinstance(value, (torch.SymInt, torch.SymFloat)):
+                for chosen in value.node.expr.atoms(Max, Min):
+                    if not all(arg.is_integer for arg in chosen.args):
+                        return True
+    return False
 
 
 class SizesKeptFree(TorchFunctionMode):
@@ -75,6 +126,15 @@ def asked_by_block(frame: Any) -> bool:
         through_python |= frame.f_code.co_filename == _BETWEEN[0]
         frame = frame.f_back
     return through_python and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+
+
+def asked_in_earnest(frame: Any) -> bool:
+    """Whether torch asked what changes the result: eager would raise, or a slice would be cut off at the end."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
+        if frame.f_code.co_name == "expect_true":
+            return True
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _SLICES and frame.f_code.co_name.endswith(_PLACES)
 
 
 def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
@@ -105,14 +165,36 @@ def conditions_of(
     guards: list[str] = []
     if env is not None:
         for symbol, bound in program.range_constraints.items():
-            low = int(bound.lower) if bound.lower.is_number and int(bound.lower) > 2 else None
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
-            ranges[str(symbol)] = [low, high]
-        guards = _guards(env, relations(env, answers))
+            ranges[str(symbol)] = [_least(env, symbol, bound), high]
+        inside, filled = _inside(program, env)
+        for symbol in filled & ranges.keys():
+            ranges[symbol][0] = ranges[symbol][0] or 1
+        guards = _guards(env, relations(env, answers) + inside)
     conditions = Conditions(shapes, numbers, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
+
+
+def _inside(program: torch.export.ExportedProgram, env: Any) -> tuple[list[Any], set[str]]:
+    """That single indices lie within the sizes: eager would raise, and the trace does not ask.
+
+    As relations, and as the symbols that may not be 0, which no relation says: to torch each is greater than that.
+    """
+    import sympy
+
+    found: list[Any] = []
+    filled: set[str] = set()
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.select.int:
+            tensor, dim, index = node.args
+            size = tensor.meta["val"].shape[dim]
+            index = index.meta["val"] if isinstance(index, Node) else index
+            size, index = (v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (size, index))
+            found += [env.replace(index < size), env.replace(index >= -size)]
+            filled |= {str(symbol) for symbol in size.free_symbols}
+    return found, filled
 
 
 def check(conditions: Conditions, shapes: list[torch.Size], ints: list[int]) -> None:
@@ -147,6 +229,22 @@ def _guards(env: Any, answers: list[Any]) -> list[str]:
         if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
             found[_print(expr)] = None
     return list(found)
+
+
+def _least(env: Any, symbol: Any, bound: Any) -> int | None:
+    """The least value of a symbol that something asked for, or None.
+
+    Torch takes every size for 2 at least, and follows that up: a product of two such sizes would be 4 at least. Only
+    what was said of the symbol alone counts.
+    """
+    import sympy
+
+    least = int(bound.lower) if bound.lower.is_number else 0
+    exprs = [env.replace(guard.expr) for guard in env.guards]
+    alone = [expr for expr in exprs if getattr(expr, "free_symbols", None) == {symbol}]
+    while least > 2 and all(expr.subs(symbol, least - 1) != sympy.false for expr in alone):
+        least -= 1
+    return least if least > 2 else None
 
 
 def _dim_text(size: Any) -> Dim:

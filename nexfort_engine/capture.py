@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,9 +27,9 @@ import torch
 from torch import nn
 
 from . import modulestate, readset, strengths
-from .assumptions import SizesKeptFree, check, conditions_of, noted
+from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, noted
 from .conditions import Conditions
-from .effects import CHANGES_GIVEN, mapping_writes, refuse_random
+from .effects import CHANGES_GIVEN, mapping_writes, refuse_random, take_out_kept, tensors_held
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
@@ -36,7 +37,7 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, flatten, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
@@ -89,7 +90,14 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        example: Example,
+        weights: list[torch.Tensor] | None,
+        hidden: Hidden,
+        twins: Sequence[nn.Module] = (),
+    ) -> None:
         self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
         self.parts = Parts.of(given)  # None: all of them are plain
@@ -102,12 +110,13 @@ class _Trace:
         self.admitted: dict[readset.Path, Any] = {}
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
         self.output: Any = None
+        self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.files: set[str] = set()  # whose code it ran through
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
         self.strengths = [
             (path, name, keys)
-            for path, name, keys in strengths.places(block)
+            for path, name, keys in strengths.places(block, twins)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
@@ -129,9 +138,8 @@ def _contents(value: Any) -> Any:
         return [_contents(v) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
         return id(value)
-    if not hasattr(value, "__dict__"):
-        return id(value)
-    return [(k, _contents(v)) for k, v in value.__dict__.items()]
+    fields = fields_of(value)
+    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
 
 
 class _Lifted(nn.Module):
@@ -162,11 +170,16 @@ class _Lifted(nn.Module):
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
-            trace.reads = shadow.reads
+            trace.reads, held = shadow.reads, tensors_held(shadow.module)
             with walked() as trace.files, SizesKeptFree(), own_operators():
-                result = shadow.module(*args, **kwargs)
+                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
+                result = shadow.module.forward(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        except RuntimeError as error:
+            if ".numpy() is not supported" not in str(error):
+                raise
+            raise Refused("its code takes the values of a tensor out for numpy, which no graph holds") from error
         for place, strength in standing.items():
             if strength.used:
                 raise StrengthUsed(place)
@@ -174,16 +187,15 @@ class _Lifted(nn.Module):
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:
-            trace.output = flatten(result, flat)
+            trace.output = flatten_result(result, flat)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
-        if flat.mappings:
-            raise Refused("it returns a mapping")
         if not flat.tensors:
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
-        return flat.tensors
+        trace.kept = [t for key, t in tensors_held(shadow.module).items() if key not in held]
+        return flat.tensors + trace.kept
 
 
 def capture(
@@ -193,27 +205,34 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
+    twins: Sequence[nn.Module] = (),
 ) -> Captured:
     """Capture one block at one example call.
 
-    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow; twins: see places.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {})
+    trace = _Trace(module, example, weights, hidden or {}, twins)
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
-            program = _export(trace, dynamic, dynamic)
+            program: torch.export.ExportedProgram | None = None
+            try:
+                program = _export(trace, dynamic, dynamic)
+            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
+                if not (dynamic and example.ints):
+                    raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {})
+                other = _Trace(module, example, weights, hidden or {}, twins)
                 fixed = _export(other, dynamic, False)
-                if _tensor_ops(program) != _tensor_ops(fixed):
+                if program is None or _tensor_ops(program) != _tensor_ops(fixed):
                     program, trace = fixed, other
+        assert program is not None, "what failed was raised"
         return _finish(program, trace)
     except Exception as error:
         error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
@@ -223,13 +242,17 @@ def capture(
 def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
+    scales = True
     for _ in range(_MAX_ADMISSIONS):
         options = [look_tensor(example.mappings, p) for p in trace.paths]
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
-            with _hooks_taken_out(), tracing_scope(), noted() as trace.answers:
-                return _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
+            with _hooks_taken_out(), tracing_scope(), noted(scales) as trace.answers:
+                program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
+            if not (scales and computes_with_chosen_scale(program)):
+                return program
+            scales = False
         except ValueUsed as used:
             value = readset.admit(example.mappings, used.path)
             if isinstance(value, torch.Tensor):
@@ -302,7 +325,11 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(n.target) for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    """What is computed. Indexing with plain numbers leaves slices of everything and aliases behind, others do not."""
+    aten = torch.ops.aten
+    nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    return [str(n.target) for n in nodes if n not in whole and n.target is not aten.alias.default]
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
@@ -319,6 +346,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
+    take_out_kept(graph, len(trace.kept))
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):

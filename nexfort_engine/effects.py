@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from .readset import PLAIN, Recording, Refused
@@ -37,6 +38,58 @@ def _dropout_of(node: Node) -> float | None:
                 return 0.0
             return given.get(declared.name, declared.default_value)  # type: ignore[return-value]
     return None
+
+
+def tensors_held(module: nn.Module) -> dict[tuple[str, int], torch.Tensor]:
+    """The tensors on a module tree by where they are, those in plain containers included."""
+    found: dict[tuple[str, int], torch.Tensor] = {}
+
+    def look(value: Any, at: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            found[at, id(value)] = value
+        elif depth and type(value) in (list, tuple, dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                look(item, at, depth - 1)
+
+    for path, sub in module.named_modules():
+        for name, value in sub.__dict__.items():
+            look(value, f"{path}.{name}", 3)
+    return found
+
+
+def take_out_kept(graph: GraphModule, count: int) -> None:
+    """Take out the last `count` outputs: what the block left on itself. Raises Refused if it is of the call's data.
+
+    A table made from sizes or weights is a cache, and without it the block makes the table again. What comes from the
+    call (the last frames of a chunk) is there for a later call, and compiled code would leave nothing.
+    """
+    if not count:
+        return
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    kept = output.args[0][-count:]
+    output.args = (output.args[0][:-count],)
+    own = ("weights_", "c_", "factors_")
+    given = {n for n in graph.graph.nodes if n.op == "placeholder" and not n.name.startswith(own)}
+    due, seen = [n for n in kept if isinstance(n, Node)], set()
+    while due:
+        node = due.pop()
+        if node in given:
+            raise Refused("it keeps a tensor that it made of its inputs, for a later call; compiled code would not")
+        if node not in seen:
+            seen.add(node)
+            due += [] if _is_of_shape(node) else node.all_input_nodes
+    for node in reversed(graph.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node in seen and node.op == "call_function" and not node.users and not (schema and schema.is_mutable):
+            graph.graph.erase_node(node)
+
+
+def _is_of_shape(node: Node) -> bool:
+    """Whether a node takes no more of its inputs than sizes, dtype and device."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    return not isinstance(node.meta.get("val"), torch.Tensor) or name.startswith("new_") or "_like." in name
 
 
 def written_inputs(graph: GraphModule) -> set[Node]:

@@ -101,7 +101,9 @@ def tracing_scope() -> Iterator[None]:
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
     cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
     stack trace is made for each operator, a tenth of a capture, which nobody would read. No garbage is collected, whose
-    finalizers are code of others that would count as the block's.
+    finalizers are code of others that would count as the block's. Which library a convolution is for (NNPACK takes
+    batches of 16 and more, on one thread) is asked without binding its sizes to the answer. And numpy finds the root of
+    a number that depends on sizes, by the method that it looks for on what it does not know.
     """
     import torch._dynamo.config
     import torch.export._trace
@@ -110,6 +112,7 @@ def tracing_scope() -> Iterator[None]:
     replaced = [
         (torch.export._trace, "_ignore_backend_decomps", nullcontext),
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
+        (torch._C, "_select_conv_backend", _unbound(torch._C._select_conv_backend)),
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
         stack.enter_context(without_collection())
@@ -117,7 +120,22 @@ def tracing_scope() -> Iterator[None]:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
+        if not hasattr(torch.SymFloat, "sqrt"):
+            torch.SymFloat.sqrt = torch._sym_sqrt  # type: ignore[attr-defined]
+            stack.callback(delattr, torch.SymFloat, "sqrt")
         yield
+
+
+def _unbound(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice between equal results, made without taking anything for granted about the sizes of its input."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("input", args[0] if args else None)
+        env = getattr(getattr(given, "fake_mode", None), "shape_env", None)
+        with env.suppress_guards() if env is not None else nullcontext():
+            return choose(*args, **kwargs)
+
+    return chosen
 
 
 class _NoTraceback:

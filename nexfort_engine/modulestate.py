@@ -128,6 +128,8 @@ def describe(value: Any, depth: int = 3) -> Any:
         return value if not isinstance(value, float) else ["float", value.hex()]
     if isinstance(value, (tuple, list, torch.Size)):
         return [type(value).__name__, *[describe(v, depth) for v in value]]
+    if type(value) is range:
+        return ["range", value.start, value.stop, value.step]
     if isinstance(value, (set, frozenset)):
         return ["set", *sorted((describe(v, depth) for v in value), key=repr)]
     if isinstance(value, dict):

@@ -7,11 +7,13 @@ cannot be mistaken for a constant of 1, and an artefact made for it serves every
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .dispatch import Ineligible, Region
 from .report import named
@@ -41,19 +43,22 @@ class Planner:
             return []
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
-        wants_two = _batch_of(args, kwargs) == 1
-        args, kwargs = of_its_own(args, wants_two), of_its_own(kwargs, wants_two)
-        try:
-            further = self.engine.also(args, kwargs)  # before the call: networks take items out of what they are given
-            return self._observe(call, args, kwargs) + self._observe_further(call, further)
-        except torch.OutOfMemoryError:
-            self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
-        except Exception as error:
-            if isinstance(error, self.engine.stops()):
-                raise
-            # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
-            log.debug("Nexfort: planning failed", exc_info=True)
-            self.engine.report.note(f"planning ahead failed ({named(error)})")
+        problem: Exception | None = None
+        for doubled in _doublings(args, kwargs):
+            try:
+                # before the call: networks take items out of what they are given
+                further = self.engine.also(*doubled)
+                return self._observe(call, *doubled) + self._observe_further(call, further)
+            except torch.OutOfMemoryError:
+                self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
+                return []
+            except Exception as error:
+                if isinstance(error, self.engine.stops()):
+                    raise
+                # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
+                log.debug("Nexfort: planning failed", exc_info=True)
+                problem = problem or error
+        self.engine.report.note(f"planning ahead failed ({named(problem)})" if problem else "nothing could be planned")
         return []
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
@@ -64,6 +69,7 @@ class Planner:
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             torch.random.fork_rng(devices=[d.index for d in devices]),
+            _tensors_left_alone(root, self.engine.besides),
             self.engine.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
@@ -106,9 +112,67 @@ def ghost(example: Example) -> Flat:
     return flat
 
 
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The batch of a call: the first size of its first tensor that has one; 0 if there is none."""
-    for value in (*args, *kwargs.values()):
+@contextlib.contextmanager
+def _tensors_left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
+    """Put back the tensors that modules hold: some keep one for their next call (the last frames of a chunk).
+
+    besides: names of tensors that belong to the host.
+    """
+    before = {id(sub): dict(sub.__dict__) for sub in root.modules()}
+    try:
+        yield
+    finally:
+        for sub in root.modules():
+            own, was = sub.__dict__, before.get(id(sub), sub.__dict__)
+            for name in [
+                name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in besides
+            ]:
+                if name not in was:
+                    del own[name]
+                elif was[name] is not own[name]:
+                    own[name] = was[name]
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _doublings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Call]:
+    """The call in containers of its own, at batch 2 where it has batch 1: ways to try until the network takes one.
+
+    A first size of 1 is the batch, or it is one for all rows (a mask that is expanded later). A list of one may be the
+    batch too, and another first size the batch times something (the frames of all videos). At last it stays as it is.
+    """
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    if _batch_of(values) == 1:
+        sized = {k: v.shape[0] for k, v in values.items() if isinstance(v, torch.Tensor) and v.ndim > 0}
+        lists = {k for k, v in values.items() if _is_batch(v) and len(v) == 1}
+        ones = {k for k, size in sized.items() if size == 1}
+        others = {k for k in sized.keys() - ones if values[k].ndim > 1}
+        ways = [lists, set()] if lists else [set()]
+        for twice in [*(ones | also for also in (*ways, others)), *(ones - {k} | also for k in ones for also in ways)]:
+            found = {
+                k: _doubled(v) if k in twice - ones else of_its_own(v, k not in ones - twice) for k, v in values.items()
+            }
+            yield tuple(found[i] for i in range(len(args))), {k: found[k] for k in kwargs}
+    yield of_its_own(args), of_its_own(kwargs)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.cat([value, value]) if isinstance(value, torch.Tensor) else of_its_own(value) + of_its_own(value)
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether a list may hold one item a row: items that have no batch of their own."""
+    return type(value) is list and all(
+        v.shape[0] != 1 if isinstance(v, torch.Tensor) and v.ndim > 0 else type(v) in (list, tuple) for v in value
+    )
+
+
+def _batch_of(values: dict[Any, Any]) -> int:
+    """The batch of a call: the first size of its first tensor that has one, or of a list of tensors; 0 if unknown."""
+    for value in values.values():
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             return value.shape[0]
+        if _is_batch(value) and value and isinstance(value[0], torch.Tensor):
+            return len(value)
     return 0

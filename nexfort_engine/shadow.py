@@ -58,7 +58,7 @@ class Shadow:
                 del own[name]
         self.module = copies[id(module)]
         for (path, name, keys), strength in (strengths or {}).items():
-            put(self.module.get_submodule(path).__dict__[name], keys, strength)
+            put(self.module.get_submodule(path).__dict__, (name, *keys), strength)
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
                 table[name] = value

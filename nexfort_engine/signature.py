@@ -65,6 +65,25 @@ def flatten(value: Any, into: Flat) -> Any:
     return _flatten_object(value, into)
 
 
+def flatten_result(value: Any, into: Flat) -> Any:
+    """Flatten what a block returns: as `flatten`, and a new dict by its keys. Raises Unsupported.
+
+    A mapping that the block was given comes back as itself to the caller, which no copy can be.
+    """
+    if type(value) is dict and all(type(key) is str for key in value):
+        return (dict, tuple(value), *[flatten_result(v, into) for v in value.values()])
+    if isinstance(value, dict):
+        raise Unsupported(
+            "a mapping that it was given" if type(value) is Recording else "a mapping with other keys than text"
+        )
+    if type(value) in (list, tuple):
+        return (type(value), *[flatten_result(v, into) for v in value])
+    spec, found = flatten(value, into), len(into.mappings)
+    if found:
+        raise Unsupported("an object that holds a mapping")
+    return spec
+
+
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], into: Flat) -> Any:
     """Flatten the arguments of a call. Raises Unsupported, naming the argument's type."""
     return (len(args), tuple(kwargs), *[flatten(v, into) for v in args], *[flatten(v, into) for v in kwargs.values()])
@@ -85,11 +104,26 @@ def _flatten_object(value: Any, into: Flat) -> Any:
         return (kind, *[flatten(v, into) for v in value])
     if isinstance(value, torch.nn.Module) or callable(value) or isinstance(value, (torch.Generator, Mapping)):
         raise Unsupported(f"an argument of type {kind.__qualname__}, which is neither data nor a plain value")
-    fields = getattr(value, "__dict__", None)
+    fields = fields_of(value)
     if fields is None or not (dataclasses.is_dataclass(value) or kind.__module__ != "builtins"):
         raise Unsupported(f"an argument of type {kind.__qualname__}, whose content cannot be listed")
     names = tuple(fields)
     return (kind, names, *[flatten(fields[n], into) for n in names])
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, those in slots too; None if it may hold what cannot be seen from Python."""
+    own = getattr(value, "__dict__", None)
+    kinds = [kind for kind in type(value).__mro__[:-1] if "__slots__" in vars(kind)]
+    if own is None and len(kinds) < len(type(value).__mro__) - 1:
+        return None
+    slots = [vars(kind)["__slots__"] for kind in kinds]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some) if name != "__dict__"]
+    if not names:
+        return own
+    if any(name.startswith("__") for name in names):  # stored under another name
+        return None
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **(own or {})}
 
 
 def unflatten(spec: Any, leaves: Leaves) -> Any:
@@ -111,6 +145,8 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
         return tuple(items) if any(type(i) is not int for i in items) else kind(items)
     if isinstance(kind, type) and issubclass(kind, tuple):
         return kind(*[unflatten(s, leaves) for s in spec[1:]])
+    if kind is dict:
+        return {name: unflatten(part, leaves) for name, part in zip(spec[1], spec[2:], strict=True)}
     new = kind.__new__(kind)
     for name, part in zip(spec[1], spec[2:], strict=True):
         object.__setattr__(new, name, unflatten(part, leaves))

@@ -64,6 +64,8 @@ def test_a_window_needs_sizes_that_it_divides() -> None:
         lambda b, h: h * int(math.sqrt(h.shape[1])),
         lambda b, h: h * round(h.shape[1] / 8),
         lambda b, h: h * max(h.shape[1], 10),
+        lambda b, h: h * torch.arange(float(max(h.shape[0], h.shape[1], 4))).sum(),
+        lambda b, h: h * min(h.shape[0], h.shape[1], 7),
         lambda b, h: torch.cat([h] * (2 if h.shape[1] < 8 and h.shape[0] > 1 else 1), -1),
     ],
 )
@@ -73,6 +75,94 @@ def test_code_that_branches_on_a_size_is_followed_or_refused(branch: Any) -> Non
         for batch in (1, 2, 3):
             for other in (2, 5, 6, 8, 11, 12, 16, 100):
                 probe.agrees(x(batch, other))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda h, size: h * max(*size, h.shape[0], 4),
+        lambda h, size: h * min(h.shape[0], size[0], size[1]),
+        lambda h, size: h * (2 if max(size[0] / h.shape[0], size[1] / h.shape[1]) > 100 else 3),
+        lambda h, size: h * (2 if min([f / s for f, s in zip(size, h.shape, strict=False)]) > 100 else 3),
+        lambda h, size: h * (2 if max(f / s for f, s in zip(size, h.shape, strict=False)) > 100 else 3),
+    ],
+)
+def test_the_greatest_of_sizes_or_scales_serves_them_all(choose: Any) -> None:
+    probe = Probe(block_of(lambda b, h, size: choose(h, size)), x(2, 6), (3, 10))
+    for size in ((3, 40), (9, 10), (2, 6), (4, 12)):
+        assert probe.agrees(x(2, 6), size), size
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda h: max(h.shape[1] / h.shape[0], 4.5),
+        lambda h: max(h.shape[1] / 2, h.shape[0] + 2, 4),
+        lambda h: h.shape[1] // max(h.shape[1] / h.shape[0], 4.5),
+        lambda h: int(10 * max([h.shape[1] / h.shape[0], 4.5])),
+        lambda h: max(h.shape[0], h.shape[1] / 3),
+    ],
+)
+def test_a_chosen_scale_that_is_computed_with_is_a_condition(choose: Any) -> None:
+    """Inductor rounds the greatest of two scales down."""
+    probe = Probe(block_of(lambda b, h: h * choose(h)), x(2, 6))
+    assert probe.agrees(x(2, 6)) and "max" not in probe.captured.graph.code
+    for batch, length in ((2, 8), (2, 40), (7, 6), (1, 6)):
+        probe.agrees(x(batch, length))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda b, h, n: h[:, :n],
+        lambda b, h, n: h[:, n:],
+        lambda b, h, n: h[:, -n:],
+        lambda b, h, n: h[:, 1:n],
+        lambda b, h, n: torch.cat([h[:, :n] * 2, h[:, n:]], 1),
+    ],
+)
+def test_a_slice_that_ends_past_the_end_is_another_one(cut: Any) -> None:
+    """It is cut off there; lowered code that was made for one inside would read other memory."""
+    probe = Probe(block_of(cut), x(2, 6), 3)
+    assert probe.agrees(x(3, 8), 5) and not probe.agrees(x(2, 6), 9)
+    probe = Probe(block_of(cut), x(2, 6), 9)
+    assert probe.agrees(x(3, 8), 11) and not probe.agrees(x(2, 6), 3)
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda b, h, n: h[:, n],
+        lambda b, h, n: h[:, -n],
+        lambda b, h, n: h[:, 5] * n,
+        lambda b, h, n: h[:, 0] * n,
+        lambda b, h, n: h.topk(n, 1)[0],
+        lambda b, h, n: h.sum() + torch.arange(n, h.shape[1] + 2),
+    ],
+)
+def test_what_is_not_there_is_refused_as_in_eager(pick: Any) -> None:
+    probe = Probe(block_of(pick), x(2, 8), 3)
+    assert probe.agrees(x(3, 9), 5)
+    for length in (0, 3, 6, 12):
+        for n in (2, 4, 7, 11, -3):
+            probe.agrees(x(2, length), n)
+
+
+def test_a_number_whose_kind_is_asked_is_fixed_where_nothing_else_works() -> None:
+    probe = Probe(block_of(lambda b, h, n: h * (n if isinstance(n, int) else n.min())), x(), 24)
+    assert probe.agrees(x(3, 9), 24) and not probe.agrees(x(), 25)
+
+
+def test_a_number_that_ends_a_slice_may_vary() -> None:
+    def modulated(b: Any, h: T, parts: list[tuple[int, int, int]]) -> T:
+        h = h.clone()
+        for begin, end, row in parts:
+            h[:, begin:end] *= b.table[row : row + 1]
+        return h
+
+    probe = Probe(block_of(modulated), x(2, 12), [(0, 5, 0), (5, 12, 1)])
+    assert probe.agrees(x(3, 20), [(0, 5, 0), (5, 20, 1)]) and probe.agrees(x(2, 20), [(0, 8, 0), (8, 20, 1)])
+    assert not probe.agrees(x(2, 12), [(0, 5, 0), (5, 14, 1)]), "a slice that is cut off"
 
 
 def test_reading_past_the_end_of_a_table_is_refused_as_in_eager() -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from probe import Probe, T, block_of, x
@@ -40,6 +41,11 @@ def test_nested_arguments_and_results_keep_their_kinds() -> None:
     assert type(found) is tuple and type(found[1]) is list and found[1][1:] == [None, 0.5]
 
 
+def test_an_argument_may_be_called_as_the_tracer_calls_its_own() -> None:
+    probe = Probe(block_of(lambda b, h, mod, self_=None, module=None: b.linear(h) * mod), x(), mod=x(1, 1), module=None)
+    assert probe.agrees(x(3), mod=x(1, 1, seed=3), module=None)
+
+
 def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> None:
     probe = Probe(block_of(lambda b, h: h * torch.tensor([0.5] * 8)), x())
     assert [c.tolist() for c in probe.captured.constants] == [[0.5] * 8]
@@ -47,6 +53,50 @@ def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> N
     outside = torch.zeros(300, 300)
     with pytest.raises(Refused, match="90000 elements"):
         Probe(block_of(lambda b, h: h + outside.sum()), x())
+
+
+def test_a_new_dict_is_a_result_and_one_that_was_given_is_none() -> None:
+    probe = Probe(block_of(lambda b, h: (b.linear(h), {"last": h[:, -1:], "more": {}, "of": [None]})), x())
+    assert probe.agrees(x(3, 9))
+    assert list(probe.graph(x())[1]) == ["last", "more", "of"]
+    with pytest.raises(Refused, match="a mapping that it was given"):
+        Probe(block_of(lambda b, h, options: (b.linear(h), options)), x(), {})
+
+
+# ---- sizes and numbers ----------------------------------------------------------------------------------------------
+
+
+def test_a_number_that_slices_may_vary() -> None:
+    """Slicing by a plain number leaves slices in the graph that take everything; by a free one it does not."""
+    probe = Probe(block_of(lambda b, h, n: torch.cat([h[:, :n] * 2, b.linear(h[:, n:])], 1)), x(), 3)
+    assert probe.agrees(x(3, 9), 5) and probe.agrees(x(2, 6), 2)
+
+
+def test_a_size_that_is_a_product_is_free_of_what_its_factors_were_taken_for() -> None:
+    block = block_of(lambda b, h, seen: b.linear(h).reshape(h.shape[0] // seen.shape[-1], seen.shape[-1], -1, 8))
+    probe = Probe(block, x(6), torch.zeros(2, 3))
+    assert probe.agrees(x(3), torch.zeros(1, 3)) and probe.agrees(x(2), torch.zeros(1, 2))
+    assert not probe.agrees(x(4), torch.zeros(1, 3)), "four are no multiple of three"
+    bounded = Probe(block_of(lambda b, h: b.linear(h) + h[:, 2:4].sum(1, keepdim=True) * (h.shape[1] > 3)), x())
+    assert bounded.agrees(x(2, 4)) and not bounded.agrees(x(2, 3)), "the code asked for more than three"
+
+
+def test_the_library_a_convolution_is_for_binds_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked = torch.get_num_threads(), []
+    choose = torch._C._select_conv_backend
+    monkeypatch.setattr(torch._C, "_select_conv_backend", lambda *a, **k: asked.append(1) or choose(*a, **k))
+    torch.set_num_threads(1)  # then NNPACK takes batches of 16 and more
+    try:
+        block = block_of(lambda b, h: nn.functional.conv2d(h, b.table[:4].view(4, 8, 1, 1)))
+        probe = Probe(block, torch.randn(2, 8, 6, 6))
+        assert asked and probe.agrees(torch.randn(20, 8, 6, 6)) and probe.agrees(torch.randn(1, 8, 6, 6))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_numpy_takes_the_root_of_a_number_that_depends_on_sizes() -> None:
+    probe = Probe(block_of(lambda b, h: h * np.sqrt(h.numel() / h.shape[0])), x())
+    assert probe.agrees(x(3, 9)) and not hasattr(torch.SymFloat, "sqrt")
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -164,6 +214,43 @@ assert len(done) == 3
     root = Path(capture_module.__file__).parents[2 - 1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-1500:]
+
+
+class Streams(nn.Module):
+    """A block that works through a video in chunks: it keeps the last frames for the next one."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.linear, self.last, self.keep = nn.Linear(8, 8), None, keep
+
+    def forward(self, h: T) -> T:
+        before, self.last = self.last, self.keep(h)
+        return self.linear(h) if before is None else self.linear(h) + before
+
+
+@pytest.mark.parametrize(
+    ("keep", "refused"),
+    [
+        (lambda h: h[:, -1:].clone(), True),
+        (lambda h: h, True),
+        (lambda h: [h[:, -1:] * 0 + 1], True),
+        (lambda h: torch.arange(float(h.shape[1]))[:, None], False),
+        (lambda h: h.new_zeros(h.shape[1], 1) + torch.ones_like(h[0, :, :1]), False),
+    ],
+    ids=["a part", "the input", "in a list", "a table of sizes", "of its shape"],
+)
+def test_what_a_block_keeps_of_its_inputs_refuses_it_and_a_table_does_not(keep: Any, refused: bool) -> None:
+    block = Streams(keep).eval().requires_grad_(False)
+    flat = Flat()
+    spec = flatten_call((x(),), {}, flat)
+    if refused:
+        with pytest.raises(Refused, match="keeps a tensor that it made of its inputs"):
+            capture(block, Example.of(spec, flat))
+    else:
+        graph = capture(block, Example.of(spec, flat)).graph
+        assert len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) == 1
+        assert not [n for n in graph.graph.nodes if "arange" in str(n.target) or "zeros" in str(n.target)]
+    assert block.last is None
 
 
 # ---- what is stored beside it ---------------------------------------------------------------------------------------

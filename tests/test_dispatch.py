@@ -265,6 +265,70 @@ def test_planning_leaves_no_trace(tmp_path: Path, batch: int) -> None:
     assert calls == 1
 
 
+class Chunks(Part):
+    """A block that keeps the last rows that it was given for its next call."""
+
+    last: Any = None
+
+    def forward(self, h: T, *more: Any, **named: Any) -> T:
+        before, self.last = self.last, h.clone()
+        return super().forward(h) if before is None else super().forward(h) + before
+
+
+def test_a_block_with_a_memory_gives_eagers_results_call_by_call(tmp_path: Path) -> None:
+    pair = Pair(Net(part=Chunks), tmp_path)
+    results: list[list[T]] = []
+    for module in (pair.net, pair.compiled):
+        for block in pair.net.blocks:
+            block.last = None
+        with torch.no_grad():
+            results.append([module(x(2) * step) for step in (1, 2, 3)])
+    assert not torch.allclose(results[0][1], pair.net.head(results[0][0].new_zeros(8)))
+    for wanted, found in zip(*results, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
+    assert "keeps a tensor that it made of its inputs" in pair.reasons()
+
+
+class Rows(Net):
+    """A network whose batch shows in another way: `kind` says how. Before it comes a time for each row."""
+
+    def forward(self, time: T, h: Any, kind: str, more: Any) -> T:  # type: ignore[override]
+        if kind == "a list":
+            h, more = torch.stack(h), torch.stack(more)
+        elif kind == "a mask for all rows":
+            if more.shape[0] != 1:
+                raise RuntimeError("it takes one mask")
+            more = more.repeat(h.shape[0], 1, 1)
+        elif kind == "frames":
+            more = more.view(h.shape[0], 3, 6, 8).sum(1)
+        else:
+            more = torch.stack([torch.full((6, 8), float(row[0])) for row in more])
+            if len(more) != len(h):
+                raise RuntimeError("it takes one number for each row")
+        return super().forward(h, more + time[:, None, None])
+
+
+@pytest.mark.parametrize("kind", ["a list", "a mask for all rows", "frames", "numbers"])
+def test_whatever_shows_the_batch_a_first_call_of_one_serves_more(tmp_path: Path, kind: str) -> None:
+    pair = Pair(Rows(), tmp_path)
+
+    def given(batch: int) -> tuple[Any, str, Any]:
+        rows = torch.randn(batch, 6, 8)
+        more = {
+            "a list": list(torch.randn(batch, 6, 8)),
+            "a mask for all rows": torch.randn(1, 6, 8),
+            "frames": torch.randn(3 * batch, 6, 8),
+            "numbers": [[i + 0.5] for i in range(batch)],
+        }
+        return torch.rand(batch), (list(rows) if kind == "a list" else rows), kind, more[kind]
+
+    assert pair.agrees(*given(1))["artefacts_compiled"]
+    for batch in (3, 1, 2):
+        new = pair.agrees(*given(batch))
+        assert not new["artefacts"] and not new["eager"]
+    assert not pair.report.as_dict()["notes"]
+
+
 # ---- eager, with a reason -------------------------------------------------------------------------------------------
 
 

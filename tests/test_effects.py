@@ -23,7 +23,7 @@ from nexfort_engine.signature import Unsupported
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda b, h: {"sample": h}, "mapping"),
+        (lambda b, h: {0: h}, "a mapping with other keys"),
         (lambda b, h: (h, h.shape[1]), "number"),
         (lambda b, h: None, "no tensor"),
         (lambda b, h: h + torch.randn_like(h), "random"),

@@ -284,6 +284,9 @@ def adds(amount: float) -> Callable[[float], float]:
 
 
 DIFFERENT: list[tuple[Any, Any]] = [
+    (range(3), range(4)),
+    (range(0, 4, 2), range(0, 4)),
+    (range(2), (0, 1)),
     (1, 1.0),
     (1, True),
     (0.1, 0.1 + 1e-17 + 2e-17),

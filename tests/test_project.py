@@ -20,7 +20,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory"),
+        *("conditions", "driver", "graphmemory", "held"),
     ),
     "cache": ("cache",),
     "block": ("modulestate", "strengths", "shadow", "parts", "loans", "residence", "glue", "regions", "cpu_probe"),

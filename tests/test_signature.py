@@ -53,6 +53,16 @@ class Bag:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Slotted:
+    """An object whose attributes have places of their own; one of them may be empty."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, *content: Any) -> None:
+        for name, value in zip(self.__slots__, content, strict=False):
+            setattr(self, name, value)
+
+
 class Flag(str, enum.Enum):
     """An enum that is a string as well."""
 
@@ -86,6 +96,8 @@ values = st.recursive(
         st.builds(Pair, inner, inner),
         st.builds(Sizes, st.just(T), st.floats(allow_nan=False), inner),
         st.builds(lambda a, b: Bag(a=a, b=b), inner, inner),
+        st.builds(Slotted, inner, inner),
+        st.builds(Slotted, inner),
     ),
     max_leaves=8,
 )
@@ -98,6 +110,9 @@ def equal(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Slotted):
+        there = [[getattr(v, n) for n in Slotted.__slots__ if hasattr(v, n)] for v in (a, b)]
+        return equal(*there)
     if isinstance(a, (Bag, Sizes)):
         return vars(a).keys() == vars(b).keys() and all(equal(v, vars(b)[k]) for k, v in vars(a).items())
     return a == b
