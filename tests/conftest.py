@@ -25,6 +25,17 @@ import pytest
 THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
+LONGEST = (  # files of more than a minute: where several run at once, none of these is left for the end
+    *("contracts.py", "test_server.py", "test_comfy_walk.py", "test_browser.py", "test_demo.py", "test_warm.py"),
+    *(
+        "test_text_to_image.py",
+        "test_ladder.py",
+        "test_comfy_lora.py",
+        "test_comfy_patches.py",
+        "test_comfy_quantised.py",
+    ),
+    *("test_comfy_quantised.py", "test_comfy_controlnet.py", "test_store_faults.py", "test_bad_input.py"),
+)
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
     "with comfy-cli: pip install comfy-cli && comfy install"
@@ -152,6 +163,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
+        def __init__(self, config: pytest.Config, log: Any) -> None:
+            super().__init__(config, log)
+            config.option.loadscopereorder = False  # by number of tests; the longest files have few
+
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
             backbone = test.partition("[")[2].partition("-")[0].rstrip("]")
@@ -161,8 +176,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none; the longest file comes first, for whoever runs several."""
-    items.sort(key=lambda item: item.path.name != "contracts.py")
+    """Tests that need a GPU are skipped where there is none; the longest files come first, for whoever runs several."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -34,6 +34,8 @@ RUNNABLE = [f"{family}_{flavour}" for family in ("sd15", "pixart", "flux", "wan"
 # test_server_large.py.
 RUNNABLE += ["flux_schnell_compile_model", "flux_kontext_compile_model", "wan22_compile_model_lora"]
 RUNNABLE += ["hunyuan_video_compile_model", "ltxv_compile_model"]
+# What of them takes longest to compile runs by `make test-large`.
+LONG = ("wan_compile_model_vae", "hunyuan_video_compile_model", "ltxv_compile_model")
 # Compiled in contracts.py already, and compiling takes long.
 PLAIN = ["sd35_plain"]
 
@@ -140,7 +142,9 @@ def test_the_plain_workflow_gives_an_image(server: ComfyServer, base: Path, name
     assert image.std() > 5
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.large) if name in LONG else name for name in RUNNABLE]
+)
 def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
     served.compiled_equals_eager(server, base, name)
 

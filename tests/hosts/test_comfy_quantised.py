@@ -124,7 +124,10 @@ def test_a_lora_on_quantised_weights_compiles_nothing_and_leaves_nothing(
     nothing_new(clone, mark)
 
 
-@pytest.mark.parametrize("form", ["float8_e4m3fn", "int8_tensorwise", "nvfp4"])
+LARGE = [pytest.param(form, marks=pytest.mark.large) for form in ("int8_tensorwise", "nvfp4")]
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", *LARGE])
 def test_lowered_code_gives_eager_s_picture(form: str) -> None:
     """To the tolerance where products are computed in full. Inputs that are quantised flip a digit for any rounding:
     there, to twice what the attention kernel makes of eager.
