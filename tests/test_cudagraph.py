@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from gpu_backbone import Backbone, close, inputs
 from torch import nn
 
 import nexfort_engine
@@ -17,54 +18,11 @@ import nexfort_engine
 pytestmark = pytest.mark.gpu
 
 
-class Block(nn.Module):
-    """A block that reads an option, so that the option is among its guards."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor, options: dict) -> torch.Tensor:
-        y = self.down(nn.functional.gelu(self.up(self.norm(x) + shift[:, None])))
-        return x - y if "flip" in options else x + y
-
-
-class Backbone(nn.Module):
-    """Glue of its own between the regions, with an option and an attribute that it reads itself."""
-
-    def __init__(self, width: int = 64, depth: int = 3) -> None:
-        super().__init__()
-        self.gain = 1.0
-        self.enter, self.time = nn.Linear(8, width), nn.Linear(1, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.leave = nn.Linear(width, 8)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
-        options = {} if options is None else options
-        shift = self.time(t[:, None]) * self.gain
-        h = self.enter(x)
-        for number, block in enumerate(self.blocks):
-            options["number"] = number
-            h = block(h, shift, options)
-        h = h * options.get("strength", 1.0)
-        return self.leave(h)
-
-
 @pytest.fixture(scope="module")
 def pair():
     torch.manual_seed(0)
     module = Backbone().cuda().eval().requires_grad_(False)
     return module, nexfort_engine.compile(module)
-
-
-def inputs(batch: int, length: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, length, 8, generator=generator).cuda()
-    return x, torch.rand(batch, generator=generator).cuda()
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return float((a - b).norm() / b.norm()) < 2e-3  # float32 products may run in TF32 on either side
 
 
 def test_replays_are_the_same_and_outputs_are_kept(pair):
