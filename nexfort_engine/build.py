@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -251,8 +252,12 @@ class Builder:
                 return
             self._adopt(want, job)
 
-        with self.engine.apart():
-            lower_all(jobs, self.finder.options, self._cancel, done)
+        began = time.perf_counter()
+        try:
+            with self.engine.apart():
+                lower_all(jobs, self.finder.options, self._cancel, done)
+        finally:
+            self.engine.report.made(time.perf_counter() - began)
 
     def _cancel(self) -> None:
         """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""

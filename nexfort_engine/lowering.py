@@ -69,6 +69,7 @@ def lower_all(
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
+            tracker.at_once = max(1, workers)
             with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
                 _run(group, options, cancel, done, tracker, helpers)
 

@@ -51,7 +51,8 @@ class Tracker:
     """Counts regions done out of `total` and tells the sink of the context it was made in.
 
     Use it as a context manager; `step` may come from any thread. One log line at the start and one at the
-    end. With `total` 0 (everything was there already) it says nothing at all.
+    end. With `total` 0 (everything was there already) it says nothing at all. `at_once` is how many regions are made
+    at the same time.
     """
 
     def __init__(self, total: int, *, phase: str = "compiling", clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,6 +68,7 @@ class Tracker:
         self._total = total
         self._done = 0
         self._work = 0.0
+        self.at_once = 1
         self._began = self._stepped = clock()
 
     def __enter__(self) -> Tracker:
@@ -125,9 +127,12 @@ class Tracker:
             return 0.0
         if not self._done:
             return None
-        # By the clock, not by the seconds of work: that counts several workers at once by itself.
-        pace = (self._stepped - self._began) / self._done
-        return max(0.0, pace * (self._total - self._done) - (self._clock() - self._stepped))
+        # By the clock, not by the seconds of work, since several are made at once; and when one of those is done, the
+        # others are halfway.
+        rest = self._total - self._done
+        halfway = (min(self.at_once, rest + 1) - 1) / 2
+        pace = (self._stepped - self._began) / (self._done + halfway)
+        return max(0.0, pace * (rest - halfway) - (self._clock() - self._stepped))
 
     def _emit(self) -> None:
         with self._emit_lock:

@@ -50,6 +50,18 @@ def test_the_estimate_follows_the_clock_not_the_work():
     assert tracker.text() == "Nexfort: 4 of 8 regions, about 1 s left"
 
 
+def test_the_first_estimate_knows_that_others_are_halfway():
+    clock = _Clock()
+    tracker = Tracker(22, clock=clock)
+    tracker.at_once = 16
+    clock.now += 10
+    tracker.step("blocks", 10.0)
+    assert 10 < tracker.event().seconds_left < 20, "by the pace of one alone it would be 210"
+    for _ in range(21):
+        tracker.step("blocks", 10.0)
+    assert tracker.event().seconds_left == 0.0
+
+
 def test_long_waits_are_told_in_minutes():
     clock = _Clock()
     tracker = Tracker(4, clock=clock)

@@ -40,6 +40,7 @@ def _filled() -> Report:
     report.region("blocks.0", kind="Block", key="k1")
     report.region("blocks.1", kind="Block", key="k1")
     report.compiled("blocks.0", "k1", 2.5)
+    report.made(1.5)
     report.loaded("blocks.1", "k1", 0.25)
     report.variant("blocks.0", "batch of one")
     report.eager("blocks.1", "a block replacement is installed")
@@ -57,7 +58,7 @@ def test_as_dict_holds_everything_and_is_json():
         {"region": "blocks.1", "key": "k1", "seconds": 0.25, "source": "loaded"},
     ]
     assert (data["artefacts_compiled"], data["artefacts_loaded"]) == (1, 1)
-    assert (data["seconds_cold"], data["seconds_warm"], data["seconds_calls"]) == (2.5, 0.25, 0.5)
+    assert (data["seconds_cold"], data["seconds_warm"], data["seconds_calls"]) == (1.5, 0.25, 0.5)
     assert data["regions"][1] == {"name": "blocks.1", "kind": "Block", "key": "k1"}
     assert data["variants"] == [{"region": "blocks.0", "reason": "batch of one"}]
     assert data["eager"] == [{"region": "blocks.1", "reason": "a block replacement is installed"}]
@@ -105,7 +106,8 @@ def test_since_gives_only_what_is_new():
 
     report.eager("blocks.1", "a block replacement is installed")  # known before the mark: not new
     report.eager("blocks.1", "failed at run time")
-    report.compiled("blocks.2", "k2", 0.1)
+    report.compiled("blocks.2", "k2", 0.4)
+    report.made(0.1)
     report.call(0.3)
     new = report.since(mark)
     assert new["eager"] == [{"region": "blocks.1", "reason": "failed at run time"}]
@@ -186,7 +188,7 @@ def test_text_is_readable():
     text = str(_filled())
     assert text.splitlines() == [
         "Nexfort max-autotune:quant: 2 regions of 1 kind, 1 call",
-        "  artefacts: 1 loaded in 0.2 s, 1 compiled in 2.5 s",
+        "  artefacts: 1 loaded in 0.2 s, 1 compiled in 1.5 s",
         "  cache: /cache",
         "  variant: blocks.0: batch of one",
         "  eager: blocks.1: a block replacement is installed",
