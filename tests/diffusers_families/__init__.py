@@ -37,7 +37,10 @@ _SHORT: dict[str, dict[str, Any]] = {
     "mochi": {"bound": ("transformer_blocks.",)},  # a loop over the rows
     "omnigen": {"eager": {"patch_embedding": "it returns no tensor", "rope": "branches on the value of a tensor"}},
     "unet_2d": _BY_ROW,
+    "unet_if": _BY_ROW,  # what its attention gives for one row torch.cat takes for contiguous
     "uvit": _BY_ROW,
+    # an odd number of frames is another branch than an even one
+    "vae_cogvideox": {"bound": ("mid_block.", "up_blocks.", "norm_out")},
     "vae_flux2": _BY_ROW,
     "vae_hunyuan": {
         "bound": ("up_blocks.0",)
@@ -46,6 +49,8 @@ _SHORT: dict[str, dict[str, Any]] = {
     "vae_magvit": {"eager": {"": _KEEPS}},
     "vae_mochi": {**_BY_ROW, "bound": ("",)},  # a loop over so many frames at once
     "vae_qwen": _CHUNKS,
+    # its rows are the frames of a clip, and the first may be a clip of one
+    "vae_svd": {"bound": ("mid_block", "time_conv_out"), "apart": (*_FORMATS, "where 1 was captured")},
     "vae_vq": _BY_ROW,
     "vae_wan": _CHUNKS,
 }
