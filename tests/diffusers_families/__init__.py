@@ -37,7 +37,8 @@ _SHORT: dict[str, dict[str, Any]] = {
     "mochi": {"bound": ("transformer_blocks.",)},  # a loop over the rows
     "omnigen": {"eager": {"patch_embedding": "it returns no tensor", "rope": "branches on the value of a tensor"}},
     "unet_2d": _BY_ROW,
-    "unet_if": _BY_ROW,  # what its attention gives for one row torch.cat takes for contiguous
+    # what its attention gives for one row torch.cat takes for contiguous; and it takes no odd sides, which are planned
+    "unet_if": {**_BY_ROW, "notes": ("planning ahead for other sizes failed",)},
     "uvit": _BY_ROW,
     # an odd number of frames is another branch than an even one
     "vae_cogvideox": {"bound": ("mid_block.", "up_blocks.", "norm_out")},

@@ -32,7 +32,8 @@ class Family:
     part: what a pipeline calls it. moves: what of a call must matter to it. use: how a pipeline calls it, if not by
     its forward. eager: region -> the reason that it runs eager for, where torch or its own code leaves no other way.
     bound: regions that compute with plain sizes, and run eager at other sizes than the first. apart: reasons of the
-    variants that a later batch may need, where the network calls its blocks in another way then.
+    variants that a later batch may need, where the network calls its blocks in another way then. notes: what else its
+    report says.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Family:
     eager: Mapping[str, str] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def build(self, depth: int) -> nn.Module:
         """The network with so many blocks of each kind, its weights still to be drawn."""

@@ -58,8 +58,8 @@ ROWS = [
         "bria_fibo",
         "BriaFiboTransformer2DModel",
         lambda d, b, s, n: {**packed(8)(d, b, s, n), "text_encoder_layers": [d.prompt(b, n, 8) for _ in range(4)]},
-        {**_FLUX, "axes_dims_rope": _AXES, "text_encoder_dim": 8},
-        depth=_BOTH,
+        {**_FLUX, "axes_dims_rope": _AXES, "text_encoder_dim": 8, **dict.fromkeys(_BOTH, 2)},
+        depth=(),  # a prompt for each block
     ),
     Family(
         "chroma",
@@ -133,8 +133,9 @@ ROWS = [
             "max_resolution": (32, 32),
             "llama_layers": (0, 1, 2, 3),
             "force_inference_output": True,
+            **dict.fromkeys(_BOTH, 2),
         },
-        depth=_BOTH,
+        depth=(),  # a prompt for each block
     ),
     Family(
         "hunyuan_dit",

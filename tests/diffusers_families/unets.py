@@ -107,8 +107,9 @@ ROWS = [
             "mid_block_type": "UNetMidBlock1D",
         },
         sizes=((64,), (128,), (96,)),
+        depth=(),
+        part="unet",
         **_LONG,
-        **_U,
     ),
     Family(
         "unet_2d",

@@ -285,7 +285,7 @@ ROWS = [
             "motion_encoder_dim": 16,
             "face_encoder_hidden_dim": 16,
             "face_encoder_num_heads": 2,
-            "inject_face_latents_blocks": 2,
+            "inject_face_latents_blocks": 1,
         },
         **_V,
     ),
