@@ -21,7 +21,6 @@ _HANDED = "is neither data nor a plain value"
 FALLS_SHORT: dict[str, dict[str, str]] = {
     "hunyuan3d_21": {"blocks.": _BRANCHES},  # it sends each token to the experts that its weights name
     "ace_step15": {"encoder": _BRANCHES},
-    "wan_animate2": {"blocks.": "not called itself"},  # once for the pose, once for the picture
     # an object that blocks keep what they computed in, for each other
     "seedvr2": dict.fromkeys(("vid_in", "blocks.", "vid_out"), _HANDED),
     # positions for the largest of three sides: another one may be the largest in a later call

@@ -26,11 +26,8 @@ _SHORT: dict[str, dict[str, Any]] = {
     "chroma": {"bound": ("time_text_embed",)},  # a list of one number a row
     "chronoedit": {"bound": ("rope",)},  # two frames are another branch than more
     "framepack": {"apart": _FORMATS},  # one row has no mask
-    "hidream": {
-        "eager": {
-            "double_stream_blocks.": "for numpy",
-            "single_stream_blocks.": "for numpy",
-        },  # which expert has how much
+    "hidream": {  # which expert has how much
+        "eager": dict.fromkeys(("double_stream_blocks.", "single_stream_blocks."), "for numpy"),
         "apart": ("size 1", "where 1 was captured"),  # a prompt for each layer before one for each row
     },
     "lumina_next": {"eager": {"patch_embedder": "a number that depends on the sizes"}},
@@ -43,12 +40,13 @@ _SHORT: dict[str, dict[str, Any]] = {
     # an odd number of frames is another branch than an even one
     "vae_cogvideox": {"bound": ("mid_block.", "up_blocks.", "norm_out")},
     "vae_flux2": _BY_ROW,
-    "vae_hunyuan": {
-        "bound": ("up_blocks.0",)
-    },  # two latent frames are one and a rest of one, which torch takes for more
+    # two latent frames are one and a rest of one, which torch takes for more
+    "vae_hunyuan": {"bound": ("up_blocks.0",)},
     "vae_kl": _BY_ROW,
+    "vae_kvae_video": {"eager": {"": "'padding' into the options it is given"}},  # the last frames, for the next chunk
     "vae_magvit": {"eager": {"": _KEEPS}},
     "vae_mochi": {**_BY_ROW, "bound": ("",)},  # a loop over so many frames at once
+    "vae_oobleck": {"eager": {"": "it carries a forward hook"}},  # torch's weight_norm, which is one
     "vae_qwen": _CHUNKS,
     # its rows are the frames of a clip, and the first may be a clip of one
     "vae_svd": {"bound": ("mid_block", "time_conv_out"), "apart": (*_FORMATS, "where 1 was captured")},

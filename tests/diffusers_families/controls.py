@@ -84,6 +84,7 @@ ROWS = [
         hinted,
         {**_CROSS, "down_block_types": _TYPES, "conditioning_embedding_out_channels": (8, 16)},
         depth=("layers_per_block",),
+        alike=3,
         **_C,
     ),
     Family(
@@ -102,6 +103,7 @@ ROWS = [
             "projection_class_embeddings_input_dim": 56,
         },
         depth=("layers_per_block",),
+        alike=3,
         **_C,
     ),
     Family(

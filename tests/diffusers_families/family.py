@@ -33,7 +33,7 @@ class Family:
     its forward. eager: region -> the reason that it runs eager for, where torch or its own code leaves no other way.
     bound: regions that compute with plain sizes, and run eager at other sizes than the first. apart: reasons of the
     variants that a later batch may need, where the network calls its blocks in another way then. notes: what else its
-    report says.
+    report says. alike: from how many layers on some of a list are alike, so that it is taken apart.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Family:
     bound: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    alike: int = 2
 
     def build(self, depth: int) -> nn.Module:
         """The network with so many blocks of each kind, its weights still to be drawn."""

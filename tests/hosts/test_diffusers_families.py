@@ -120,10 +120,11 @@ def test_one_block_more_needs_nothing_new(name: str) -> None:
     family = FAMILIES[name]
     if not family.depth:
         pytest.skip("its blocks are not all alike, or it is given something for each")
-    two, three = compiled(name, 2), Compiled(family, 2, depth=3)
-    assert len(list(three.module.modules())) > len(list(two.module.modules()))
-    assert three.first < TOLERANCE
-    assert three.count == two.count
+    few = compiled(name, 2) if family.alike == 2 else Compiled(family, 2, family.alike)
+    more = Compiled(family, 2, family.alike + 1)
+    assert len(list(more.module.modules())) > len(list(few.module.modules()))
+    assert more.first < TOLERANCE
+    assert more.count == few.count
 
 
 @every
