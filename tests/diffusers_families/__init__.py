@@ -43,7 +43,7 @@ _SHORT: dict[str, dict[str, Any]] = {
     # two latent frames are one and a rest of one, which torch takes for more
     "vae_hunyuan": {"bound": ("up_blocks.0",)},
     "vae_kl": _BY_ROW,
-    "vae_kvae_video": {"eager": {"": "'padding' into the options it is given"}},  # the last frames, for the next chunk
+    "vae_kvae_video": {"eager": {"": "the options it is given"}},  # it keeps the last frames there, for the next chunk
     "vae_magvit": {"eager": {"": _KEEPS}},
     "vae_mochi": {**_BY_ROW, "bound": ("",)},  # a loop over so many frames at once
     "vae_oobleck": {"eager": {"": "it carries a forward hook"}},  # torch's weight_norm, which is one
