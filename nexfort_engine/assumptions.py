@@ -138,13 +138,19 @@ def asked_in_earnest(frame: Any) -> bool:
 
 
 def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
-    """The noted answers of one shape environment as relations that held at capture."""
+    """The noted answers of one shape environment as relations that held at capture.
+
+    What a tensor will hold is not known then: no to both sides means that the graph is for either, and checks itself.
+    """
     import sympy
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     found = []
     for asked, expr, answer in answers:
         if asked is env and answer in (True, False, sympy.true, sympy.false):
-            found.append(env.replace(expr if answer else sympy.Not(expr)))
+            relation = env.replace(expr if answer else sympy.Not(expr))
+            if not free_unbacked_symbols(relation):
+                found.append(relation)
     return found
 
 
@@ -155,6 +161,8 @@ def conditions_of(
 
     Raises Refused where a size cannot be derived from those of the inputs.
     """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
     numbers: list[Dim] = []
     for node in ints:
@@ -165,6 +173,8 @@ def conditions_of(
     guards: list[str] = []
     if env is not None:
         for symbol, bound in program.range_constraints.items():
+            if free_unbacked_symbols(symbol):
+                continue  # what a tensor will hold
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
             ranges[str(symbol)] = [_least(env, symbol, bound), high]
         inside, filled = _inside(program, env)

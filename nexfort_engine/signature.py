@@ -163,12 +163,28 @@ class Leaves:
 def of_its_own(value: Any, twice: bool = False) -> Any:
     """Arguments with tensors of their own, which the callee may change. `twice`: at batch 2 where they have batch 1."""
     if isinstance(value, torch.Tensor):
-        return torch.cat([value, value]) if twice and value.ndim > 0 and value.shape[0] == 1 else value.clone()
+        return _copy(value, twice and value.ndim > 0 and value.shape[0] == 1)
     if type(value) in (list, tuple):
         return type(value)(of_its_own(v, twice) for v in value)
     if isinstance(value, dict):
         return {k: of_its_own(v, twice) for k, v in value.items()}
     return value
+
+
+def _copy(value: torch.Tensor, twice: bool) -> torch.Tensor:
+    """A copy, or two rows of the same, that lies in memory as the tensor does: a part of its channels has gaps.
+
+    Torch's own would be without them, and regions that are called with it would seem to be called with another format.
+    """
+    plain = type(value) is torch.Tensor and value.layout == torch.strided
+    shape, strides = list(value.shape), list(value.stride()) if plain else []
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=plain))
+    if not plain or expanded or not value.numel() or value.is_contiguous():
+        return torch.cat([value, value]) if twice else value.clone()
+    if twice:
+        row = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)) + 1
+        shape[0], strides[0] = 2, row if format_of(value) == "l" else max(strides[0], row)
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def changeable(spec: Any) -> Iterator[type]:

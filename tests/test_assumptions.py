@@ -148,6 +148,22 @@ def test_what_is_not_there_is_refused_as_in_eager(pick: Any) -> None:
             probe.agrees(x(2, length), n)
 
 
+def test_how_many_rows_a_tensor_tells_may_vary() -> None:
+    """The rows of each expert: nobody can check them before the call, and the graph does so itself, as eager does."""
+
+    def sorted_to_experts(b: Any, h: T, counts: T) -> T:
+        numbers = counts.tolist()
+        parts = torch.split(h[: sum(numbers)], numbers)
+        return torch.cat([part @ b.linear.weight * i for i, part in enumerate(parts)])
+
+    probe = Probe(block_of(sorted_to_experts), torch.randn(12, 8), torch.tensor([3, 4]))
+    for rows, counts in ((12, (4, 3)), (12, (0, 12)), (30, (0, 0)), (7, (1, 5))):
+        assert probe.agrees(torch.randn(rows, 8), torch.tensor(counts)), counts
+    for rows, wrong in ((5, (3, 4)), (9, (-1, 4))):
+        with pytest.raises(RuntimeError):
+            probe.graph(torch.randn(rows, 8), torch.tensor(wrong))
+
+
 def test_a_number_whose_kind_is_asked_is_fixed_where_nothing_else_works() -> None:
     probe = Probe(block_of(lambda b, h, n: h * (n if isinstance(n, int) else n.min())), x(), 24)
     assert probe.agrees(x(3, 9), 24) and not probe.agrees(x(), 25)

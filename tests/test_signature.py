@@ -23,6 +23,7 @@ from nexfort_engine.signature import (  # noqa: E402
     flatten_call,
     format_of,
     normalised,
+    of_its_own,
     spec_text,
     tensor_meta,
     unflatten,
@@ -227,6 +228,20 @@ def test_only_memory_formats_that_code_is_made_for_are_told_apart() -> None:
     assert format_of(torch.randn(2, 1, 4, 4).to(memory_format=torch.channels_last)) == "c", "it is both"
     assert normalised(last) is last and normalised(image) is image
     assert normalised(T.t()).is_contiguous() and torch.equal(normalised(T.t()), T.t())
+
+
+def test_a_copy_lies_in_memory_as_the_tensor_does() -> None:
+    """Some of the channels of a tensor in channels_last: torch.cat and clone give channels_last, regions get "c"."""
+    last = torch.randn(1, 8, 4, 4).to(memory_format=torch.channels_last)
+    for value in (last, last[:, :4], last[:, :, 1:3], torch.randn(1, 6, 4)[..., ::2], last[:, :1].expand(1, 3, 4, 4)):
+        once, two = of_its_own(value), of_its_own([value], True)[0]
+        assert torch.equal(once, value) and torch.equal(two, torch.cat([value, value]))
+        assert format_of(once) == format_of(value) == format_of(two), value.stride()
+        once.zero_(), two.zero_()
+        assert value.count_nonzero()
+    both = last.repeat(2, 1, 1, 1)[:, :4]
+    assert of_its_own(both).stride() == both.stride()
+    assert torch.equal(of_its_own(T.to_sparse()).to_dense(), T)
 
 
 def test_tensors_that_are_not_plain_data_are_refused() -> None:
