@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,14 +23,15 @@ from torch.overrides import TorchFunctionMode
 from .conditions import Conditions, Dim
 from .readset import Refused
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = os.path.join(Path(torch.__file__).parent, "")  # with a separator: torchvision is another package
 # the way from a comparison in the block's code to the shape environment
 _BETWEEN = (
-    *(f"{_TORCH}/__init__.py", f"{_TORCH}/fx/experimental/", f"{_TORCH}/_utils", f"{_TORCH}/utils/_stats.py"),
-    f"{_TORCH}/_export/non_strict_utils.py",  # export exchanges `max` and `min` for functions of its own
+    *(_TORCH + os.path.join(*place) for place in (("__init__.py",), ("fx", "experimental", ""), ("_utils",))),
+    _TORCH + os.path.join("utils", "_stats.py"),
+    _TORCH + os.path.join("_export", "non_strict_utils.py"),  # export exchanges `max` and `min` for its own functions
 )
-_SYMBOLS = f"{_TORCH}/fx/experimental/"
-_SLICES = f"{_TORCH}/_subclasses/fake_impls.py"
+_SYMBOLS = _TORCH + os.path.join("fx", "experimental", "")
+_SLICES = _TORCH + os.path.join("_subclasses", "fake_impls.py")
 _WHOLE = {int, torch.SymInt}
 _NUMBERS = {*_WHOLE, float, torch.SymFloat}
 _PLACES = ("slice_forward", "_compute_slice_index", "meta_select")

@@ -269,10 +269,9 @@ class Builder:
         weights, layers = None, region.layers
         if layers is not None:
             weights = layers.examples(region.slots.read(), _device_of(wanted))
-        alike = [other for other in self.engine.regions if other.kind == region.kind and other is not region]
-        twins = [other.module for other in alike if other.structure() == region.structure()]
-        dynamic, hidden = self.engine.config.dynamic, region.hidden()
-        captured = capture(region.module, wanted.example, dynamic=dynamic, weights=weights, hidden=hidden, twins=twins)
+        captured = capture(
+            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=region.hidden()
+        )
         driver, info = self.engine.made_for(region, _device_of(wanted))
         if self.finder.options(_device_of(wanted).type).get("nexfort.low_precision"):
             info["products"] = precision.told(captured.graph)

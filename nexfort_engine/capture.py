@@ -29,7 +29,15 @@ from torch import nn
 from . import modulestate, readset, strengths
 from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, noted
 from .conditions import Conditions
-from .effects import CHANGES_GIVEN, mapping_writes, refuse_random, take_out_kept, tensors_held
+from .effects import (
+    CHANGES_GIVEN,
+    kept_since,
+    mapping_writes,
+    refuse_counting,
+    refuse_random,
+    take_out_kept,
+    tensors_held,
+)
 from .flags import tracing_scope
 from .guards import to_json
 from .modulestate import Hidden
@@ -90,14 +98,7 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        example: Example,
-        weights: list[torch.Tensor] | None,
-        hidden: Hidden,
-        twins: Sequence[nn.Module] = (),
-    ) -> None:
+    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
         self.block, self.example, self.hidden = block, example, hidden
         given = weights if weights is not None else modulestate.WeightSlots(block).read()
         self.parts = Parts.of(given)  # None: all of them are plain
@@ -111,12 +112,13 @@ class _Trace:
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
         self.output: Any = None
         self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
+        self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
         self.files: set[str] = set()  # whose code it ran through
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
         self.strengths = [
             (path, name, keys)
-            for path, name, keys in strengths.places(block, twins)
+            for path, name, keys in strengths.places(block)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
@@ -194,7 +196,8 @@ class _Lifted(nn.Module):
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
-        trace.kept = [t for key, t in tensors_held(shadow.module).items() if key not in held]
+        refuse_counting(trace.reads, shadow.module)
+        trace.kept, trace.exchanged = kept_since(held, shadow.module)
         return flat.tensors + trace.kept
 
 
@@ -205,18 +208,17 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
-    twins: Sequence[nn.Module] = (),
 ) -> Captured:
     """Capture one block at one example call.
 
-    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow; twins: see places.
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {}, twins)
+    trace = _Trace(module, example, weights, hidden or {})
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
@@ -228,9 +230,9 @@ def capture(
                     raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {}, twins)
+                other = _Trace(module, example, weights, hidden or {})
                 fixed = _export(other, dynamic, False)
-                if program is None or _tensor_ops(program) != _tensor_ops(fixed):
+                if program is None or not _alike(_tensor_ops(program), _tensor_ops(fixed)):
                     program, trace = fixed, other
         assert program is not None, "what failed was raised"
         return _finish(program, trace)
@@ -324,12 +326,30 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch
     return readset.look(list(mappings), path).detach().contiguous()
 
 
-def _tensor_ops(program: torch.export.ExportedProgram) -> list[str]:
-    """What is computed. Indexing with plain numbers leaves slices of everything and aliases behind, others do not."""
+def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:
+    """The operators on tensors with their arguments.
+
+    Indexing with plain numbers leaves slices of everything and aliases behind, others do not.
+    """
     aten = torch.ops.aten
     nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
-    return [str(n.target) for n in nodes if n not in whole and n.target is not aten.alias.default]
+    kept = [n for n in nodes if n not in whole and n.target is not aten.alias.default]
+    return [(str(n.target), [*n.args, *n.kwargs.values()]) for n in kept]
+
+
+def _alike(one: list[tuple[str, Sequence[Any]]], other: list[tuple[str, Sequence[Any]]]) -> bool:
+    """Whether two programs are the same but for what they compute themselves; defaults may be written out in one."""
+    return [name for name, _ in one] == [name for name, _ in other] and all(
+        all(map(_same, mine, theirs)) for (_, mine), (_, theirs) in zip(one, other, strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    computed = any(value is None or isinstance(value, torch.fx.Node) for value in (one, other))  # None: a default
+    return computed or one == other
 
 
 def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
@@ -346,7 +366,8 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
-    take_out_kept(graph, len(trace.kept))
+    names = modulestate.WeightSlots(trace.block).names if trace.parts is None else []
+    take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):

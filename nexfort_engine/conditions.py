@@ -175,7 +175,11 @@ class Conditions:
                 if greatest is not None and symbols[name] > greatest:
                     return f"{name} = {symbols[name]} above {greatest}"
         for guard in self.guards:
-            if not evaluate(guard, symbols):
+            try:
+                holds = evaluate(guard, symbols)
+            except ArithmeticError:  # a division by a number that is 0 now
+                holds = False
+            if not holds:
                 return f"the relation {guard} does not hold"
         return None
 

@@ -7,6 +7,7 @@ mappings are listed, so that they can be made again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +41,12 @@ def _dropout_of(node: Node) -> float | None:
     return None
 
 
-def tensors_held(module: nn.Module) -> dict[tuple[str, int], torch.Tensor]:
+Held = dict[tuple[str, int], torch.Tensor]
+
+
+def tensors_held(module: nn.Module) -> Held:
     """The tensors on a module tree by where they are, those in plain containers included."""
-    found: dict[tuple[str, int], torch.Tensor] = {}
+    found: Held = {}
 
     def look(value: Any, at: str, depth: int) -> None:
         if isinstance(value, torch.Tensor):
@@ -52,36 +56,79 @@ def tensors_held(module: nn.Module) -> dict[tuple[str, int], torch.Tensor]:
                 look(item, at, depth - 1)
 
     for path, sub in module.named_modules():
-        for name, value in sub.__dict__.items():
-            look(value, f"{path}.{name}", 3)
+        for name, value in (*sub.__dict__.items(), *sub._buffers.items()):
+            if name not in ("_parameters", "_buffers"):
+                look(value, f"{path}.{name}" if path else name, 3)
     return found
 
 
-def take_out_kept(graph: GraphModule, count: int) -> None:
-    """Take out the last `count` outputs: what the block left on itself. Raises Refused if it is of the call's data.
+def kept_since(before: Held, module: nn.Module) -> tuple[list[torch.Tensor], list[str]]:
+    """The tensors that a module tree holds now and did not before; and each one's place if another was there, or ""."""
+    new = {key: tensor for key, tensor in tensors_held(module).items() if key not in before}
+    places = {at for at, _ in before}
+    return list(new.values()), [at if at in places else "" for at, _ in new]
+
+
+def refuse_counting(reads: Mapping[tuple[str, str], Any], module: nn.Module) -> None:
+    """Raise Refused for a block that changed a number of its own that it read: it goes on from there the next time.
+
+    reads: the attributes that it read, as they were then; module: what was traced, as it is now.
+    """
+    for (path, name), value in reads.items():
+        now = module.get_submodule(path).__dict__.get(name)
+        if type(value) in (int, float) and type(now) in (int, float) and now != value:
+            raise Refused(f"it counts in its attribute {name}, and compiled code would not")
+
+
+def take_out_kept(graph: GraphModule, exchanged: Sequence[int | None]) -> None:
+    """Take out the last outputs: what the block left on itself. Raises Refused where a later call goes on from them.
 
     A table made from sizes or weights is a cache, and without it the block makes the table again. What comes from the
-    call (the last frames of a chunk) is there for a later call, and compiled code would leave nothing.
+    call (the last frames of a chunk) is there for a later call, and compiled code would leave nothing; and so is what
+    stands where one of the block's own tensors was and comes from that. exchanged: the numbers of those.
     """
-    if not count:
+    if not exchanged:
         return
     output = next(node for node in graph.graph.nodes if node.op == "output")
-    kept = output.args[0][-count:]
-    output.args = (output.args[0][:-count],)
+    kept = output.args[0][-len(exchanged) :]
+    output.args = (output.args[0][: -len(exchanged)],)
     own = ("weights_", "c_", "factors_")
     given = {n for n in graph.graph.nodes if n.op == "placeholder" and not n.name.startswith(own)}
-    due, seen = [n for n in kept if isinstance(n, Node)], set()
-    while due:
-        node = due.pop()
-        if node in given:
-            raise Refused("it keeps a tensor that it made of its inputs, for a later call; compiled code would not")
-        if node not in seen:
-            seen.add(node)
-            due += [] if _is_of_shape(node) else node.all_input_nodes
+    weights = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name.startswith("weights_")]
+    seen: set[Node] = set()
+    for node, number in zip(kept, exchanged, strict=True):
+        if isinstance(node, Node):
+            sources = _sources(node)
+            if sources & given or (number is not None and weights[number] in sources):
+                raise Refused("it keeps a tensor that it made of its inputs, for a later call; compiled code would not")
+            seen |= sources
     for node in reversed(graph.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if node in seen and node.op == "call_function" and not node.users and not (schema and schema.is_mutable):
             graph.graph.erase_node(node)
+
+
+def _sources(node: Node) -> set[Node]:
+    """A node and what its numbers come from, what is written into it or its views included."""
+    due, seen = [node], set()
+    while due:
+        one = due.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if not _is_of_shape(one):
+            due += one.all_input_nodes
+        due += [user for user in one.users if user.op == "call_function" and (_is_view(user) or one in _written(user))]
+    return seen
+
+
+def _written(node: Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    declared = zip(node.args, schema.arguments, strict=False)
+    return [arg for arg, what in declared if what.alias_info is not None and what.alias_info.is_write]
 
 
 def _is_of_shape(node: Node) -> bool:
@@ -89,23 +136,19 @@ def _is_of_shape(node: Node) -> bool:
     if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "")
-    return not isinstance(node.meta.get("val"), torch.Tensor) or name.startswith("new_") or "_like." in name
+    numbers = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("val"), numbers) or name.startswith("new_") or "_like." in name
 
 
 def written_inputs(graph: GraphModule) -> set[Node]:
     """The placeholders that the graph writes to, also through views of them."""
     found = set()
     for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for arg, declared in zip(node.args, schema.arguments, strict=False):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                root = arg
-                while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
-                    root = root.args[0]
-                if isinstance(root, Node) and root.op == "placeholder":
-                    found.add(root)
+        for root in _written(node) if node.op == "call_function" else ():
+            while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
+                root = root.args[0]
+            if isinstance(root, Node) and root.op == "placeholder":
+                found.add(root)
     return found
 
 

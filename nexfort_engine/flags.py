@@ -112,7 +112,7 @@ def tracing_scope() -> Iterator[None]:
     replaced = [
         (torch.export._trace, "_ignore_backend_decomps", nullcontext),
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
-        (torch._C, "_select_conv_backend", _unbound(torch._C._select_conv_backend)),
+        (torch._C, "_select_conv_backend", _unbound(getattr(torch._C, "_select_conv_backend", None))),
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
         stack.enter_context(without_collection())
@@ -120,13 +120,13 @@ def tracing_scope() -> Iterator[None]:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
-        if not hasattr(torch.SymFloat, "sqrt"):
+        if not hasattr(torch.SymFloat, "sqrt") and hasattr(torch, "_sym_sqrt"):
             torch.SymFloat.sqrt = torch._sym_sqrt  # type: ignore[attr-defined]
             stack.callback(delattr, torch.SymFloat, "sqrt")
         yield
 
 
-def _unbound(choose: Callable[..., Any]) -> Callable[..., Any]:
+def _unbound(choose: Any) -> Callable[..., Any]:
     """A choice between equal results, made without taking anything for granted about the sizes of its input."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

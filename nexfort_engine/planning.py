@@ -7,6 +7,7 @@ cannot be mistaken for a constant of 1, and an artefact made for it serves every
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -69,7 +70,7 @@ class Planner:
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             torch.random.fork_rng(devices=[d.index for d in devices]),
-            _tensors_left_alone(root, self.engine.besides),
+            _left_alone(root, self.engine.besides),
             self.engine.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
@@ -112,25 +113,57 @@ def ghost(example: Example) -> Flat:
     return flat
 
 
-@contextlib.contextmanager
-def _tensors_left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
-    """Put back the tensors that modules hold: some keep one for their next call (the last frames of a chunk).
+_CONTAINERS = (list, dict, set, collections.deque)
+_MACHINERY = frozenset(nn.Module().__dict__)
 
-    besides: names of tensors that belong to the host.
+
+@contextlib.contextmanager
+def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
+    """Put back what modules hold: some keep a tensor for their next call (the last frames of a chunk), or count.
+
+    Tensors, numbers, and containers of Python's with what is in them. besides: names of tensors that belong to the
+    host.
     """
-    before = {id(sub): dict(sub.__dict__) for sub in root.modules()}
+    before = []
+    for sub in root.modules():
+        for table in (sub.__dict__, sub._buffers):
+            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in _MACHINERY]
+            before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
     try:
         yield
     finally:
-        for sub in root.modules():
-            own, was = sub.__dict__, before.get(id(sub), sub.__dict__)
-            for name in [
-                name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in besides
-            ]:
-                if name not in was:
-                    del own[name]
-                elif was[name] is not own[name]:
-                    own[name] = was[name]
+        for table, there, was in before:
+            for name in [k for k, v in table.items() if _is_state(v) and k not in there and k not in besides]:
+                del table[name]
+            for name, value, items in was:
+                if table.get(name) is not value:
+                    table[name] = value
+                _refill(value, items)
+
+
+def _is_state(value: Any) -> bool:
+    return value is None or type(value) in (int, float, *_CONTAINERS) or isinstance(value, torch.Tensor)
+
+
+def _items(value: Any) -> list[Any]:
+    if type(value) not in _CONTAINERS:
+        return []
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    """Give a container what was in it; it stays the one that others hold."""
+    now = _items(value)
+    if len(now) == len(items) and all(map(_is_same, now, items)):
+        return
+    value.clear()
+    (value.update if isinstance(value, (dict, set)) else value.extend)(items)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
+        return one[0] is other[0] and one[1] is other[1]
+    return one is other
 
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -8,6 +8,8 @@ threads go on calling the block.
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 import inspect
 import types
@@ -58,10 +60,13 @@ class Shadow:
                 del own[name]
         self.module = copies[id(module)]
         for (path, name, keys), strength in (strengths or {}).items():
-            put(self.module.get_submodule(path).__dict__, (name, *keys), strength)
+            put(self.module.get_submodule(path).__dict__[name], keys, strength)
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
                 table[name] = value
+
+
+_CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)
 
 
 def _fill(own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module]) -> None:
@@ -84,6 +89,8 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
         return type(value)(_mapped(item, copies, depth - 1) for item in value)
     if type(value) is dict:
         return {key: _mapped(item, copies, depth - 1) for key, item in value.items()}
+    if type(value) in _CONTAINERS:  # what a trace puts in must not be found there afterwards
+        return copy.copy(value)
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is functools.partial:

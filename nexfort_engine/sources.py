@@ -12,6 +12,7 @@ import cProfile
 import functools
 import hashlib
 import inspect
+import os
 import sys
 import sysconfig
 import threading
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = os.path.join(Path(torch.__file__).parent, "")
 _STDLIB = sysconfig.get_path("stdlib")
 # what torch's tracing itself runs through; torch's own version is in the key
 _TRACERS = ("sympy", "mpmath", "numpy", "networkx", "triton", "typing_extensions", "optree", "_distutils_hack")

@@ -50,7 +50,7 @@ class Strength:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._value)  # so that `isinstance(scale, float)` is answered as for the number itself
+        return float  # so that `isinstance(scale, float)` is answered as for the number itself
 
     def _as_it_is(self, *_args: Any, **_kwargs: Any) -> Any:
         self.used = True  # code may catch what is raised here
@@ -114,21 +114,10 @@ def _in(value: Any) -> Iterator[Strength]:
         yield from _in(list(value.values()))
 
 
-def places(module: nn.Module, twins: Sequence[nn.Module] = ()) -> list[Place]:
-    """Where a module tree holds numbers in lists and dictionaries of its own.
-
-    twins: modules that are built alike. Whole numbers that differ between them are places too, such as a block's place
-    in a list: code that only asks whether it is the first one needs no artefact of its own for each.
-    """
+def places(module: nn.Module) -> list[Place]:
+    """Where a module tree holds numbers in lists and dictionaries of its own."""
     machinery = nn.Module().__dict__
-    others = [dict(twin.named_modules()) for twin in twins]
     return [
-        (path, name, ())
-        for path, sub in (module.named_modules() if others else ())
-        for name, value in sub.__dict__.items()
-        if type(value) is int and name not in machinery
-        if any(path in there and there[path].__dict__.get(name, value) != value for there in others)
-    ] + [
         (path, name, keys)
         for path, sub in module.named_modules()
         for name, value in sub.__dict__.items()
@@ -158,7 +147,7 @@ def look(value: Any, keys: Sequence[Key]) -> Any:
 
 
 def put(value: Any, keys: Sequence[Key], what: Any) -> None:
-    """Exchange what lies at some keys, one at least, inside a container."""
+    """Exchange what lies at some keys inside a container."""
     look(value, keys[:-1])[keys[-1]] = what
 
 

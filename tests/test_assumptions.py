@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -167,6 +168,31 @@ def test_how_many_rows_a_tensor_tells_may_vary() -> None:
 def test_a_number_whose_kind_is_asked_is_fixed_where_nothing_else_works() -> None:
     probe = Probe(block_of(lambda b, h, n: h * (n if isinstance(n, int) else n.min())), x(), 24)
     assert probe.agrees(x(3, 9), 24) and not probe.agrees(x(), 25)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda b, h, n: h * (2.0 if isinstance(n, int) else 3.0) + h[:, :n].sum(),
+        lambda b, h, n: h * (n if isinstance(n, int) else 3),
+        lambda b, h, n: h * {"5": 2.0}.get(f"{n}", 3.0),
+    ],
+    ids=["beside a slice", "as a factor", "as text"],
+)
+def test_code_that_asks_what_a_number_is_gets_the_number(asks: Any) -> None:
+    probe = Probe(block_of(asks), x(2, 6), 5)
+    for n in (3, 5, 6):
+        probe.agrees(x(2, 7), n)
+
+
+def test_what_another_package_asks_is_a_condition_whatever_it_is_called() -> None:
+    """Torchvision's folder begins as torch's does."""
+    found: dict[str, Any] = {}
+    file = os.path.join(os.path.dirname(torch.__file__) + "vision", "transforms.py")
+    code = "def wider(h):\n    return h * 2 if h.shape[1] > h.shape[0] else h * 3\n"
+    exec(compile(code, file, "exec"), found)  # noqa: S102  # the one way to give code a file that is not there
+    probe = Probe(block_of(lambda b, h: found["wider"](b.linear(h))), x(2, 6))
+    assert probe.agrees(x(3, 9)) and not probe.agrees(x(6, 3))
 
 
 def test_a_number_that_ends_a_slice_may_vary() -> None:

@@ -228,16 +228,33 @@ class Streams(nn.Module):
         return self.linear(h) if before is None else self.linear(h) + before
 
 
+def _written(table: T, h: T) -> T:
+    table[:, 2:] += h[0, :1, 2:]
+    return table
+
+
 @pytest.mark.parametrize(
     ("keep", "refused"),
     [
         (lambda h: h[:, -1:].clone(), True),
         (lambda h: h, True),
         (lambda h: [h[:, -1:] * 0 + 1], True),
+        (lambda h: h.chunk(2, 1)[1].mean(1, keepdim=True), True),
+        (lambda h: h.max(1, keepdim=True)[0], True),
+        (lambda h: _written(h.new_zeros(1, 8), h), True),
         (lambda h: torch.arange(float(h.shape[1]))[:, None], False),
         (lambda h: h.new_zeros(h.shape[1], 1) + torch.ones_like(h[0, :, :1]), False),
     ],
-    ids=["a part", "the input", "in a list", "a table of sizes", "of its shape"],
+    ids=[
+        "a part",
+        "the input",
+        "in a list",
+        "split off",
+        "a maximum",
+        "written to",
+        "a table of sizes",
+        "of its shape",
+    ],
 )
 def test_what_a_block_keeps_of_its_inputs_refuses_it_and_a_table_does_not(keep: Any, refused: bool) -> None:
     block = Streams(keep).eval().requires_grad_(False)
@@ -251,6 +268,30 @@ def test_what_a_block_keeps_of_its_inputs_refuses_it_and_a_table_does_not(keep: 
         assert len(next(n for n in graph.graph.nodes if n.op == "output").args[0]) == 1
         assert not [n for n in graph.graph.nodes if "arange" in str(n.target) or "zeros" in str(n.target)]
     assert block.last is None
+
+
+class Counts(nn.Module):
+    """A block whose every other call is another: it counts them in `kind` of attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+        if kind == "a buffer":
+            self.register_buffer("number", torch.zeros(()))
+        else:
+            self.number = torch.zeros(()) if kind == "a tensor" else 0
+
+    def forward(self, h: T) -> T:
+        self.number = self.number + 1
+        return self.linear(h) * self.number
+
+
+@pytest.mark.parametrize("kind", ["a number", "a tensor", "a buffer"])
+def test_a_block_that_counts_its_calls_is_refused(kind: str) -> None:
+    block, flat = Counts(kind).eval().requires_grad_(False), Flat()
+    with pytest.raises(Refused, match=r"it counts in its attribute number|keeps a tensor"):
+        capture(block, Example.of(flatten_call((x(),), {}, flat), flat))
+    assert not block.number
 
 
 # ---- what is stored beside it ---------------------------------------------------------------------------------------

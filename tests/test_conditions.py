@@ -82,6 +82,12 @@ def test_a_symbol_that_no_size_gives_alone_cannot_be_checked() -> None:
     assert not JOINT.unbound()
 
 
+def test_a_relation_that_divides_by_zero_does_not_hold() -> None:
+    found = Conditions([["s0", 8]], ["s1"], {}, ["(s0 // s1) == 2", "s1 != 0"])
+    assert found.broken([(6, 8)], [3]) is None
+    assert "does not hold" in (found.broken([(6, 8)], [0]) or "")
+
+
 def test_names_are_symbols_and_no_functions() -> None:
     assert names("Eq(Mod(s0*s1, 4), Max(s77, 2))") == {"s0", "s1", "s77"}
     assert names("12") == set()

@@ -260,9 +260,42 @@ def test_planning_leaves_no_trace(tmp_path: Path, batch: int) -> None:
         with torch.no_grad():
             result = module(given)
         results.append((result, given, torch.get_rng_state(), pair.net.calls))
-    (wanted, theirs, state, calls), (found, ours, same_state, _) = results
+    (wanted, theirs, state, calls), (found, ours, same_state, counted) = results
     assert torch.allclose(found, wanted, atol=1e-5) and torch.equal(ours, theirs) and torch.equal(state, same_state)
-    assert calls == 1
+    assert calls == counted == 1
+
+
+class Remembers(Net):
+    """A network that goes on from what its last call left in `kind` of place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.list, self.dict, self.once = kind, [], {}, torch.ones(8)
+        self.register_buffer("buffer", torch.zeros(1, 1, 8))
+
+    def forward(self, h: T, *more: Any, **named: Any) -> T:
+        last, self.buffer = self.buffer, h[:1, :1] * 2
+        self.list.append(h[0, 0])
+        kept = self.dict.get("first", h[0, 0] * 0).sum()
+        once, self.once = self.once, None
+        given = {"a buffer": last, "a list": torch.stack(self.list).sum(0), "a dict": kept}
+        given["what is used once"] = h[0, 0] * 0 if once is None else once
+        found = super().forward(h + given[self.kind], *more, **named)
+        self.dict.setdefault("first", found[0, 0])
+        return found
+
+
+@pytest.mark.parametrize("kind", ["a buffer", "a list", "a dict", "what is used once"])
+def test_planning_leaves_a_network_s_memory_as_it_was(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        pair = Pair(Remembers(kind), tmp_path / str(compiled))
+        with torch.no_grad():
+            results.append([(pair.compiled if compiled else pair.net)(x(1) * step) for step in (1, 2, 3)])
+    for wanted, found in zip(*results, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 class Chunks(Part):

@@ -272,3 +272,10 @@ def test_a_process_that_collects_nothing_itself_is_left_so():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_trace_goes_on_where_torch_lacks_what_is_exchanged(monkeypatch):
+    monkeypatch.delattr(torch._C, "_select_conv_backend")
+    with flags.tracing_scope():
+        pass
+    assert not hasattr(torch._C, "_select_conv_backend")

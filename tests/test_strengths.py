@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from probe import Probe, block_of, x
-from subjects import distance, graphs_as_they_are
 from torch import nn
 
 import nexfort_engine
@@ -220,45 +219,3 @@ def test_lowered_a_strength_is_honoured_in_this_process_and_the_next(
     assert done.returncode == 0, done.stderr[-3000:]
     apart, made, loaded, eager = json.loads(done.stdout.splitlines()[-1])
     assert apart < 1e-4 and (made, loaded, eager) == (0, 1, [])
-
-
-class Numbered(nn.Module):
-    """A block that knows its place in the list."""
-
-    def __init__(self, number: int, use: Any) -> None:
-        super().__init__()
-        self.linear, self.number = nn.Linear(8, 8), number
-        self.__dict__["use"] = use
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h + self.linear(h) * _USES[self.use](self.number)
-
-
-_USES = {
-    "asked": lambda number: 2.0 if number == 0 else 0.5,
-    "asked otherwise": lambda number: 2.0 if isinstance(number, int) and number < 3 else 0.5,
-    "added": lambda number: number + 1,
-    "a key": lambda number: {0: 2.0, 5: 3.0}.get(number, 0.5),
-    "a factor": lambda number: torch.ones(8) * number,
-}
-
-
-@pytest.mark.parametrize(
-    ("use", "artefacts"), [("asked", 2), ("asked otherwise", 2), ("added", 7), ("a key", 7), ("a factor", 1)]
-)
-@torch.inference_mode()
-def test_a_block_s_number_that_is_only_compared_needs_an_artefact_for_each_answer(use: str, artefacts: int) -> None:
-    torch.manual_seed(0)
-    blocks = [Numbered(number, use) for number in range(6)]
-    # a Sequential of its own class is walked over, so that each of its blocks is a region
-    net = type("Net", (nn.Sequential,), {"forward": lambda self, h: nn.Sequential.forward(self, h)})(*blocks)
-    net.eval().requires_grad_(False)
-    with graphs_as_they_are():
-        compiled = nexfort_engine.compile(net)
-        wanted = [net(x())]
-        for number in (4, 0, 9):
-            blocks[4].number = number
-            assert number != 0 or distance([net(x())], wanted) > 1e-3
-            assert distance([compiled(x())], [net(x())]) < 1e-5
-        found = compiled.report.as_dict()
-    assert not found["eager"] and len({row["key"] for row in found["artefacts"]}) == artefacts
