@@ -225,6 +225,7 @@ def _compiled_graphs() -> list[Any]:
     """What the artefacts of this process call in the end. Torch 2.11; a wrapper of another kind would count as code."""
     from torch._inductor.output_code import CompiledFxGraph
 
+    gc.unfreeze()  # what was frozen is not listed
     found = [one for one in gc.get_objects() if type(one) is CompiledFxGraph and one.current_callable is not None]
     assert found, "torch keeps the code of artefacts in another way than in 2.11; look for it in _inductor/output_code"
     return found

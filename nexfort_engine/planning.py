@@ -119,10 +119,10 @@ _MACHINERY = frozenset(nn.Module().__dict__)
 
 @contextlib.contextmanager
 def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
-    """Put back what modules hold: some keep a tensor for their next call (the last frames of a chunk), or count.
+    """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
 
-    Tensors, numbers, and containers of Python's with what is in them. besides: names of tensors that belong to the
-    host.
+    A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
+    are made before the real one gets there. besides: names of tensors that belong to the host.
     """
     before = []
     for sub in root.modules():
@@ -133,16 +133,17 @@ def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
         yield
     finally:
         for table, there, was in before:
-            for name in [k for k, v in table.items() if _is_state(v) and k not in there and k not in besides]:
+            for name in [k for k, v in table.items() if isinstance(v, torch.Tensor) and k not in there | set(besides)]:
                 del table[name]
             for name, value, items in was:
-                if table.get(name) is not value:
+                now = table.get(name)
+                if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
                     table[name] = value
                 _refill(value, items)
 
 
 def _is_state(value: Any) -> bool:
-    return value is None or type(value) in (int, float, *_CONTAINERS) or isinstance(value, torch.Tensor)
+    return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
 
 
 def _items(value: Any) -> list[Any]:

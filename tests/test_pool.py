@@ -60,7 +60,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Any:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", ["forked", "started anew", "spawned"])
+@pytest.mark.parametrize("kind", ["forked", "started anew", pytest.param("spawned", marks=pytest.mark.large)])
 def test_graphs_come_back_as_payloads(
     kind: str, gone: list[Any], tmp_path: Path, artefact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

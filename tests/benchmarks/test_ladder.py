@@ -22,7 +22,6 @@ from nexfort_engine.config import OPTIONS, CompileConfig
 HOPPER = {"type": "cuda", "gpu": "A card", "torch": "2.11.0", "no_fp8": ""}
 AMPERE = {**HOPPER, "no_fp8": "too old"}
 RUN = ("fp32", "eager", "core", "regional", "plain", "plain+channels_last", "plain+max-autotune", "default")
-FEW = ("fp32", "eager", "plain")  # each process costs a quarter of a minute; all of RUN by `make test-large`
 REFUSED = ("plain+group_norm", "plain+fuse", "plain+cudagraphs", "plain+O3", "default+max-autotune+O3")
 
 
@@ -183,7 +182,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFix
 # ---- for real ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[FEW, pytest.param(RUN, marks=pytest.mark.large)], ids=["few", "all"])
+@pytest.fixture(scope="module", params=[pytest.param(RUN, marks=pytest.mark.large)], ids=["all"])
 def climbed(request: Any, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A small ladder: its rungs, exit code, rows by way, and what each process printed."""
     folder = tmp_path_factory.mktemp("ladder")

@@ -6,6 +6,7 @@ Graphs are captured for real and not lowered: how they are lowered is tested els
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -25,6 +26,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 
 # the --compiler-config of every command in the old engine's pages
+at_length = functools.partial(pytest.param, marks=pytest.mark.large)  # what `make test-large` runs besides
 OLD_CONFIGS = (
     '{"mode": "max-optimize:max-autotune:freezing:benchmark:cudagraphs", "memory_format": "channels_last", '
     '"dynamic": true}',
@@ -134,7 +136,9 @@ def test_a_rare_size_compiles_nothing(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", OLD_CONFIGS)
+@pytest.mark.parametrize(
+    "config", [OLD_CONFIGS[0], OLD_CONFIGS[4], *map(at_length, OLD_CONFIGS[1:4] + OLD_CONFIGS[5:])]
+)
 def test_the_old_configs_run_unchanged(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(tmp_path, "--compiler-config", config)
     assert found["warmup_made"]["compiled"] + found["warmup_made"]["loaded"] > 0 and not found["warmup_made"]["eager"]

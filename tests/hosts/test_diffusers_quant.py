@@ -206,7 +206,7 @@ def test_compiled_it_gives_its_own_picture_at_any_size(name: str) -> None:
     assert f"note: quantised: 48 of 58 linear layers as {name}" in said and "not active: quant" not in said
 
 
-@pytest.mark.parametrize("family", ["pixart", "flux", "sd3"])
+@pytest.mark.parametrize("family", ["pixart", *(pytest.param(f, marks=pytest.mark.large) for f in ("flux", "sd3"))])
 def test_transformers_too(family: str) -> None:
     quantised = nexfort_engine.quantize_pipe(pipeline(family), quant_type="int8_dynamic")
     compiled = nexfort_engine.compile_pipe(quantised, ignores=("vae",))
