@@ -20,12 +20,15 @@ def _settings() -> dict[str, Any]:
 
 
 def unet(depth: int, **settings: Any) -> nn.Module:
-    """settings: what is not as usual."""
+    """Every kind of block in few shapes: both levels are equally wide. settings: what is not as usual.
+
+    Twice as wide as norms have groups, or they would take the time of the step out again.
+    """
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     usual: dict[str, Any] = {
-        **{**_settings(), "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32},
-        **{"num_res_blocks": [depth, depth], "channel_mult": [1, 2], "num_heads": 2, "context_dim": 16},
+        **{**_settings(), "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 64},
+        **{"num_res_blocks": [depth, depth], "channel_mult": [1, 1], "num_heads": 2, "context_dim": 16},
         **{"transformer_depth": [1] * 2 * depth, "transformer_depth_output": [1] * 2 * (depth + 1)},
         **{"transformer_depth_middle": 1, "use_spatial_transformer": True, "use_linear_in_transformer": False},
         "legacy": False,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import pytest
 import torch
 from backbones import BACKBONES, make, tensors_of
 from halves import half_of
+from inputs import shuffled_calls
 from outside import unexplained
 from restarted import counting, digests
 from subjects import (
@@ -114,13 +114,7 @@ def test_nothing_runs_as_python_that_the_report_does_not_name(tiny: Subject) -> 
 def _walk(tiny: Subject, most: int) -> list[dict[str, Any]]:
     """Every size, prompt length and batch, or `most` of them, in an order that is shuffled and always the same."""
     kind = tiny.tiny.kind
-    calls = [
-        {"batch": batch, "size": size, "length": length, "seed": batch, "step": batch % 2}
-        for batch in (1, 2, 3, 4)
-        for size in kind.sizes
-        for length in kind.lengths
-    ]
-    random.Random(7).shuffle(calls)
+    calls = shuffled_calls(kind.sizes, kind.lengths)
     for name, values in (("batch", (1, 2, 3, 4)), ("size", kind.sizes), ("length", kind.lengths)):
         assert {call[name] for call in calls[:most]} == set(values)
     return calls[:most]

@@ -17,7 +17,7 @@ from patchers import FAMILIES, Conditions, patcher_around, sample
 HINT = (128, 128)
 Edit = Callable[[Conditions, Conditions], tuple[Conditions, Conditions]]
 _UNET: dict[str, Any] = {
-    **{"image_size": 32, "in_channels": 4, "model_channels": 32, "num_res_blocks": [2, 2], "channel_mult": [1, 2]},
+    **{"image_size": 32, "in_channels": 4, "model_channels": 64, "num_res_blocks": [2, 2], "channel_mult": [1, 1]},
     **{"num_heads": 2, "context_dim": 16, "transformer_depth": [1] * 4, "transformer_depth_middle": 1},
     **{"use_spatial_transformer": True, "use_linear_in_transformer": False, "legacy": False},
 }
@@ -61,7 +61,7 @@ def t2i() -> Any:
     import comfy.t2i_adapter.adapter
 
     network = comfy.t2i_adapter.adapter.Adapter(
-        cin=192, channels=[32, 64, 64, 64], nums_rb=1, ksize=1, sk=True, use_conv=False, xl=False
+        cin=192, channels=[64, 64, 64, 64], nums_rb=1, ksize=1, sk=True, use_conv=False, xl=False
     )
     cpu = torch.device("cpu")
     return comfy.controlnet.T2IAdapter(

@@ -9,10 +9,11 @@ from torch import nn
 
 
 def unet(depth: int) -> nn.Module:
+    """Every kind of block in few shapes: both levels are equally wide."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
-        **{"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 64)},
+        **{"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 32)},
         **{"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "norm_num_groups": 8},
         **{"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": depth + 1},
         **{"cross_attention_dim": 16, "attention_head_dim": 8},
@@ -97,3 +98,13 @@ def latte(depth: int) -> nn.Module:
         **{"norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6},
         **{"caption_channels": 16, "video_length": 4},
     )
+
+
+def lora(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA file of rank 4 on every projection of a U-Net's attention, for `load_lora_weights`."""
+    draw, found = torch.Generator().manual_seed(seed), {}
+    for name, layer in unet.named_modules():
+        if isinstance(layer, nn.Linear) and name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
+            found[f"unet.{name}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=draw) / 4
+            found[f"unet.{name}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=draw) * 0.3
+    return found

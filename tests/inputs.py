@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +60,15 @@ def latent_call(d: Draw, batch: int, size: Size, length: int, *, greatest: float
     """A call as ComfyUI's samplers make it: noise, time, context and options."""
     args = (d.noise(batch, channels, *size), d.time(batch, greatest))
     return args, {"context": d.prompt(batch, length, 16), "control": None, "transformer_options": {}}
+
+
+def shuffled_calls(sizes: Sequence[Size], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Every size, prompt length and batch from 1 to 4, as keywords of a call, in an order that is always the same."""
+    calls = [
+        {"batch": batch, "size": size, "length": length, "seed": batch, "step": batch % 2}
+        for batch in (1, 2, 3, 4)
+        for size in sizes
+        for length in lengths
+    ]
+    random.Random(7).shuffle(calls)
+    return calls

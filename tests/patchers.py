@@ -30,10 +30,11 @@ CONFIG = CompileConfig.parse(None)
 Change = Callable[[Any], Any]  # a patcher to a changed clone of it, as a node makes it
 Conditions = list[list[Any]]
 
-# what a loader finds out about a network: ComfyUI maps the names of LoRA keys by it, and FreeU its widths
+# What a loader finds out about a network: ComfyUI maps the names of LoRA keys by it, and FreeU its widths. FreeU acts
+# where a level is twice or four times as wide as is found here; both of the UNet's, with their 64, are to be such.
 _FOUND = {
     "SD15": {
-        **{"model_channels": 32, "num_res_blocks": [2, 2], "channel_mult": [1, 2], "transformer_depth": [1] * 4},
+        **{"model_channels": 32, "num_res_blocks": [2, 2], "channel_mult": [1, 1], "transformer_depth": [1] * 4},
         **{"transformer_depth_output": [1] * 6, "transformer_depth_middle": 1},
     },
     "Flux": {"depth": 2, "depth_single_blocks": 2, "hidden_size": 32},

@@ -34,8 +34,10 @@ RUNNABLE = [f"{family}_{flavour}" for family in ("sd15", "pixart", "flux", "wan"
 # test_server_large.py.
 RUNNABLE += ["flux_schnell_compile_model", "flux_kontext_compile_model", "wan22_compile_model_lora"]
 RUNNABLE += ["hunyuan_video_compile_model", "ltxv_compile_model"]
-# What of them takes longest to compile runs by `make test-large`.
+# What of them takes longest to compile runs by `make test-large`. PixArt's files are loaded as Flux's are, and its
+# network is compiled in contracts.py.
 LONG = ("wan_compile_model_vae", "hunyuan_video_compile_model", "ltxv_compile_model")
+LONG += tuple(f"pixart_{flavour}" for flavour in FLAVOURS)
 # Compiled in contracts.py already, and compiling takes long.
 PLAIN = ["sd35_plain"]
 

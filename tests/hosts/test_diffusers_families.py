@@ -7,7 +7,6 @@ Captured graphs run as they are (subjects.py).
 from __future__ import annotations
 
 import functools
-import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 pytest.importorskip("diffusers")
 import torch
 from diffusers_families import FAMILIES, Family, Pipe
+from inputs import shuffled_calls
 from subjects import MOVES, TOLERANCE, distance, graphs_as_they_are
 
 import nexfort_engine
@@ -54,14 +54,8 @@ class Compiled:
     def walked(self) -> tuple[list[Any], list[dict[str, Any]]]:
         """Calls whose result was another, and what the reports gained, over sizes, lengths and batches out of order."""
         family = self.family
-        calls = [
-            {"batch": batch, "size": size, "length": length, "seed": batch, "step": batch % 2}
-            for batch in (1, 2, 3, 4)
-            for size in family.sizes
-            for length in family.lengths
-        ]
-        random.Random(7).shuffle(calls)
-        wrong = [call for call in calls[:CALLS] if not distance(self.ours(**call), self.eager(**call)) < TOLERANCE]
+        calls = shuffled_calls(family.sizes, family.lengths)[:CALLS]
+        wrong = [call for call in calls if not distance(self.ours(**call), self.eager(**call)) < TOLERANCE]
         return wrong, [report.since(self.marks[part]) for part, report in self.ours.reports.items()]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers_networks import lora
 from subjects import graphs_as_they_are
 
 import nexfort_engine
@@ -64,16 +65,6 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def pipeline() -> Any:
     return build("tiny:sd21", torch.device("cpu"), torch.float32)
-
-
-def lora(unet: Any, seed: int) -> dict[str, torch.Tensor]:
-    """A LoRA on every projection of attention."""
-    draw, found = torch.Generator().manual_seed(seed), {}
-    for name, layer in unet.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
-            found[f"unet.{name}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=draw) / 4
-            found[f"unet.{name}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=draw) * 0.3
-    return found
 
 
 def test_loras_that_are_fused_into_the_weights_compile_nothing() -> None:
