@@ -63,10 +63,14 @@ def parse_quantize(text: str | None, submodules: str | None) -> dict[str, Any]:
         found = json.loads(text or DEFAULT_QUANTIZE)
     except json.JSONDecodeError as error:
         raise Unusable(f"--quantize-config is not JSON: {error}; expected for example {DEFAULT_QUANTIZE}") from error
-    if not isinstance(found, dict) or set(found) - {"quant_type", "top_percentage"} or "quant_type" not in found:
+    known = {"quant_type", "top_percentage", "everything"}
+    if not isinstance(found, dict) or set(found) - known or "quant_type" not in found:
         raise Unusable(
-            f"--quantize-config is {text}; expected quant_type and, if wanted, top_percentage: {DEFAULT_QUANTIZE}"
+            f"--quantize-config is {text}; expected quant_type and, if wanted, top_percentage and everything: "
+            f"{DEFAULT_QUANTIZE}"
         )
+    if not isinstance(found.get("everything", True), bool):
+        raise Unusable(f"--quantize-config has everything: {found['everything']!r}; expected true or false")
     _checked("--quantize-config", quant_type, found["quant_type"])
     share = found.get("top_percentage", 90)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 100:
@@ -85,12 +89,15 @@ def _checked(flag: str, check: Callable[[Any], Any], value: Any) -> None:
         raise Unusable(f"{flag}: {error}") from error
 
 
-def quantized(pipe: Any, options: dict[str, Any]) -> Any:
-    """A pipeline whose networks are quantised, and `.quantisation`, their plan. Raises Unusable."""
+def quantized(pipe: Any, options: dict[str, Any], call: dict[str, Any] | None = None) -> Any:
+    """A pipeline whose networks are quantised, and `.quantisation`, their plan. Raises Unusable.
+
+    call: keywords that it will be called with: their sizes say which layers pay.
+    """
     import nexfort_engine
 
     try:
-        return nexfort_engine.quantize_pipe(pipe, **options)
+        return nexfort_engine.quantize_pipe(pipe, **options, **({"call": call} if call is not None else {}))
     except ValueError as error:
         raise Unusable(f"--quantize: {error}") from error
 

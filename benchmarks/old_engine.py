@@ -4,7 +4,8 @@
     python -m benchmarks.old_engine sd21 sdxl pixart latte --csv benchmarks/old_engine.csv
 
 Nexfort begins with an empty cache (its cold warm-up), runs the other sizes, and its warm-up is taken once more in a
-second process (its cached one). Errors are those of the final latents to the float32 run of the same weights and seed.
+second process (its cached one). nexfort-fp8 packs those linear layers in fp8 that pay. Errors are those of the final
+latents to the float32 run of the same weights and seed, which --fp32 keeps for other commands.
 benchmarks/old_table.py makes the table of published and own figures.
 """
 
@@ -18,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,11 @@ from benchmarks.unusable import Unusable
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = (
     "date gpu torch commit model size steps way config rate inference_s max_used_gib max_reserved_gib warmup_s "
-    "warmup_used_gib cached_s compiled cached_compiled sizes_compiled error_to_fp32 error_to_eager psnr ssim command"
+    "warmup_used_gib cached_s compiled cached_compiled sizes_compiled error_to_fp32 error_to_eager psnr ssim packed "
+    "command"
 ).split()
-WAYS = ("fp32", "eager", "nexfort", "compile", "compile-max-autotune")
+WAYS = ("fp32", "eager", "nexfort", "nexfort-fp8", "compile", "compile-max-autotune")
+QUANTIZE = '{"quant_type": "fp8_e4m3_e4m3_dynamic"}'
 CONFIG = '{"mode": "O2", "memory_format": "channels_last"}'
 
 
@@ -68,6 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="models for a CPU, to try the command itself")
     parser.add_argument("--more", default="", help="further flags for each run, as one text")
     parser.add_argument("--no-sweep", action="store_true", help="leave the other sizes out")
+    parser.add_argument("--fp32", default="", help="folder that keeps float32 results, and has those of before")
     parser.add_argument("--csv", default="", help="file to append to")
     parser.add_argument("--log", default="", help="folder for the output of each run")
     parser.add_argument("--commit", default="", help="what is measured; default: git's HEAD")
@@ -98,6 +103,8 @@ def check(args: argparse.Namespace) -> None:
         for one in given:
             if one not in valid:
                 raise Unusable(f"{flag} is {one!r}, expected one of {', '.join(valid)}")
+    if args.fp32 and not Path(args.fp32).is_dir():
+        raise Unusable(f"--fp32 is {args.fp32}, and there is no such folder; make it first")
 
 
 # ---- measuring ----------------------------------------------------------------------------------------------
@@ -125,16 +132,27 @@ def flags_of(name: str, way: str, args: argparse.Namespace, folder: Path) -> lis
             if flag in own:
                 del own[own.index(flag) : own.index(flag) + 2]
     flags += own
-    flags += ["--compiler", "none" if way in ("fp32", "eager") else way]
+    ours = way in ("nexfort", "nexfort-fp8")
+    flags += ["--compiler", "nexfort" if ours else "none" if way in ("fp32", "eager") else way]
     flags += ["--output-video", str(folder / "out.gif")] if family.script != "text_to_image.py" else []
-    if way == "fp32":
-        return [*flags, "--dtype", "float32", "--save-result", str(folder / "fp32.pt"), *shlex.split(args.more)]
-    if (folder / "fp32.pt").exists():
-        flags += ["--reference", str(folder / "fp32.pt")]
+    truth = truth_of(name, args, folder)
+    if way == "fp32":  # the slowest: its warm-up needs no whole picture
+        flags += ["--dtype", "float32", "--warmup-steps", "2", "--save-result", str(truth)]
+    elif truth.exists():
+        flags += ["--reference", str(truth)]
+    if ours:
+        flags += ["--compiler-config", args.compiler_config]
     if way == "nexfort":
-        flags += ["--compiler-config", args.compiler_config, "--cached-warmup"]
-        flags += [] if args.no_sweep else family.sweep
+        flags += ["--cached-warmup", *([] if args.no_sweep else family.sweep)]
+    if way == "nexfort-fp8":
+        flags += ["--quantize", "--quantize-config", QUANTIZE]
     return flags + shlex.split(args.more)
+
+
+def truth_of(name: str, args: argparse.Namespace, folder: Path) -> Path:
+    """The file of the float32 result; its name tells apart models and flags, which all make another picture."""
+    what = json.dumps([FAMILIES[name].flags, args.model, args.more, args.tiny])
+    return Path(args.fp32 or folder) / f"{name}-{zlib.crc32(what.encode()):08x}.pt"
 
 
 def run(command: list[str], way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -164,7 +182,12 @@ def row(name: str, way: str, args: argparse.Namespace, found: dict[str, Any]) ->
     line.update(
         gpu=found["device"], size="x".join(map(str, found["size"])), rate=_short(found["iterations_per_second"])
     )
-    line["config"] = args.compiler_config if way == "nexfort" else ""
+    line["config"] = args.compiler_config if way in ("nexfort", "nexfort-fp8") else ""
+    if way == "fp32":
+        line["warmup_s"] = ""  # of two steps
+    layers = [one for part in found.get("quantisation", {}).get("parts", {}).values() for one in part]
+    if layers:
+        line["packed"] = f"{sum(one['type'] is not None for one in layers)} of {len(layers)}"
     line["warmup_used_gib"] = _short(found["warmup_peak"].get("max_used_gib"))
     for key, column in (("reference", "error_to_fp32"), ("eager", "error_to_eager")):
         line[column] = _short(found.get(f"likeness_to_{key}", {}).get("latents"))
@@ -184,6 +207,7 @@ def row(name: str, way: str, args: argparse.Namespace, found: dict[str, Any]) ->
 def _given(args: argparse.Namespace) -> list[str]:
     """The flags that give such rows again."""
     given = ["--ways", args.ways] + (["--tiny"] if args.tiny else []) + (["--no-sweep"] if args.no_sweep else [])
+    given += ["--fp32", "FOLDER"] if args.fp32 else []
     for flag in ("model", "more"):
         given += [f"--{flag}", shlex.quote(getattr(args, flag))] if getattr(args, flag) else []
     return given + ([] if args.compiler_config == CONFIG else ["--compiler-config", shlex.quote(args.compiler_config)])

@@ -54,15 +54,15 @@ def _ratio(one: dict[str, str]) -> float:
 
 
 def _pairs(name: str, ours: list[dict[str, str]]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """(eager, Nexfort) that were taken together: for each config the newest."""
+    """(eager, Nexfort) that were taken together: for each way and config the newest."""
     found: dict[str, tuple[dict[str, str], dict[str, str]]] = {}
     eager: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in (r for r in ours if r["model"] == name and r["rate"]):
         key = (one["commit"], one["gpu"], one["size"])
         if one["way"] == "eager":
             eager[key] = one
-        elif one["way"] == "nexfort" and key in eager:
-            found[one["config"]] = (eager[key], one)
+        elif one["way"] in ("nexfort", "nexfort-fp8") and key in eager:
+            found[one["way"] + one["config"]] = (eager[key], one)
     return list(found.values())
 
 
@@ -72,7 +72,8 @@ def _own_line(family: Family, eager: dict[str, str], one: dict[str, str]) -> str
     cells += [f"{eager['rate']} → **{one['rate']}**", one["warmup_s"], one["cached_s"]]
     cells += [f"{eager['max_used_gib']} → {one['max_used_gib']}", f"{eager['error_to_fp32']} → {one['error_to_fp32']}"]
     mode = json.loads(one["config"]).get("mode", "O2")
-    cells += [f"Nexfort, {one['gpu']}, torch {one['torch'].split('+')[0]}, `{mode}`, {one['date']}"]
+    fp8 = f", {one['packed']} layers in fp8" if one.get("packed") else ""
+    cells += [f"Nexfort, {one['gpu']}, torch {one['torch'].split('+')[0]}, `{mode}`{fp8}, {one['date']}"]
     return "| " + " | ".join([*cells, f"`{one['command']}`"]) + " |"
 
 

@@ -8,7 +8,7 @@ import difflib
 import json
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from torch import nn
 
 from ..compiled import CompiledModule
 from ..modulestate import foreign
+from ..quant.cost import H200, Card
 from ..quant.kinds import quant_type as type_named
+from ..quant.pays import ROWS, only_what_pays
 from ..quant.plan import BUDGET, Chooser, Quantisation, by_likeness, by_structure, linear_layers, quantise
+from .diffusers_rows import look
 
 log = logging.getLogger("nexfort")
 
@@ -34,6 +37,9 @@ def quantize_pipe(
     quant_type: str = "fp8_e4m3_e4m3_dynamic",
     ignores: Iterable[str] = (),
     budget: float = BUDGET,
+    everything: bool | None = None,
+    call: Mapping[str, Any] | None = None,
+    card: Card = H200,
 ) -> Any:
     """A pipeline whose denoiser and ControlNet keep linear layers packed; the one that comes in stays as it is.
 
@@ -42,6 +48,12 @@ def quantize_pipe(
     quant_type: int8_dynamic, fp8_<activations>_<weights>_dynamic or _weightonly (e4m3, e5m2), with _per_tensor or not.
     ignores: networks ("controlnet") or places in one ("transformer.proj_out") to leave alone.
     budget: a layer whose product is further than this from the full one, as a relative norm, stays as it is.
+    everything: False: layers whose product would take as long packed, or longer, stay as they are; True: they do not;
+        None: as False for networks on a GPU. Weightonly types save memory and pack everything.
+    call: keywords of a call as the pipeline will be called, such as {"height": 1024, "width": 1024}: with everything
+        False its first step is run, because only a call says how many rows a layer sees. Where it cannot be, layers
+        are judged by their sizes, and the plan has a note.
+    card: what products cost (quant/cost.py).
 
     The result has `.quantisation`, the plan with each layer's type and error or the reason why it stays as it is (print
     it), and `.unquantised()`, the pipeline that was given, while somebody holds it: to save memory let it go. All other
@@ -51,16 +63,9 @@ def quantize_pipe(
     if not hasattr(pipe, "components"):
         raise TypeError(f"quantize_pipe got a {type(pipe).__qualname__}, expected a diffusers pipeline")
     kind, skip = type_named(quant_type), tuple(ignores)
-    if isinstance(top_percentage, bool) or not 0 <= top_percentage <= 100:
-        raise ValueError(f"top_percentage is {top_percentage!r}; expected a number from 0 to 100")
+    _check_options(top_percentage, everything, call)
     measured = measured_layers(quant_submodules_config_path) if quant_submodules_config_path is not None else None
-    networks = {name: net for name in NETWORKS if isinstance(net := getattr(pipe, name, None), nn.Module)}
-    networks = {name: net for name, net in networks.items() if name not in skip}
-    if not networks:
-        raise ValueError(
-            f"a {type(pipe).__qualname__} was given, and none of the networks that can be quantised was found in it "
-            f"({', '.join(NETWORKS)}); expected at least one that is not ignored"
-        )
+    networks = _networks(pipe, skip)
     for name, net in networks.items():
         _check(pipe, name, net)
     chooser: Chooser = by_structure
@@ -68,14 +73,59 @@ def quantize_pipe(
         _check_names(measured, networks, quant_submodules_config_path)
         chooser = by_likeness(measured, top_percentage, Path(quant_submodules_config_path or "").name)
     result, plan = copy.copy(pipe), Quantisation(kind.name, budget)
+    judged = {} if kind.activation is None else {n: net for n, net in networks.items() if _judged(net, everything)}
+    found = look(pipe, judged, call or {})
     for name, net in networks.items():
         chosen = {path: _ignored(f"{name}.{path}", skip) or reason for path, reason in chooser(net).items()}
-        packed, plan.parts[name] = quantise(net, kind, chosen, budget)
+        seen = found.seen.get(name)
+        if name in judged:
+            chosen = only_what_pays(net, kind, chosen, seen, card)
+            plan.notes.extend([] if seen is not None else [_unknown(name, found.problem)])
+        rows = {path: one.rows for path, one in (seen or {}).items()}
+        packed, plan.parts[name] = quantise(net, kind, chosen, budget, rows)
         setattr(result, name, packed)
         log.info("Nexfort: %s: %s", name, plan.summary(name))
+    for note in plan.notes:
+        log.warning("Nexfort: %s", note)
     result.__class__ = _class_of(type(pipe))
     result.__dict__.update(quantisation=plan, _nexfort_unquantised=weakref.ref(pipe))
     return result
+
+
+def _check_options(top_percentage: Any, everything: Any, call: Any) -> None:
+    """Raise ValueError for values that these cannot have."""
+    if isinstance(top_percentage, bool) or not 0 <= top_percentage <= 100:
+        raise ValueError(f"top_percentage is {top_percentage!r}; expected a number from 0 to 100")
+    if everything is not None and not isinstance(everything, bool):
+        raise ValueError(f"everything is {everything!r}; expected True, False or None")
+    if not isinstance(call or {}, Mapping):
+        raise ValueError(f'call is {call!r}; expected keywords of the pipeline\'s call, such as {{"height": 1024}}')
+
+
+def _networks(pipe: Any, skip: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The networks that can be quantised and are not ignored. Raises ValueError where there are none."""
+    networks = {name: net for name in NETWORKS if isinstance(net := getattr(pipe, name, None), nn.Module)}
+    networks = {name: net for name, net in networks.items() if name not in skip}
+    if not networks:
+        raise ValueError(
+            f"a {type(pipe).__qualname__} was given, and none of the networks that can be quantised was found in it "
+            f"({', '.join(NETWORKS)}); expected at least one that is not ignored"
+        )
+    return networks
+
+
+def _judged(net: nn.Module, everything: bool | None) -> bool:
+    """Whether only those layers of a network are packed that pay."""
+    if everything is not None:
+        return not everything
+    return any(weight.device.type == "cuda" for weight in net.parameters())
+
+
+def _unknown(name: str, problem: str) -> str:
+    return (
+        f"{name}: how many rows its layers see is not known ({problem or 'the call did not come to it'}), so "
+        f"each is judged as with {ROWS}; expected call= with keywords that the pipeline can be called with"
+    )
 
 
 def _ignored(place: str, skip: tuple[str, ...]) -> str | None:

@@ -38,6 +38,7 @@ class Row:
     """One linear layer: its place and sizes, and either its type or the reason why it stays as it is.
 
     error: of its product to the full one, a relative norm; None where none was taken. full, taken: bytes of the weight.
+    rows: of its input in the call that was looked at; None where none was.
     """
 
     layer: str
@@ -48,6 +49,7 @@ class Row:
     error: float | None
     full: int
     taken: int
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,14 @@ class Quantisation:
             alike: dict[tuple[Any, ...], list[float]] = {}
             for row in rows:
                 reason = re.sub(r"\d+\.\d+", "#", row.reason or "")  # a measured number splits no group
-                key = (re.sub(r"\b\d+\b", "*", row.layer), row.columns, row.inner, row.type, reason)
+                key = (re.sub(r"\b\d+\b", "*", row.layer), row.columns, row.inner, row.rows, row.type, reason)
                 alike.setdefault(key, []).append(math.nan if row.error is None else row.error)
-            for (place, columns, inner, name, reason), errors in alike.items():
+            for (place, columns, inner, given, name, reason), errors in alike.items():
                 what = name or f"as it is: {reason}"
                 worst = max(errors)
                 error = "" if math.isnan(worst) else f"  error up to {worst:.4f}"
-                lines.append(f"  {len(errors):>3} x  {place}  {columns}x{inner}{error}  {what}")
+                size = f"{columns}x{inner}" + ("" if given is None else f", {given} row{'s' * (given != 1)}")
+                lines.append(f"  {len(errors):>3} x  {place}  {size}{error}  {what}")
         return "\n".join([*lines, *(f"note: {text}" for text in self.notes)])
 
 
@@ -105,8 +108,7 @@ def by_structure(net: nn.Module) -> dict[str, str | None]:
     Those that stand in no block of a list of blocks are what a picture comes in and goes out through, and embeddings.
     One that is alone beside a norm gives its shift and scale: its input is one row for each picture.
     """
-    owners = dict(net.named_modules())
-    blocks = tuple(f"{path}." for path, module in net.named_modules() if _is_block(path, module, owners))
+    owners, blocks = dict(net.named_modules()), blocks_of(net)
     found: dict[str, str | None] = {path: None for path, _ in linear_layers(net)}
     ends = [] if blocks or len(found) < 2 else [next(iter(found)), next(reversed(found))]
     for path in found:
@@ -116,6 +118,12 @@ def by_structure(net: nn.Module) -> dict[str, str | None]:
         elif _gives_shift_and_scale(owner):
             found[path] = "it shifts and scales what a norm gives, from one row for each picture"
     return found
+
+
+def blocks_of(net: nn.Module) -> tuple[str, ...]:
+    """The places of all blocks in lists of blocks, blocks within blocks too, each with a point at its end."""
+    owners = dict(net.named_modules())
+    return tuple(f"{path}." for path, module in owners.items() if _is_block(path, module, owners))
 
 
 def _is_block(path: str, module: nn.Module, owners: Mapping[str, nn.Module]) -> bool:
@@ -153,10 +161,18 @@ def linear_layers(net: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 # ---- packing -----------------------------------------------------------------------------------------------
 
 
-def quantise(net: nn.Module, kind: QuantType, chosen: Mapping[str, str | None], budget: float) -> tuple[Any, list[Row]]:
-    """A copy of a network whose chosen layers are packed, and what became of each; `chosen` as a Chooser gives it."""
-    tensors = (value for module in net.modules() for table in _tables(module) for value in table.values())
-    memo: dict[int, Any] = {id(value): value for value in tensors if isinstance(value, torch.Tensor)}
+def quantise(
+    net: nn.Module,
+    kind: QuantType,
+    chosen: Mapping[str, str | None],
+    budget: float,
+    given: Mapping[str, int] | None = None,
+) -> tuple[Any, list[Row]]:
+    """A copy of a network whose chosen layers are packed, and what became of each; `chosen` as a Chooser gives it.
+
+    given: layer -> rows of its input, of those that a call was seen to run.
+    """
+    exchanged: dict[int, Any] = {}
     rows = []
     for path, layer in linear_layers(net):
         reason, error = chosen[path] or unfit(layer, kind), None
@@ -166,11 +182,19 @@ def quantise(net: nn.Module, kind: QuantType, chosen: Mapping[str, str | None], 
         full = layer.weight.nbytes
         taken = full
         if packed is not None:
-            memo[id(layer)] = packed
+            exchanged[id(layer)] = packed
             taken = packed.weight.nbytes + packed.get_buffer(SCALE).nbytes
         name = kind.name if packed is not None else None
-        rows.append(Row(path, layer.out_features, layer.in_features, name, reason, error, full, taken))
-    return copy.deepcopy(net, memo), rows
+        seen = (given or {}).get(path)
+        rows.append(Row(path, layer.out_features, layer.in_features, name, reason, error, full, taken, seen))
+    return sharing_copy(net, exchanged), rows
+
+
+def sharing_copy(net: nn.Module, exchanged: Mapping[int, Any] | None = None) -> Any:
+    """A copy of a network that shares every tensor with it. exchanged: id of a module -> what takes its place."""
+    tensors = (value for module in net.modules() for table in _tables(module) for value in table.values())
+    memo: dict[int, Any] = {id(value): value for value in tensors if isinstance(value, torch.Tensor)}
+    return copy.deepcopy(net, {**memo, **(exchanged or {})})
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:

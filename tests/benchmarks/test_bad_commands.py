@@ -53,6 +53,10 @@ BEFORE = {
         (*TINY, "--quantize", "--quantize-config", '{"quant_type": "int8_dynamic", "top_percentage": 101}'),
         r"top_percentage 101; expected a number from 0 to 100",
     ),
+    "everything": (
+        (*TINY, "--quantize", "--quantize-config", '{"quant_type": "int8_dynamic", "everything": "yes"}'),
+        r"everything: 'yes'; expected true or false",
+    ),
 }
 ONCE_LOADED = {
     "size": ((*TINY, "--height", "100"), r"takes multiples of 8; expected for example --height 96 --width 96"),

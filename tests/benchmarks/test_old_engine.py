@@ -40,6 +40,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]
             found["cached"] = CACHED
             found["resolutions"] = [{"size": [544, 408], "compiled": 0}]
             found["likeness_to_eager"] = {"psnr": None, "ssim": 1.0, "latents": 0.0}
+        if "--quantize" in command:
+            found["iterations_per_second"] = 204.9
+            found["quantisation"] = {"parts": {"unet": [{"type": "fp8"}, {"type": None}, {"type": "fp8"}]}}
         Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
         if "--save-result" in command:
             Path(command[command.index("--save-result") + 1]).write_bytes(b"")
@@ -58,7 +61,9 @@ def test_every_command_is_one_that_the_scripts_take(name: str, ran: list[Any]) -
         assert Path(command[1]).is_file()
         args = parse(command[2:])
         assert args.model == f"random:{name}"
-        assert args.compiler == ("none" if way in ("fp32", "eager") else way)
+        assert args.compiler == ("none" if way in ("fp32", "eager") else way.removesuffix("-fp8"))
+        assert args.quantize is (way == "nexfort-fp8")
+        assert args.warmup_steps == (2 if way == "fp32" else None)
         assert (args.dtype == "float32") is (way == "fp32")
         assert bool(args.reference) is (way != "fp32"), "errors are to the float32 run"
         assert args.cached_warmup is (way == "nexfort")
@@ -86,6 +91,30 @@ def test_figures_come_into_the_table(ran: list[Any], tmp_path: Path) -> None:
     assert len(lines) == 3
     assert "| **3.00** | 51.23 → **153.7** | 12.0 | 3.0 | 3.5 → 3.5 | 0.0123 → 0.0123 |" in lines[2]
     assert "python -m benchmarks.old_engine sd21 --ways fp32,eager,nexfort" in lines[2]
+
+
+def test_a_quantised_run_says_how_much_of_it_is(ran: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "found.csv"
+    assert old_engine.main(["flux", "--ways", "eager,nexfort,nexfort-fp8", "--csv", str(file)]) == 0
+    row = old_table.read(file)[-1]
+    assert (row["way"], row["rate"], row["packed"], row["cached_s"]) == ("nexfort-fp8", "204.9", "2 of 3", "")
+    assert (row["error_to_fp32"], row["error_to_eager"]) == ("0.0123", "0.0")
+    lines = old_table.table([], old_table.read(file)).splitlines()
+    assert len(lines) == 4 and "**3.00**" in lines[2]
+    assert "**4.00**" in lines[3] and "`O2`, 2 of 3 layers in fp8, " in lines[3]
+
+
+def test_a_float32_result_serves_later_commands_with_the_same_flags(ran: list[Any], tmp_path: Path) -> None:
+    command = ["latte", "--fp32", str(tmp_path)]
+    old_engine.main([*command, "--ways", "fp32"])
+    for more in ([], ["--more=--steps 20"], ["--tiny"]):
+        old_engine.main([*command, "--ways", "eager", *more])
+    references = [text_to_video_latte.parse(command[2:]).reference for command, _ in ran]
+    (kept,) = (str(file) for file in tmp_path.iterdir())
+    assert references == [None, kept, None, None]
+    old_engine.main([*command, "--ways", "fp32,nexfort-fp8", "--more=--steps 20"])
+    assert text_to_video_latte.parse(ran[-1][0][2:]).steps == 20
+    assert text_to_video_latte.parse(ran[-1][0][2:]).reference not in (None, kept)
 
 
 def test_a_tiny_run_stays_out_of_the_table(ran: list[Any], tmp_path: Path) -> None:
@@ -120,7 +149,10 @@ def test_a_failed_run_is_said_and_ends_with_one(
     assert "eager failed with status 1:\nout of memory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "said"), [(["sd15"], "'sd15'"), (["sdxl", "--ways", "eager,warm"], "'warm'")])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["sd15"], "'sd15'"), (["sdxl", "--ways", "eager,warm"], "'warm'"), (["sdxl", "--fp32", "/not/there"], "make it")],
+)
 def test_what_there_is_not_is_refused(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert old_engine.main(command) == 2
     assert said in capsys.readouterr().err

@@ -173,6 +173,18 @@ def test_a_quantised_run_says_its_plan_and_its_distance(
     assert re.search(r"^To eager: PSNR .* latent distance", said, re.M) and "To quantised eager: " in said
 
 
+def test_what_does_not_pay_at_the_size_that_is_asked_stays_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--quantize", "--quantize-config", '{"quant_type": "fp8_e4m3_e4m3_dynamic", "everything": false}')
+    found = run(tmp_path, *asked, "--height", "64", "--batch", "2", "--warmup-steps", "1", "--no-likeness")
+    rows = found["quantisation"]["parts"]["unet"]
+    assert not any(row["type"] for row in rows) and not found["quantisation"]["notes"]
+    assert {row["rows"] for row in rows if row["layer"].endswith("attn1.to_out.0")} == {2 * 2 * 4 * 6}
+    said = capsys.readouterr().out
+    assert "unet: 0 of 66 linear layers" in said and "96 rows times 256x32 would take as long or longer" in said
+
+
 @pytest.mark.slow
 def test_a_quantised_run_takes_the_best_of_a_file(tmp_path: Path) -> None:
     names = [f"transformer_blocks.{i}.{name}" for i in range(2) for name in ("attn.to_q", "ff.net.2")]

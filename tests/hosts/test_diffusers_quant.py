@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers_networks import lora
 from subjects import graphs_as_they_are
 
 import nexfort_engine
@@ -245,16 +246,6 @@ def test_projections_are_fused_before_and_never_after() -> None:
 
 
 # ---- LoRAs -------------------------------------------------------------------------------------------------
-
-
-def lora(unet: Any, seed: int) -> dict[str, torch.Tensor]:
-    """A LoRA on every projection of attention."""
-    draw, found = torch.Generator().manual_seed(seed), {}
-    for name, layer in unet.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
-            found[f"unet.{name}.lora_A.weight"] = torch.randn(4, layer.in_features, generator=draw) / 4
-            found[f"unet.{name}.lora_B.weight"] = torch.randn(layer.out_features, 4, generator=draw) * 0.3
-    return found
 
 
 @pytest.mark.parametrize("name", ["int8_dynamic", "fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e4m3_weightonly"])
