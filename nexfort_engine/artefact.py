@@ -24,6 +24,7 @@ from .conditions import Conditions
 from .guards import checker
 from .lower import Loaded
 from .modulestate import Hidden, ModuleState
+from .prepared import Kept, PreparingCode
 from .signature import Flat, Leaves, unflatten
 from .strengths import look
 
@@ -148,11 +149,12 @@ class Known:
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("_factors", "_strengths", "artefact", "code", "plain", "state")
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "kept", "plain", "state")
 
     def __init__(self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None) -> None:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
+        self.kept: Kept | None = None  # prepared weights of the module
         self.state = ModuleState(module, artefact.reads, hidden)
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
@@ -175,8 +177,21 @@ class Binding:
             self._factors = now, tensors
         return tensors
 
-    def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor]) -> Any:
-        """Call the artefact. `tensors` are the call's, brought into the memory format of the signature."""
+    @property
+    def prepares(self) -> bool:
+        """Whether the artefact's weights are prepared in a step of its own, whose results may be kept."""
+        return isinstance(self.code, PreparingCode)
+
+    def prepare(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The prepared tensors of the module's weights, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return self.code.prepare(list(map(weights.__getitem__, self.artefact.weights)))
+
+    def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: bool = False) -> Any:
+        """Call the artefact. `tensors` are the call's, brought into the memory format of the signature.
+
+        kept: with the prepared weights that are kept for it.
+        """
         artefact = self.artefact
         inputs: list[Any] = list(map(weights.__getitem__, artefact.weights))
         inputs += map(tensors.__getitem__, artefact.tensors)
@@ -185,7 +200,10 @@ class Binding:
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()
-        results = self.code(inputs)
+        if kept and self.kept is not None and isinstance(self.code, PreparingCode):
+            results = self.code.run(inputs, self.kept.tensors)
+        else:
+            results = self.code(inputs)
         if self.plain:
             return results[0]
         for i in artefact.mutated:

@@ -366,7 +366,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
-    names = modulestate.WeightSlots(trace.block).names if trace.parts is None else []
+    names = modulestate.WeightSlots(trace.block).names if trace.parts is None and any(trace.exchanged) else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}

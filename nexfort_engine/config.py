@@ -43,6 +43,8 @@ OPTIONS: dict[str, type] = {
     "fuse.group_norm": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
+    "fuse.gelu": bool,
+    "quant.keep_weights": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
@@ -73,7 +75,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
@@ -276,6 +278,7 @@ class CompileConfig:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
+        found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
         return found
 
     def inductor_options(self, device_type: str) -> dict[str, object]:

@@ -30,6 +30,7 @@ from .glue import Glue
 from .graphmemory import GraphMemory, fragile, without_frames
 from .guards import checker, to_json
 from .parts import places
+from .prepared import Version
 from .readset import BOOKKEEPING, ReadSet, Recording, Refused, ValueUsed
 from .rehearsal import Rehearsal
 from .report import named
@@ -62,6 +63,8 @@ class _Step:
     outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
+    version: Version = None  # of the weights that they were made of
 
 
 class StepGraphs:
@@ -76,11 +79,13 @@ class StepGraphs:
         self._residence: Residence | None = None
         self._in_use = threading.Lock()
 
-    def release(self) -> None:
-        """Give the graphs and their memory back; they are captured again when they are wanted."""
+    def release(self) -> bool:
+        """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
+        held = any(step.graph is not None for step in self._steps.values())
         self._steps.clear()
         self._residence = None
         self._memory.give_back()
+        return held
 
     @property
     def residence(self) -> Residence:
@@ -106,10 +111,6 @@ class StepGraphs:
             return plain(*args, **kwargs)
         try:
             return self._step(key, spec, flat, plain, session)
-        except Exception as error:
-            if _no_memory(error):  # the host has its remedies, and what graphs hold is to be among them
-                self.release()
-            raise
         finally:
             self._in_use.release()
 
@@ -117,7 +118,8 @@ class StepGraphs:
         step = self._steps.get(key)
         if step is not None:
             with self.residence.held(flat.tensors[0].device) as weights:
-                if weights is not None and step.check(flat.mappings) and places(weights) == step.pointers:
+                there = weights is not None and places(weights) == step.pointers
+                if weights is not None and there and self._is_kept(step) and step.check(flat.mappings):
                     self._steps.move_to_end(key)
                     self.engine.cancel()
                     if step.graph is not None:
@@ -150,6 +152,12 @@ class StepGraphs:
         if any(_overlaps(t) for t in flat.tensors):
             return "an input is expanded: its numbers share memory"
         return self.engine.unquiet(flat.mappings)
+
+    def _is_kept(self, step: _Step) -> bool:
+        """Whether the prepared weights that a graph reads are still there, and made of the weights as they are."""
+        if step.graph is None:
+            return True
+        return step.kept == _serials(step) and (not any(step.kept) or step.version == self.engine.version())
 
     def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
         if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
@@ -276,7 +284,7 @@ class StepGraphs:
             slot.copy_(tensor)
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
-        session.capturing, fits, problem = True, False, None
+        fits, problem = False, None
         self._steps.pop(key, None)  # until it is there
         try:
             # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
@@ -284,27 +292,29 @@ class StepGraphs:
                 launched_by_address() if fragile() else nullcontext(),
                 self._memory.captured(graph),
             ):
+                session.capturing = True
                 try:
                     args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
                     fits = _write(plain(*args, **kwargs), outputs, step.output)
                 except BaseException as error:
                     # what was made belongs to the graph: it has to go while that is captured, a cancel included
                     problem = without_frames(error)
-            session.capturing = False
+                finally:
+                    session.capturing = False
             if problem is not None:
                 raise problem
             if session.ran_eager or session.fetched or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             step.graph, step.slots, step.outputs = graph, slots, outputs
+            step.kept, step.version = _serials(step), self.engine.version()
             result = self._replay(step, flat)  # the first may still find that there is no memory
             self._steps[key] = step
             return result
         except Exception as error:
-            session.capturing = False
             if isinstance(error, self.engine.stops()):
                 raise
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
-            if _no_memory(error):
+            if no_memory(error):
                 self.release()
                 self._fails(key, "there was no memory for one")
                 args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
@@ -319,6 +329,10 @@ class StepGraphs:
                 slot.copy_(tensor)
         step.graph.replay()
         return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
+
+
+def _serials(step: _Step) -> list[int]:
+    return [b.kept.serial if b.kept is not None else 0 for b, *_ in step.bindings if b.prepares]
 
 
 def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -348,7 +362,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _no_memory(error: Exception) -> bool:
+def no_memory(error: BaseException) -> bool:
     """Whether the GPU has no memory left. A graph that is launched says so by another class of error."""
     if isinstance(error, torch.OutOfMemoryError):
         return True

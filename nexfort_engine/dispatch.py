@@ -22,6 +22,7 @@ from .artefact import Artefact, Binding
 from .loans import Layers, Loan, NotLent
 from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
+from .prepared import Kept, room_for
 from .readset import Refused
 from .regions import RegionSpec
 from .report import named
@@ -108,7 +109,7 @@ class Region:
         session.used.append(binding)
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
-            return binding.run(weights, flat, tensors)
+            return binding.run(weights, flat, tensors, binding.prepares and self._keeps(binding, weights, session))
         except torch.OutOfMemoryError:
             raise  # the host has its own remedies: unloading, tiling
         except Exception as error:
@@ -117,6 +118,34 @@ class Region:
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
+
+    def _keeps(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> bool:
+        """Whether the prepared weights that are kept are those of this call; they are made and kept if they can be."""
+        version = self.engine.version()
+        # where not even the weights stay, there is no room for more
+        if version is None or session.fetched or not self.engine.keeps:
+            binding.kept = None
+            return False
+        own = self.slots.read()
+        if binding.kept is not None and binding.kept.holds(version, own):
+            return True
+        if session.capturing:  # what is made now belongs to the graph
+            return False
+        binding.kept = None  # before there are others: there may be no room for both
+        with self.engine.apart():
+            made = binding.prepare(weights)
+        if not room_for(made):
+            self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
+            return False
+        binding.kept = Kept.of(made, version, own)
+        return True
+
+    def release(self) -> bool:
+        """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
+        held = [binding for binding in self.bindings if binding.kept is not None]
+        for binding in held:
+            binding.kept = None
+        return bool(held)
 
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""

@@ -24,12 +24,13 @@ from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
 from .config import CompileConfig
-from .cudagraph import StepGraphs
+from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .loans import Lender
 from .lower import import_ahead
 from .modulestate import replaced_forward, structure
+from .prepared import Version
 from .regions import find_regions
 from .report import Report, named
 from .session import Instead, Session, current, entered
@@ -87,6 +88,7 @@ class Engine:
         self.also = also or (lambda args, kwargs: [])
         self.report = Report(config, str(store.root))
         self.known = known or Known()
+        self.keeps = True  # prepared weights, where there is room
         self.builder = Builder(self)
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
@@ -152,6 +154,15 @@ class Engine:
         """Find the regions anew: submodules were exchanged."""
         self._table = None
 
+    def version(self) -> Version:
+        """What tells that no weight was changed since; None where nobody can say."""
+        return self.lender.version() if self.lender is not None else None
+
+    def release(self) -> bool:
+        """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
+        graphs = self.graphs is not None and bool(self.graphs.release())
+        return any([region.release() for region in (self._table or {}).values()]) or graphs
+
     # -- running -----------------------------------------------------------------------------------------
 
     def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,15 +198,21 @@ class Engine:
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
-        kept = self._kept(args, kwargs) if due else None
+        kept, again = self._kept(args, kwargs) if due else None, False
         try:
             if not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
             else:
                 result = self.graphs.call(run, args, kwargs, session)
-        except BaseException:
+        except BaseException as error:
             self._verify_due |= due  # the next step will do
-            raise
+            # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
+            if not no_memory(error) or session.root is None or not self.release():
+                raise
+            self.keeps, again = False, True
+        if again:  # not before the error is gone, which holds on to what the step had made
+            self.report.note("memory was short: what was held between steps was given back, and the step run again")
+            return run(*session.root[1], **session.root[2])  # type: ignore[index]
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:

@@ -94,6 +94,17 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
 
 
 @contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """An attribute of a class or module of others for the length of the block. Inside `inductor_scope` only."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def tracing_scope() -> Iterator[None]:
     """Torch's settings while a block is exported.
 

@@ -9,7 +9,7 @@ looks at to decide is hidden from the capture (shadow.py): it always sees a resi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,9 @@ class Lender(Protocol):
     @property
     def signs(self) -> tuple[str, ...]:
         """Attributes of which at least one is set in a layer, or its class, that is not resident."""
+
+    def version(self) -> Hashable:
+        """Equal as long as no weight of the network gets other numbers. None: that cannot be told now."""
 
     def lends(self, layer: nn.Module) -> bool:
         """Whether the layer's weights can be borrowed: it is of a kind whose code is known."""

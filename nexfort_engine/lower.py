@@ -30,11 +30,13 @@ from .conditions import Conditions
 from .cpu_probe import remembered_probes
 from .flags import inductor_scope
 from .passes import PASSES, split
+from .prepared import PreparingCode, take_out
 
 log = logging.getLogger("nexfort")
 
 CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
+_BEFORE, _PREPARATION = "before", "preparation.json"
 Loaded = Callable[[list[Any]], Any]
 
 
@@ -71,21 +73,44 @@ def wait_for_import() -> None:
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:
     """Lower a captured graph into the directory `payload`; see lower_graph."""
-    lower_graph(captured.graph, captured.constants, payload, options)
+    lower_graph(captured.graph, captured.constants, payload, options, len(captured.weights))
 
 
 def lower_graph(
-    graph: torch.fx.GraphModule, constants: list[torch.Tensor], payload: Path, options: Mapping[str, object]
+    graph: torch.fx.GraphModule,
+    constants: list[torch.Tensor],
+    payload: Path,
+    options: Mapping[str, object],
+    weights: int = 0,
 ) -> None:
     """Lower a graph with its literal tensors into the empty directory `payload`.
 
-    options: Inductor settings by name, and the engine's own (passes.py). Raises LoweringFailed; whatever Inductor
-    itself raises passes through.
+    options: Inductor settings by name, and the engine's own (passes.py). weights: how many inputs come first that are
+    weights. Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)
     for name, rewrite in PASSES.items():
         if own.get(name):
             rewrite(graph)
+    before = take_out(graph, weights) if own.get("prepare") else None
+    if before is not None:
+        _inductor(before.graph, payload / _BEFORE, options, own)
+        (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
+    limits = _inductor(graph, payload, options, own)
+    texts = limits.texts()
+    if texts:
+        (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
+    if constants:
+        from safetensors.torch import save_file
+
+        tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
+        save_file(tensors, str(payload / CONSTANTS))
+
+
+def _inductor(
+    graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
+) -> Limits:
+    """Lower one graph into a directory; gives how large its tensors may get."""
     for node in graph.graph.nodes:
         # Inductor looks for the capture's shape environment under this name alone. Without it every size is made
         # anew from the example, and two sizes that happen to be equal there become one.
@@ -95,22 +120,16 @@ def lower_graph(
     payload.mkdir(parents=True, exist_ok=True)
     from torch._inductor import standalone_compile
 
-    rows, limits = whole_rows() if own.get("whole_rows") else nullcontext(), Limits(inputs)
+    rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
+    limits = Limits(inputs)
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
-    texts = limits.texts()
-    if texts:
-        (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks"):
         shutil.rmtree(payload / name, ignore_errors=True)
-    if constants:
-        from safetensors.torch import save_file
-
-        tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
-        save_file(tensors, str(payload / CONSTANTS))
+    return limits
 
 
 def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
@@ -152,16 +171,27 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
     """
     for name in modules:
         importlib.import_module(name)
+    constants, rows = _constants(payload), payload / _PREPARATION
+    options = split(options)[1]
+    if not rows.exists():
+        return _with_constants(_loaded(payload, options), constants, weights)
+    told = json.loads(rows.read_text(encoding="utf-8"))
+    before, code = _loaded(payload / _BEFORE, options), _loaded(payload, options)
+    given = len(told["keeps"]) + told["gives"]
+    return PreparingCode(_with_constants(code, constants, given), before, weights, told["takes"], told["keeps"])
+
+
+def _loaded(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
     # Nothing is compiled here, so Inductor must not start its pool of compiler processes: sixteen new interpreters
     # were measured to slow the next twenty steps by a quarter.
-    with inductor_scope(payload, {**split(options)[1], "compile_threads": 1}), remembered_probes():
+    with inductor_scope(payload, {**options, "compile_threads": 1}), remembered_probes():
         from torch._inductor import CompiledArtifact
 
-        artefact = CompiledArtifact.load(path=str(payload), format="unpacked")
-    constants = _constants(payload)
-    if not constants:
-        return lambda inputs: artefact(*inputs)
-    return _WithConstants(artefact, constants, weights)
+        return CompiledArtifact.load(path=str(payload), format="unpacked")
+
+
+def _with_constants(artefact: Callable[..., Any], constants: list[torch.Tensor], weights: int) -> Loaded:
+    return _WithConstants(artefact, constants, weights) if constants else lambda inputs: artefact(*inputs)
 
 
 def _constants(payload: Path) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .dispatch import Ineligible, Region
+from .modulestate import INTERNAL
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, of_its_own
 
@@ -44,7 +45,7 @@ class Planner:
             return []
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
-        problem: Exception | None = None
+        problem = ""
         for doubled in _doublings(args, kwargs):
             try:
                 # before the call: networks take items out of what they are given
@@ -58,8 +59,8 @@ class Planner:
                     raise
                 # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
                 log.debug("Nexfort: planning failed", exc_info=True)
-                problem = problem or error
-        self.engine.report.note(f"planning ahead failed ({named(problem)})" if problem else "nothing could be planned")
+                problem = problem or named(error)  # of the first way, which is the likeliest one
+        self.engine.report.note(f"planning ahead failed ({problem})")
         return []
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
@@ -114,7 +115,6 @@ def ghost(example: Example) -> Flat:
 
 
 _CONTAINERS = (list, dict, set, collections.deque)
-_MACHINERY = frozenset(nn.Module().__dict__)
 
 
 @contextlib.contextmanager
@@ -127,14 +127,16 @@ def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     before = []
     for sub in root.modules():
         for table in (sub.__dict__, sub._buffers):
-            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in _MACHINERY]
+            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
             before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
     try:
         yield
     finally:
         for table, there, was in before:
-            for name in [k for k, v in table.items() if isinstance(v, torch.Tensor) and k not in there | set(besides)]:
-                del table[name]
+            new = [name for name in table.keys() - there if isinstance(table[name], torch.Tensor)]
+            for name in new:
+                if name not in besides:
+                    del table[name]
             for name, value, items in was:
                 now = table.get(name)
                 if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
@@ -158,7 +160,10 @@ def _refill(value: Any, items: list[Any]) -> None:
     if len(now) == len(items) and all(map(_is_same, now, items)):
         return
     value.clear()
-    (value.update if isinstance(value, (dict, set)) else value.extend)(items)
+    if isinstance(value, (dict, set)):
+        value.update(items)
+    else:
+        value.extend(items)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -78,8 +78,8 @@ def flatten_result(value: Any, into: Flat) -> Any:
         )
     if type(value) in (list, tuple):
         return (type(value), *[flatten_result(v, into) for v in value])
-    spec, found = flatten(value, into), len(into.mappings)
-    if found:
+    spec = flatten(value, into)
+    if into.mappings:
         raise Unsupported("an object that holds a mapping")
     return spec
 

@@ -52,19 +52,19 @@ def pack(captured: Captured) -> bytes:
         node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     captured.graph.meta.clear()
     options = Options(ops_filter=None, node_metadata_key_filter=None)
-    return GraphPickler.dumps((captured.graph, captured.constants), options)
+    return GraphPickler.dumps((captured.graph, captured.constants, len(captured.weights)), options)
 
 
-def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    """What `pack` packed, in a shape environment of its own."""
+def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], int]:
+    """What `pack` packed, in a shape environment of its own: graph, literal tensors, and how many weights there are."""
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     packed: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    graph, constants = packed
+    graph, constants, weights = packed
     graph.recompile()
-    return graph, constants
+    return graph, constants, weights
 
 
 def work(job: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ def work(job: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     file = Path(job["file"])
     with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
-        graph, constants = unpack(file.read_bytes())
+        graph, constants, weights = unpack(file.read_bytes())
         file.unlink()
-        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"])
+        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], weights)
 
 
 def serve(jobs: IO[str], answers: IO[str]) -> None:

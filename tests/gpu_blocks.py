@@ -43,7 +43,19 @@ def feed_forward(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(functional.gelu(functional.linear(x, w[0], w[1])), w[2], w[3])
 
 
-C, D, E = CHANNELS, WIDTH, EMBEDDING
+def wide(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Self-attention and a gated feed-forward of a width whose rows have a kernel to themselves."""
+    batch, tokens, width = x.shape
+    h = functional.layer_norm(x, [width], w[0], w[1])
+    parts = (functional.linear(h, weight).view(batch, tokens, 20, 64).transpose(1, 2) for weight in w[2:5])
+    seen = functional.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(batch, tokens, width)
+    x = functional.linear(seen, w[5], w[6]) + x
+    h = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[7], w[8])
+    values, gates = h.chunk(2, -1)
+    return functional.linear(values * functional.gelu(gates), w[9], w[10]) + x
+
+
+C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
 BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], list[Any]]] = {
@@ -59,7 +71,13 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         [(D,), (D,), (3 * D, D), (D, D), (D,), (D,), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,)],
         [((2, 4096, D), (0, 1)), ((), ())],
     ),
-    "feed_forward": (  # the only one whose products pay in fp8
+    "wide": (
+        wide,
+        torch.half,
+        [(W,), (W,), *[(W, W)] * 4, (W,), (8 * W, W), (8 * W,), (W, 4 * W), (W,)],
+        [((2, 1024, W), (0, 1))],
+    ),
+    "feed_forward": (  # products that pay in fp8
         feed_forward,
         torch.half,
         [(4096, 1024), (4096,), (1024, 4096), (1024,)],
@@ -92,7 +110,8 @@ def captured(kind: str) -> Captured:
     dims = ([{} for _ in weights], free)
     with torch.no_grad():
         graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
-    return Captured(graph, [], [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
+    named = list(range(len(weights)))
+    return Captured(graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
 
 
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")
@@ -105,7 +124,8 @@ def lowered(folder: Path, module: str) -> dict[str, Path]:
         for kind in BLOCKS:
             (folder / kind).mkdir()
             helpers.submit(captured(kind), folder / kind, [module], OPTIONS, "cuda:0", answers.put, _never)
-        assert [answers.get(timeout=300) for _ in BLOCKS] == [None] * len(BLOCKS)
+        problems = [answers.get(timeout=300) for _ in BLOCKS]
+    assert problems == [None] * len(BLOCKS), problems
     return {kind: folder / kind / "payload" for kind in BLOCKS}
 
 

@@ -40,7 +40,7 @@ def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads: dict[str, Path]) -> None:
     assert len(list((payloads[kind] / "aotautograd").iterdir())) == 1
     kernels = _kernels(payloads[kind])
-    assert len(kernels) >= 4
+    assert len(kernels) >= 3
     assert {kernel["target"]["arch"] for kernel in kernels} == {90}
 
 
@@ -51,8 +51,7 @@ def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, 
 
 
 def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
-    (code,) = (text for file in payloads["transformer"].rglob("*.py") if "def call(" in (text := file.read_text()))
-    call = code.partition("def call(")[2].partition("runner = ")[0]
+    call = _code(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product_flash_attention" in call
     assert "4096" not in call
     assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
@@ -75,10 +74,30 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
         lower.take_limits(folder, manifest)
 
 
-def test_low_precision_multiplies_in_fp8(payloads: dict[str, Path]) -> None:
-    (code,) = (text for file in payloads["feed_forward"].rglob("*.py") if "def call(" in (text := file.read_text()))
+def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: dict[str, Path]) -> None:
+    payload = payloads["feed_forward"]
+    before, code = _code(payload / "before"), _code(payload)
     assert code.count("extern_kernels._scaled_mm(") + code.count("aten._scaled_mm.default(") == 2
     assert "float8e4nv" in code and "extern_kernels.addmm(" not in code
+    assert before.count(".run(") == 2 and "float8e4nv" in before, "one kernel for each weight"
+    told = json.loads((payload / "preparation.json").read_text())
+    assert told == {"takes": [0, 2], "keeps": [1, 3], "gives": 4}
+
+
+def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None:
+    """4096 numbers of a GELU, brought to fp8, on two warps; what is summed over no row keeps Inductor's rule."""
+    code = _code(payloads["feed_forward"])
+    kernels = code.split("async_compile.triton(")
+    (row,) = (kernel for kernel in kernels if "'num_warps': 2" in kernel)
+    assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "erf" in row
+    assert "fixed_config" not in _code(payloads["residual"])
+
+
+def _code(payload: Path) -> str:
+    """The Python that Inductor wrote for a payload."""
+    own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
+    (code,) = (text for file in own if "def call(" in (text := file.read_text()))
+    return code
 
 
 def test_what_is_done_before_a_fork_asks_no_device() -> None:

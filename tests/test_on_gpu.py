@@ -131,3 +131,46 @@ def test_low_precision_says_which_products_it_takes_and_is_near() -> None:
         assert 0 < apart < 0.03
     data = compiled.report.as_dict()
     assert not data["eager"] and data["precision"], data
+
+
+@torch.inference_mode()
+def test_packed_weights_are_kept_in_graphs_for_as_long_as_the_host_says_that_they_hold() -> None:
+    from test_prepared import Host
+
+    from nexfort_engine.quant.products import missing
+
+    if reason := missing("cuda"):
+        pytest.skip(reason)
+    module = on_gpu(nn.Sequential(Wide(), Wide()).bfloat16())
+    compiled, host = nexfort_engine.compile(module, options="O3"), Host()
+    engine = compiled._nexfort_engine
+    engine.lender = host
+    h = torch.randn(2, 4096, 2048, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
+
+    def kept() -> list[int]:
+        bindings = [binding for region in engine.regions for binding in region.bindings]
+        assert bindings and all(binding.prepares for binding in bindings)
+        return [binding.kept.serial if binding.kept else 0 for binding in bindings]
+
+    def near() -> torch.Tensor:
+        """Region by region, captured, replayed: all are near eager with the weights as they are now."""
+        results = [compiled(h) for _ in range(4)]
+        wanted = module(h).float()
+        assert all(torch.equal(result, results[0]) for result in results) and graphs(compiled) == 1
+        assert float((results[0].float() - wanted).norm() / wanted.norm()) < 0.03
+        return results[0]
+
+    first = near()
+    before = kept()
+    assert all(before)
+    for said in ("two", None, "three"):
+        module[0].up.weight.data.mul_(2.0)
+        host.said = said
+        assert not torch.equal(near(), first)
+        assert any(kept()) == (said is not None) and not set(kept()) & set(before)
+    module[0].up.weight.data.div_(8.0)
+    host.said = "one"
+    assert torch.equal(near(), first)
+    engine.release()
+    assert not any(kept()) and torch.equal(near(), first)
+    assert not compiled.report.as_dict()["eager"]

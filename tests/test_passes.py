@@ -14,7 +14,7 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine import lower
-from nexfort_engine.passes import by_channels, group_norms, split, upsamplings
+from nexfort_engine.passes import by_channels, by_sigmoid, gelus, group_norms, split, upsamplings
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
@@ -130,3 +130,35 @@ def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: to
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
             assert one.stride() == other.stride()
+
+
+# ---- GELU --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(
+    st.floats(-40, 40),
+    st.floats(1e-3, 20),
+    st.integers(0, 2**16),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_gelu_by_a_sigmoid_is_as_near_to_the_truth_as_torch_s(
+    middle: float, spread: float, seed: int, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(64, generator=torch.Generator().manual_seed(seed)) * spread + middle).to(dtype)
+    truth = functional.gelu(x.double(), approximate="tanh")
+    found, theirs = by_sigmoid(x, like=x), functional.gelu(x, approximate="tanh")
+    assert found.dtype == dtype
+    # the truth, too, loses what is far below zero: (1 + tanh) / 2 in float64
+    slack = 1e-15 * x.double().abs().max() + 3e-7 * truth.norm() * (dtype == torch.float32)
+    assert (found.double() - truth).norm() <= 1.1 * (theirs.double() - truth).norm() + slack
+
+
+def test_only_the_tanh_form_is_rewritten() -> None:
+    block = block_of(lambda b, h: functional.gelu(h, approximate="tanh") + functional.gelu(h))
+    probe = Probe(block, torch.randn(2, 9, 8))
+    wanted = probe.captured.graph(torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)))
+    assert gelus(probe.captured.graph) == 1 and gelus(probe.captured.graph) == 0
+    probe.captured.graph.recompile()
+    found = probe.captured.graph(torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1)))
+    assert torch.allclose(found[0], wanted[0], atol=1e-6)

@@ -102,18 +102,17 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release_graphs)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release)
     clone.set_attachments(KEY, config)
     return clone
 
 
-def _release_graphs(patcher: Any, unloaded: bool, *_: Any) -> None:
-    """ComfyUI takes the model off the GPU: what graphs hold there goes too. Not when a mere clone ends."""
+def _release(patcher: Any, unloaded: bool, *_: Any) -> None:
+    """ComfyUI takes the model off the GPU: what engines hold there goes too. Not when a mere clone ends."""
     network = getattr(patcher.model, "diffusion_model", None)
     if unloaded and isinstance(network, nn.Module):
         for engine in network.__dict__.get(_ENGINES, {}).values():
-            if engine.graphs is not None:
-                engine.graphs.release()
+            engine.release()
 
 
 def _wrapper(config: CompileConfig) -> Callable[..., Any]:

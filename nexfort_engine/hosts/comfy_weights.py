@@ -13,7 +13,7 @@ only asks whether the pages are the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +44,14 @@ class ComfyWeights:
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
         self._own_casts = OwnCasts(self.hidden)
+
+    def version(self) -> Hashable:
+        """What ComfyUI notes of the patches that the weights were loaded with. None where hooks change them as well."""
+        model = self._model()
+        patcher = getattr(model, "current_patcher", None)
+        if patcher is None or getattr(patcher, "current_hooks", None) or getattr(patcher, "hook_patches", None):
+            return None
+        return getattr(model, "current_weight_patches_uuid", None)
 
     def lends(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.

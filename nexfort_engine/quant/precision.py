@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low precision: which products of a graph are computed in fp8, and how. Asked for by the user, never by default.
 
-Both factors are brought to fp8 (e4m3) in the graph itself, on every call, each row with a scale of its own: no copy of
-a weight is kept, so a LoRA or another model is seen as it is in full precision. Bringing a
-weight to fp8 costs a pass over it, so a product is taken only if it is large enough to pay for that; `plan` says which,
-and why not. Memory: the factors of one product at a time, in fp8.
+Both factors are brought to fp8 (e4m3) in the graph itself, each row with a scale of its own. What is computed of the
+weights alone is taken out afterwards and kept where the host says when a weight changes (prepared.py), so a LoRA or
+another model is seen as it is in full precision. Layers of one input are one product: it is brought to fp8 once, and
+one large product fills a card better than three small ones. Bringing the input to fp8 costs a pass over it, so a
+product is taken only if it is large enough to pay for that; `plan` says which, and why not.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -19,12 +20,10 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from .cost import H200
 from .products import FP8, MULTIPLE, narrowed, times_rows
 
 aten = torch.ops.aten
-# What a product of a card of the H200 class was measured to reach (2026-11, torch 2.11): operations a second in half
-# precision and in fp8, bytes a second of its memory; and seconds that the kernels which bring factors to fp8 add.
-_HALF, _FP8, _MEMORY, _LAUNCHES = 700e12, 1430e12, 3.5e12, 6e-6
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Product:
 
 def plan(module: GraphModule) -> list[Product]:
     """All linear layers of a captured graph, with a reason for those that stay as they are."""
-    return [_product(node) for node in module.graph.nodes if node.target is aten.linear.default]
+    return [product for group in _groups(module) for product in group]
 
 
 def told(module: GraphModule) -> list[dict[str, Any]]:
@@ -52,6 +51,23 @@ def told(module: GraphModule) -> list[dict[str, Any]]:
     return [
         dict(zip(("rows", "inner", "columns", "reason", "count"), (*key, n), strict=True)) for key, n in alike.items()
     ]
+
+
+def _groups(module: GraphModule) -> list[list[Product]]:
+    """The linear layers of a graph; those together that are computed in fp8 as one product."""
+    groups: dict[Any, list[Product]] = {}
+    for node in module.graph.nodes:
+        if node.target is aten.linear.default:
+            product = _product(node)
+            # what is computed on the way may not be there yet where the first of them stands
+            given = all(part.op == "placeholder" for part in node.args[1:] if isinstance(part, Node))
+            together = product.reason is None and given
+            groups.setdefault((node.args[0], _biased(node)) if together else node, []).append(product)
+    return [_worth_it(group) for group in groups.values()]
+
+
+def _biased(node: Node) -> bool:
+    return len(node.args) > 2 and node.args[2] is not None
 
 
 def _product(node: Node) -> Product:
@@ -66,16 +82,23 @@ def _product(node: Node) -> Product:
         reason = f"computed in {x.dtype}, with a weight in {weight.dtype}; expected float16 or bfloat16"
     elif columns % MULTIPLE or inner % MULTIPLE:
         reason = f"a weight of {columns}x{inner}; expected multiples of {MULTIPLE}"
-    elif gain(rows, inner, columns) <= 0:
-        reason = f"{rows} rows times {columns}x{inner} would take as long or longer"
     return Product(node, rows, inner, columns, reason)
+
+
+def _worth_it(group: list[Product]) -> list[Product]:
+    """The group as it is, or its layers with the reason why they would gain nothing."""
+    first = group[0]
+    if first.reason is not None or gain(first.rows, first.inner, sum(p.columns for p in group)) > 0:
+        return group
+    reason = "{0.rows} rows times {0.columns}x{0.inner} would take as long or longer"
+    return [replace(product, reason=reason.format(product)) for product in group]
 
 
 def gain(rows: int, inner: int, columns: int) -> float:
     """Seconds that a product of (rows, inner) and (inner, columns) is estimated to save in fp8. Negative: it loses."""
     work = 2.0 * rows * inner * columns
-    moved = 3.0 * (rows * inner + columns * inner)  # read in two bytes, written in one
-    return work * (1 / _HALF - 1 / _FP8) - moved / _MEMORY - _LAUNCHES
+    moved = 3.0 * rows * inner  # read in two bytes, written in one; the weights are kept in fp8
+    return work * (1 / H200.half - 1 / H200.fp8) - moved / H200.memory - 2 * H200.kernel
 
 
 def _hint(size: Any) -> int | None:
@@ -87,24 +110,44 @@ def _hint(size: Any) -> int | None:
 
 def low_precision(module: GraphModule) -> int:
     """Compute the products of the plan in fp8; gives how many."""
-    taken = [product for product in plan(module) if product.reason is None]
-    factors: dict[Node, tuple[Any, Any]] = {}
+    groups = [group for group in _groups(module) if group[0].reason is None]
     tracer = GraphAppendingTracer(module.graph)
-    for product in taken:
-        x, weight, bias = (*product.node.args, None)[:3]
-        with module.graph.inserting_before(product.node):
-            for factor, inner in ((x, product.inner), (weight, product.inner)):
-                if factor not in factors:  # query, key and value share one
-                    assert isinstance(factor, Node)
-                    factors[factor] = narrowed(aten.reshape.default(Proxy(factor, tracer), [-1, inner]), FP8)
-            assert isinstance(x, Node) and isinstance(weight, Node)
-            like = x.meta["val"]
-            sizes = [aten.sym_size.int(Proxy(x, tracer), i) for i in range(like.dim() - 1)]
-            flat = times_rows(
-                factors[x], factors[weight], Proxy(bias, tracer) if isinstance(bias, Node) else None, like
-            )
-            result = aten.reshape.default(flat, [*sizes, product.columns])
-        result.node.meta["val"] = product.node.meta["val"]
-        product.node.replace_all_uses_with(result.node)
-        module.graph.erase_node(product.node)
-    return len(taken)
+    narrow: dict[Node, tuple[Any, Any]] = {}  # of inputs, which layers with and without a bias may share
+    for group in groups:
+        with module.graph.inserting_before(group[0].node):
+            results = _in_fp8(tracer, group, narrow)
+        for product, result in zip(group, results, strict=True):
+            result.node.meta["val"] = product.node.meta["val"]
+            product.node.replace_all_uses_with(result.node)
+            module.graph.erase_node(product.node)
+    return sum(map(len, groups))
+
+
+def _in_fp8(tracer: GraphAppendingTracer, group: list[Product], narrow: dict[Node, tuple[Any, Any]]) -> list[Any]:
+    """The results of layers that have one input."""
+    first = group[0]
+    x = first.node.args[0]
+    assert isinstance(x, Node)
+
+    def given(product: Product, at: int) -> Any:
+        return Proxy(product.node.args[at], tracer)  # type: ignore[arg-type]
+
+    def joined(parts: list[Any]) -> Any:
+        return parts[0] if len(parts) == 1 else aten.cat.default(parts)
+
+    def flat(factor: Any) -> tuple[Any, Any]:
+        return narrowed(aten.reshape.default(factor, [-1, first.inner]), FP8)
+
+    if x not in narrow:
+        narrow[x] = flat(Proxy(x, tracer))
+    weight = flat(joined([given(product, 1) for product in group]))
+    bias = joined([given(product, 2) for product in group]) if _biased(first.node) else None
+    like = x.meta["val"]
+    sizes = [aten.sym_size.int(Proxy(x, tracer), i) for i in range(like.dim() - 1)]
+    whole = times_rows(narrow[x], weight, bias, like)
+    results, start = [], 0
+    for product in group:
+        part = whole if len(group) == 1 else aten.slice.Tensor(whole, 1, start, start + product.columns)
+        results.append(aten.reshape.default(part, [*sizes, product.columns]))
+        start += product.columns
+    return results

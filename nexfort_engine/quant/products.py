@@ -39,14 +39,15 @@ def narrowed(x: Any, dtype: torch.dtype, *, per_tensor: bool = False) -> tuple[A
     x is about the narrow numbers times the scale, and zeros stay zeros.
     """
     wide = aten.to.dtype(x, torch.float32)
-    largest = aten.amax.default(aten.abs.default(wide), [0, 1] if per_tensor else [-1], True)
-    scale = aten.div.Tensor(aten.clamp_min.default(largest, _SMALLEST), _LARGEST[dtype])
-    steps = aten.div.Tensor(wide, scale)
+    # the largest by their bits, which have the order of the numbers (with NaN above all) and take one instruction each
+    bits = aten.amax.default(aten.view.dtype(aten.abs.default(wide), torch.int32), [0, 1] if per_tensor else [-1], True)
+    largest = aten.clamp_min.default(aten.view.dtype(bits, torch.float32), _SMALLEST)
+    steps = aten.mul.Tensor(wide, aten.mul.Tensor(aten.reciprocal.default(largest), _LARGEST[dtype]))
     if dtype == torch.int8:
         steps = aten.round.default(steps)
-    within = aten.clamp.default(steps, -_LARGEST[dtype], _LARGEST[dtype])
+    scale = aten.mul.Tensor(largest, 1 / _LARGEST[dtype])
     # the product takes rows that lie one after another
-    return aten.clone.default(aten.to.dtype(within, dtype), memory_format=torch.contiguous_format), scale
+    return aten.clone.default(aten.to.dtype(steps, dtype), memory_format=torch.contiguous_format), scale
 
 
 def times_rows(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: torch.Tensor) -> Any:

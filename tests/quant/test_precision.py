@@ -73,12 +73,12 @@ def test_a_graph_computes_the_same_within_what_fp8_tells_apart(dtype: torch.dtyp
     assert low_precision(graph) == 4
     graph.recompile()
     casts = [n for n in graph.graph.nodes if n.target is torch.ops.aten.to.dtype and n.args[1] is torch.float8_e4m3fn]
-    assert len(casts) == 2 + 4, "x once for its three products"
+    assert len(casts) == 2 + 3, "x once for its three layers, of which the two with a bias are one product"
     for sizes in ((2, 24), (1, 24), (3, 7)):
         x, y = torch.randn(*sizes, 64).to(dtype), torch.randn(sizes[0], 16).to(dtype)
         Emulated.products = 0
         found = Emulated(graph).run(*[weights[i] for i in probe.artefact.weights], x, y)
-        assert Emulated.products == 4
+        assert Emulated.products == 3
         for result, wanted in zip(found, block(x, y), strict=True):
             assert result.dtype == dtype and result.shape == wanted.shape
             error = float((result.float() - wanted.float()).norm() / wanted.float().norm())

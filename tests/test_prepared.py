@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph computes of its weights alone: taken out, computed once, kept no longer than it is true."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from probe import Probe
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from nexfort_engine import lower, worker
+from nexfort_engine.artefact import Binding
+from nexfort_engine.cache.store import Store
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
+from nexfort_engine.prepared import LEAST, Kept, PreparingCode, take_out
+
+aten = torch.ops.aten
+WIDE = 256  # a weight of it squared is large enough to be prepared
+
+
+class Normed(nn.Module):
+    """A layer whose weight is made of two on every call, beside one that is used as it is, and a literal tensor."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.direction, self.length = nn.Parameter(torch.randn(WIDE, WIDE)), nn.Parameter(torch.rand(WIDE, 1) + 0.5)
+        self.out, self.norm = nn.Linear(WIDE, WIDE), nn.LayerNorm(WIDE)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.length * self.direction / self.direction.norm(dim=1, keepdim=True)
+        h = nn.functional.linear(x, weight) + nn.functional.linear(x, weight.t()) * torch.tensor([0.5] * WIDE)
+        return self.norm(self.out(h)) * (1 + self.norm.weight)
+
+
+class Both(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(seed) for seed in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def x(rows: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, rows, WIDE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_made_of_large_weights_alone_is_taken_out() -> None:
+    probe = Probe(Normed(), x())
+    graph, weights = probe.captured.graph, len(probe.captured.weights)
+    taken = take_out(graph, weights)
+    assert taken is not None and taken.gives == 1, "one weight, which is used in two ways; that of the norm is small"
+    assert len(taken.takes) == 2 and len(taken.keeps) == weights - 2
+    assert not [n for n in graph.graph.nodes if n.target is aten.div.Tensor]
+    graph.graph.lint()
+    assert take_out(graph, len(taken.keeps)) is None, "nothing else is worth it"
+
+
+def test_a_graph_that_uses_its_weights_as_they_are_stays_as_it_is() -> None:
+    probe = Probe(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)).eval().requires_grad_(False), x())
+    before = str(probe.captured.graph.graph)
+    assert take_out(probe.captured.graph, len(probe.captured.weights)) is None
+    assert str(probe.captured.graph.graph) == before
+
+
+@pytest.mark.parametrize("in_a_worker", [False, True])
+def test_an_artefact_with_a_preparation_is_called_like_any_other(tmp_path: Path, in_a_worker: bool) -> None:
+    block = Normed()
+    probe, payload = Probe(block, x()), tmp_path / "payload"
+    options: Mapping[str, object] = {"nexfort.prepare": True}
+    if in_a_worker:
+        (tmp_path / "graph").write_bytes(worker.pack(probe.captured))
+        job = {"modules": [], "probes": None, "device": "cpu", "file": str(tmp_path / "graph")}
+        worker.work({**job, "payload": str(payload), "options": options})
+    else:
+        lower.lower(probe.captured, payload, options)
+    code = lower.load(payload, {}, [], len(probe.captured.weights))
+    assert isinstance(code, PreparingCode)
+    weights = [dict(block.named_parameters())[name] for name in probe_names(block)]
+    given_weights = [weights[i] for i in probe.captured.weights]
+    for rows in (5, 1, 17):
+        (found,) = code([*given_weights, x(rows)])
+        (kept,) = code.run([*given_weights, x(rows)], code.prepare(given_weights))
+        assert torch.allclose(found, block(x(rows)), atol=1e-5) and torch.equal(found, kept)
+
+
+def probe_names(block: nn.Module) -> list[str]:
+    from nexfort_engine.modulestate import WeightSlots
+
+    return WeightSlots(block).names
+
+
+# ---- any graph ---------------------------------------------------------------------------------------------
+
+OPERATORS = [aten.add.Tensor, aten.mul.Tensor, aten.mm.default]
+LOOKS = [lambda g, n: g.call_function(aten.t.default, (n,)), lambda g, n: g.call_function(aten.relu.default, (n,))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=14))
+def test_any_graph_computes_what_it_did(program: list[tuple[int, int, int]]) -> None:
+    """Random programs over two weights and an input: every value that nothing uses is a result."""
+    side, graph = int(LEAST**0.5), Graph()
+    nodes = [graph.placeholder(name) for name in ("one", "two", "x")]
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(side, side, generator=generator) / side**0.5 for _ in nodes]
+    for operator, left, right in program:
+        a, b = nodes[left % len(nodes)], nodes[right % len(nodes)]
+        if operator < len(OPERATORS):
+            nodes.append(graph.call_function(OPERATORS[operator], (a, b)))
+        else:
+            nodes.append(LOOKS[operator - len(OPERATORS)](graph, a))
+    graph.output(tuple(node for node in nodes if not node.users and node.op != "placeholder"))
+    module = GraphModule(nn.Module(), graph)
+    wanted = module(*values)
+    with torch._subclasses.FakeTensorMode() as mode:
+        for node, value in zip(nodes, values, strict=False):
+            node.meta["val"] = mode.from_tensor(value)
+    taken = take_out(module, 2)
+    if taken is None:
+        assert all(torch.equal(a, b) for a, b in zip(module(*values), wanted, strict=True))
+        return
+    prepared = taken.graph(*[values[i] for i in taken.takes])
+    found = module(*[values[i] for i in taken.keeps], *prepared, values[2])
+    assert len(prepared) == taken.gives
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---- how long they are kept --------------------------------------------------------------------------------
+
+
+class Host:
+    """A lender that lends nothing, and says what its weights are."""
+
+    signs, copies, hidden = (), frozenset(), {}
+
+    def __init__(self) -> None:
+        self.said: Any = "one"
+
+    def version(self) -> Any:
+        return self.said
+
+    def lends(self, _: nn.Module) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """What one of the engines compiles, the others load."""
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, list[int]]:
+    """An engine of two blocks, its host, and the numbers of the blocks that were prepared."""
+    own, prepare, made = CompileConfig.lowering_options, Binding.prepare, []
+    monkeypatch.setattr(
+        CompileConfig, "lowering_options", lambda self, device: {**own(self, device), "nexfort.prepare": True}
+    )
+    host, root = Host(), Both()
+
+    def counted(self: Binding, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        made.append(next(i for i, block in enumerate(root.blocks) if any(w is block.out.weight for w in weights)))
+        return prepare(self, weights)
+
+    monkeypatch.setattr(Binding, "prepare", counted)
+    return Engine(root, CompileConfig.parse(None), store, lender=host), host, made  # type: ignore[arg-type]
+
+
+def agrees(engine: Engine, seed: int = 0) -> bool:
+    root = engine.root
+    with torch.inference_mode():
+        found = engine.call(root.forward, (x(seed=seed),), {})
+        assert not engine.report.as_dict()["eager"]
+        return torch.allclose(found, root(x(seed=seed)), atol=1e-5)
+
+
+def test_they_are_made_once_for_each_block(made: tuple[Engine, Host, list[int]]) -> None:
+    engine, _, blocks = made
+    assert all(agrees(engine, seed) for seed in range(3))
+    assert blocks == [0, 1]
+
+
+def test_they_are_made_again_when_the_host_says_that_weights_changed(made: tuple[Engine, Host, list[int]]) -> None:
+    engine, host, blocks = made
+    assert agrees(engine)
+    with torch.no_grad():
+        engine.root.blocks[1].direction.data.neg_()  # type: ignore[union-attr,index]
+    host.said = "two"
+    assert agrees(engine) and blocks == [0, 1, 0, 1]
+
+
+def test_they_are_not_kept_where_the_host_cannot_say(made: tuple[Engine, Host, list[int]]) -> None:
+    engine, host, blocks = made
+    assert agrees(engine)
+    host.said = None
+    for factor in (2.0, -1.0):
+        with torch.no_grad():
+            engine.root.blocks[0].direction.data.mul_(factor).add_(0.1)  # type: ignore[union-attr,index]
+        assert agrees(engine)
+    host.said = "one"
+    assert agrees(engine), "what was kept before went when nobody could say"
+    assert blocks == [0, 1, 0, 1]
+
+
+def test_another_tensor_in_a_weights_place_is_seen_at_once(made: tuple[Engine, Host, list[int]]) -> None:
+    engine, _, blocks = made
+    assert agrees(engine)
+    engine.root.blocks[0].direction = nn.Parameter(torch.randn(WIDE, WIDE), requires_grad=False)  # type: ignore[union-attr,index]
+    assert agrees(engine) and blocks == [0, 1, 0]
+    engine.root.blocks[1].direction.data = torch.randn(WIDE, WIDE)  # type: ignore[union-attr,index]
+    assert agrees(engine) and blocks == [0, 1, 0, 1]
+
+
+def test_they_go_when_the_engine_gives_its_memory_back(made: tuple[Engine, Host, list[int]]) -> None:
+    engine, _, blocks = made
+    assert agrees(engine)
+    assert all(binding.kept for region in engine.regions for binding in region.bindings)
+    engine.release()
+    assert not any(binding.kept for region in engine.regions for binding in region.bindings)
+    assert agrees(engine) and blocks == [0, 1, 0, 1]
+
+
+def test_where_memory_is_short_they_go_and_the_step_runs_again(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, blocks = made
+    assert agrees(engine)
+    run, runs, always = Binding.run, [], []
+
+    def short(self: Binding, *args: Any) -> Any:
+        runs.append(args[-1])
+        if args[-1] or always:  # with what is kept, or in any case
+            raise torch.OutOfMemoryError("out of memory")
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Binding, "run", short)
+        assert agrees(engine) and runs == [True, False, False]
+        assert not any(binding.kept for region in engine.regions for binding in region.bindings)
+        assert agrees(engine) and runs[3:] == [False, False], "none are kept from then on"
+        always.append(True)
+        with pytest.raises(torch.OutOfMemoryError):  # nothing is held: it is for the host to deal with
+            agrees(engine)
+    assert agrees(engine) and blocks == [0, 1]
+    assert any("memory was short" in note for note in engine.report.as_dict()["notes"])
+
+
+def test_they_hold_on_to_no_weight() -> None:
+    weight = torch.randn(4)
+    kept = Kept.of([torch.ones(2)], "one", [weight])
+    assert kept.holds("one", [weight]) and not kept.holds("two", [weight]) and not kept.holds(None, [weight])
+    del weight
+    assert kept.made_of[0]() is None and not kept.holds("one", [torch.randn(4)])  # type: ignore[misc]
