@@ -53,6 +53,7 @@ def add_shared_flags(parser: Any) -> None:
     add("--custom-pipeline", help="a pipeline of the community, by its name")
     add("--seed", type=int, default=333)
     add("--warmups", type=count, default=1, help="whole generations before the one that is measured")
+    add("--warmup-steps", type=count, help="steps of those (default: as many as are measured)")
     add("--batch", type=count, default=1, help="pictures (or videos) for the prompt")
     add("--extra-call-kwargs", metavar="JSON", help="further keywords for the pipeline's call")
     add("--compiler", choices=compilers.COMPILERS, default="nexfort")
@@ -186,7 +187,9 @@ class Measured:
         pipe = self.source.pipe
         if fuse and hasattr(pipe, "fuse_qkv_projections"):
             pipe.fuse_qkv_projections()
-        quantised = compilers.quantized(pipe, self._quantize)
+        call = {**self.call, "height": self.size[0], "width": self.size[1]}
+        del call["num_inference_steps"]  # one is enough to see what the networks are given
+        quantised = compilers.quantized(pipe, self._quantize, call)
         if not self.args.no_likeness:
             self.before = self.run_at(self.size, pipe).kept()
         self.source.pipe = quantised
@@ -199,10 +202,11 @@ class Measured:
         """The warm-up, whose first generation compiles or loads."""
         begin_peak(self.device)
         marks = self.compiled.mark()
+        fewer = {"num_inference_steps": self.args.warmup_steps} if self.args.warmup_steps else {}
         say("Begin warmup")
         began = time.perf_counter()
         for _ in range(self.args.warmups):
-            self.run_at(self.size)
+            self.run_at(self.size, **fewer)
         self.found["warmup_s"] = time.perf_counter() - began
         say("End warmup")
         say(f"Warmup time: {self.found['warmup_s']:.3f}s")
