@@ -60,6 +60,19 @@ def wan_vae(seed: int) -> dict[str, Any]:
     return random_weights(model, seed)
 
 
+def hunyuan_video_vae(seed: int) -> dict[str, Any]:
+    """The HunyuanVideo autoencoder: residual blocks in three dimensions at 128 channels, which detection presumes."""
+    import torch
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    config = {
+        "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0, "conv3d": True,
+        "time_compress": 4,
+    }  # fmt: skip
+    return random_weights(AutoencoderKL(ddconfig=config, embed_dim=16), seed, torch.float16)
+
+
 # What the header of an LTX-Video checkpoint says of its VAE: as short and narrow as its factor of 8 and 32 allows.
 LTXV_VAE = {
     "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_autoencoders import LTXV_VAE, kl_vae, ltxv_vae, taesd, wan_vae
+from tiny_autoencoders import LTXV_VAE, hunyuan_video_vae, kl_vae, ltxv_vae, taesd, wan_vae
 from tiny_controlnets import flux_controlnet, qwen_image_controlnet, sd3_controlnet, sd15_controlnet, sdxl_controlnet
 from tiny_networks import (
     flux_unet,
@@ -157,6 +157,7 @@ FILES: dict[str, Tiny] = {
     "kl_vae": Tiny("vae", kl_vae(4), "AutoencoderKL, 4 channels"),
     "kl_vae_flux": Tiny("vae", kl_vae(16), "AutoencoderKL, 16 channels"),
     "wan_vae": Tiny("vae", wan_vae, "Wan 2.1 video autoencoder"),
+    "hunyuan_video_vae": Tiny("vae", hunyuan_video_vae, "HunyuanVideo autoencoder, full size, 0.5 GB"),
     "sd15_lora": Tiny("loras", lora(sd15_unet), "LoRA for sd15_unet"),
     "flux_lora": Tiny("loras", lora(flux_unet), "LoRA for flux_unet"),
     "wan_lora": Tiny("loras", lora(wan_unet), "LoRA for wan_unet"),
