@@ -100,8 +100,10 @@ def test_the_plain_workflow_gives_what_one_switched_off_gives(server: ComfyServe
 )
 def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
     print(name, served.compiled_equals_eager(server, base, name, timeout=1200))
-    engines = server.get("/nexfort/report")["engines"]
-    assert not [one["report"]["eager"] for one in engines if one["report"]["eager"]]
+    reports = [engine["report"] for engine in server.get("/nexfort/report")["engines"]]
+    assert not [report["eager"] for report in reports if report["eager"]]
+    if name.endswith("low_precision"):  # which a CPU has not: what is asked for is told, and the picture is eager's
+        assert "low precision is not active" in " ".join(note for report in reports for note in report["notes"])
     flavour = name.rsplit("_", 1)[1]
     if flavour in ADDED:
         wanted = served.latent(base, server.run(served.tiny_workflow(name, compiled=False), timeout=600))
