@@ -31,7 +31,7 @@ FLAVOURS: dict[str, tuple[str, ...]] = {
     "wan": ("low_precision",),
     "wan22": ("",),
     "hunyuan_video": ("lora", "vae", "low_precision"),
-    "ltxv": ("lora", "vae"),
+    "ltxv": ("lora",),
 }
 NAMES = {
     family: tuple("_".join(filter(None, (family, "compile_model", flavour))) for flavour in flavours)

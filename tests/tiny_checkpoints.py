@@ -20,6 +20,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,19 @@ def ltxv_checkpoint(seed: int) -> dict[str, Any]:
     return _prefixed("model.diffusion_model.", ltxv_unet(seed)) | _prefixed("vae.", ltxv_vae(seed))
 
 
-def lora(base: Callable[[int], dict[str, Any]], rank: int = 4) -> Callable[[int], dict[str, Any]]:
-    """A LoRA on every matrix inside the blocks of `base`, in the naming that fits any family."""
+def lora(
+    base: Callable[[int], dict[str, Any]], rank: int = 4, *, huge: bool = False
+) -> Callable[[int], dict[str, Any]]:
+    """A LoRA on every matrix inside the blocks of `base`, in the naming that fits any family.
+
+    huge: `base` has gigabytes, so none of its numbers are made; not every network can be built without.
+    """
 
     def build(seed: int) -> dict[str, Any]:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        with FakeTensorMode():  # of a network that has gigabytes only the shapes are asked for
+        with FakeTensorMode() if huge else nullcontext():
             shapes = {name: tensor.shape for name, tensor in base(0).items()}
         found = {}
         for name, shape in shapes.items():
@@ -165,9 +171,9 @@ FILES: dict[str, Tiny] = {
     "sd3_lora": Tiny("loras", lora(sd3_unet), "LoRA for sd3_unet"),
     "hunyuan_video_lora": Tiny("loras", lora(hunyuan_video_unet), "LoRA for hunyuan_video_unet"),
     "ltxv_lora": Tiny("loras", lora(ltxv_unet), "LoRA for ltxv_unet"),
-    "sdxl_lora": Tiny("loras", lora(sdxl_unet), "LoRA for sdxl_unet"),
-    "qwen_image_lora": Tiny("loras", lora(qwen_image_unet), "LoRA for qwen_image_unet"),
-    "z_image_lora": Tiny("loras", lora(z_image_unet), "LoRA for z_image_unet"),
+    "sdxl_lora": Tiny("loras", lora(sdxl_unet, huge=True), "LoRA for sdxl_unet"),
+    "qwen_image_lora": Tiny("loras", lora(qwen_image_unet, huge=True), "LoRA for qwen_image_unet"),
+    "z_image_lora": Tiny("loras", lora(z_image_unet, huge=True), "LoRA for z_image_unet"),
 }
 
 
