@@ -99,7 +99,7 @@ def test_the_plain_workflow_gives_what_one_switched_off_gives(server: ComfyServe
     ("base", "name"), [(one, name) for one in NAMES for name in NAMES[one]], indirect=["base"], scope="module"
 )
 def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
-    print(name, served.compiled_equals_eager(server, base, name, timeout=1200))
+    served.compiled_equals_eager(server, base, name, timeout=1200)
     reports = [engine["report"] for engine in server.get("/nexfort/report")["engines"]]
     assert not [report["eager"] for report in reports if report["eager"]]
     if name.endswith("low_precision"):  # which a CPU has not: what is asked for is told, and the picture is eager's
