@@ -87,6 +87,9 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         # TRITON_CACHE_DIR is removed, not set: Inductor then derives one per device below cache_dir, and what
         # it writes into the variable itself is undone with the rest.
         stack.enter_context(scoped_env(TORCHINDUCTOR_CACHE_DIR=cache_dir, TRITON_CACHE_DIR=None, TORCH_WARM_POOL="0"))
+        # A pass for numbers that a graph is given (no capture has such inputs) fails, as of torch 2.11, on one made of
+        # a size that no node of the graph gives, such as the scale that enlarges all frames of a video but the first.
+        stack.enter_context(scoped_env(TENSORIFY_PYTHON_SCALARS="0"))
         inductor_config, functorch_config = _compiler_configs()
         stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
         stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))

@@ -20,7 +20,7 @@ from backbones import make
 from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, sample
 from restarted import counting
 from subjects import graphs_as_they_are
-from tiny_checkpoints import taesd, vae
+from tiny_autoencoders import taesd, vae
 
 from nexfort_engine import engine as engine_module
 from nexfort_engine import lower

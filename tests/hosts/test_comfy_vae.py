@@ -11,7 +11,7 @@ import torch
 from outside import unexplained
 from patchers import CONFIG, MOVES, TOLERANCE, distance
 from subjects import graphs_as_they_are
-from tiny_checkpoints import kl_vae, taesd, vae, wan_vae
+from tiny_autoencoders import kl_vae, taesd, vae, wan_vae
 
 from nexfort_engine.hosts import comfy as host
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example workflows: both formats agree, a real server takes them, and the real front end loads them.
 
-They run to an image in test_server.py and test_server_controlnet.py.
+They run to an image in test_server.py and test_server_large.py; that none is forgotten there is asked here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from itertools import combinations, pairwise
+from types import ModuleType
 from typing import Any
 
 import browser
 import pytest
 import served
+import test_server
+import test_server_large
 import workflow_pictures
 import workflow_source
 from PIL import Image
@@ -52,6 +55,11 @@ COMPILERS = {
 def read(path: str) -> dict[str, Any]:
     """A workflow file, by its path below `workflows/`."""
     return dict(json.loads((workflow_source.WORKFLOWS / path).read_text(encoding="utf-8")))
+
+
+def kinds_in(name: str) -> set[str]:
+    """The node types of an API workflow."""
+    return {node["class_type"] for node in read(f"api/{name}.json").values()}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +122,22 @@ def to_api(canvas: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any
     return found
 
 
+def run_to_an_image(modules: tuple[ModuleType, ...], kind: str) -> set[str]:
+    """The workflows that tests named test_the_<kind>_workflow_gives_... run, as their parameters say."""
+    found: set[str] = set()
+    for module in modules:
+        for name, function in vars(module).items():
+            if not name.startswith(f"test_the_{kind}_workflow_gives_"):
+                continue
+            for mark in function.pytestmark:
+                if mark.name == "parametrize":
+                    names, values = mark.args
+                    place = (names.split(",") if isinstance(names, str) else list(names)).index("name")
+                    sets = [getattr(one, "values", one) for one in values]  # pytest.param has its values inside
+                    found.update(one if isinstance(one, str) else one[place] for one in sets)
+    return found
+
+
 def without_titles(workflow: dict[str, Any]) -> dict[str, Any]:
     """The API format as the server reads it."""
     return {number: {key: node[key] for key in ("class_type", "inputs")} for number, node in workflow.items()}
@@ -140,6 +164,14 @@ def test_every_family_comes_plain_and_compiled_and_every_flavour_is_there() -> N
     assert {name for name in NAMES if name.endswith("_compile_model")} == {f"{one}_compile_model" for one in FAMILIES}
     assert set(NAMES) > LONG_THERE
     assert {flavour for name in NAMES for flavour in FLAVOURS if name.endswith(f"_{flavour}")} == set(FLAVOURS)
+
+
+def test_every_workflow_runs_to_an_image_in_some_test() -> None:
+    modules = (test_server, test_server_large)
+    there = {path.stem for path in served.API.glob("*.json")}
+    plain = {name for name in there if not served.COMPILE_NODES & kinds_in(name)}
+    assert run_to_an_image(modules, "plain") == plain
+    assert run_to_an_image(modules, "shipped") == there - plain, "compiled against not compiled"
 
 
 def test_the_files_are_what_their_source_gives() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from workflow_graph import Graph
 
 from . import parts
-from .family import LORA, VAE, Family
+from .family import LORA, Family
 
 CHECKPOINT = parts.file(
     "checkpoints", "ltx-video-2b-v0.9.safetensors", parts.HUB + "Lightricks/LTX-Video/resolve/main/"
@@ -44,4 +44,5 @@ def build(graph: Graph, flavour: str) -> None:
     parts.save_video(graph, samples, loaded.vae, 24.0)
 
 
-FAMILY = Family("ltxv", "LTX-Video text to video", build, (LORA, VAE))
+# Each part of its VAE keeps frames of its own for the next chunk: a compile node there would leave all of it eager.
+FAMILY = Family("ltxv", "LTX-Video text to video", build, (LORA,))
