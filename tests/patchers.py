@@ -88,7 +88,7 @@ def sample(
     *,
     seed: int = 0,
     prompt: int = 0,
-    size: tuple[int, int] = (16, 16),
+    size: tuple[int, int] = (8, 8),
     batch: int = 1,
     length: int = 64,
     cfg: float = 4.0,

@@ -34,10 +34,8 @@ RUNNABLE = [f"{family}_{flavour}" for family in ("sd15", "pixart", "flux", "wan"
 # test_server_large.py.
 RUNNABLE += ["flux_schnell_compile_model", "flux_kontext_compile_model", "wan22_compile_model_lora"]
 RUNNABLE += ["hunyuan_video_compile_model", "ltxv_compile_model"]
-# What of them takes longest to compile runs by `make test-large`. PixArt's files are loaded as Flux's are, and its
-# network is compiled in contracts.py.
-LONG = ("wan_compile_model_vae", "hunyuan_video_compile_model", "ltxv_compile_model")
-LONG += tuple(f"pixart_{flavour}" for flavour in FLAVOURS)
+# Each of the loaders, each kind of node in between, an image and a video; the others run by `make test-large`.
+SHORT = ("sd15_compile_model_vae", "sd15_compile_model_lora", "flux_compile_model", "wan_compile_model_lora")
 # Compiled in contracts.py already, and compiling takes long.
 PLAIN = ["sd35_plain"]
 
@@ -49,9 +47,12 @@ def comfyui() -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with every tiny file that these workflows run on."""
-    names = dict.fromkeys(name for workflow in RUNNABLE + PLAIN for name in served.tiny_for(workflow)["files"])
+def base(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with every tiny file that the workflows of this run load."""
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
+    workflows = [name for name in RUNNABLE + PLAIN if name in asked.union(SHORT)]
+    names = dict.fromkeys(name for workflow in workflows for name in served.tiny_for(workflow)["files"])
     found = served.base_folder(tmp_path_factory.mktemp("base"), comfyui, *names)
     served.picture(found)
     return found
@@ -145,7 +146,7 @@ def test_the_plain_workflow_gives_an_image(server: ComfyServer, base: Path, name
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.large) if name in LONG else name for name in RUNNABLE]
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.large) for name in RUNNABLE]
 )
 def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: Path, name: str) -> None:
     served.compiled_equals_eager(server, base, name)
