@@ -15,7 +15,7 @@ from probe import Probe, block_of
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from nexfort_engine import lower, worker
+from nexfort_engine import dispatch, lower, worker
 from nexfort_engine.artefact import Binding
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
@@ -305,8 +305,8 @@ def test_where_memory_is_short_they_go_and_the_step_runs_again(
     run, runs, always = Binding.run, [], []
 
     def short(self: Binding, *args: Any) -> Any:
-        runs.append(args[-1])
-        if args[-1] or always:  # with what is kept, or in any case
+        runs.append(args[-1] is not None)
+        if runs[-1] or always:  # with what is kept, or in any case
             raise torch.OutOfMemoryError("out of memory")
         return run(self, *args)
 
@@ -320,6 +320,31 @@ def test_where_memory_is_short_they_go_and_the_step_runs_again(
             agrees(engine)
     assert agrees(engine) and blocks == [0, 1]
     assert any("memory was short" in note for note in engine.report.as_dict()["notes"])
+
+
+def test_another_thread_may_let_go_of_them_at_any_moment(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, blocks = made
+    assert agrees(engine)
+    run = Binding.run
+
+    def released(self: Binding, *args: Any) -> Any:
+        engine.release()
+        return run(self, *args)
+
+    monkeypatch.setattr(Binding, "run", released)
+    assert agrees(engine) and blocks == [0, 1, 1]
+
+
+def test_without_room_they_are_made_for_each_call_and_once(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, blocks = made
+    monkeypatch.setattr(dispatch, "room_for", lambda _: False)
+    monkeypatch.setattr(PreparingCode, "__call__", None)
+    assert agrees(engine) and agrees(engine, 1) and blocks == [0, 1, 0, 1]
+    assert not any(binding.kept for region in engine.regions for binding in region.bindings)
 
 
 def test_they_hold_on_to_no_weight() -> None:
