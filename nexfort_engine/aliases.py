@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_FRESH = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}  # they give memory of their own
+aten = torch.ops.aten
+# of the operators that are made of others, those that give memory of their own and are between most values of a block
+_FRESH = {
+    *(aten.linear.default, aten.matmul.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+    *(aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default, aten.softmax.int),
+    aten.scaled_dot_product_attention.default,
+}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
