@@ -207,8 +207,10 @@ class Engine:
         except BaseException as error:
             self._verify_due |= due  # the next step will do
             # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
-            if not no_memory(error) or session.root is None or not self.release():
+            if not no_memory(error) or not self.release() or session.root is None:
                 raise
+            if self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is not None:
+                raise  # code of others, which may count its calls, saw a part of this step
             self.keeps, again = False, True
         if again:  # not before the error is gone, which holds on to what the step had made
             self.report.note("memory was short: what was held between steps was given back, and the step run again")

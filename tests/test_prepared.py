@@ -322,6 +322,25 @@ def test_where_memory_is_short_they_go_and_the_step_runs_again(
     assert any("memory was short" in note for note in engine.report.as_dict()["notes"])
 
 
+def test_a_step_with_code_of_others_in_it_is_not_run_again(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = made
+    assert agrees(engine)
+    run, runs = Binding.run, []
+
+    def short(self: Binding, *args: Any) -> Any:
+        runs.append(self)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Binding, "run", short)
+    with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
+        engine.call(lambda x, options: engine.root(x), (x(), {"a patch": print}), {})
+    assert len(runs) == 1 and not any(binding.kept for region in engine.regions for binding in region.bindings)
+    monkeypatch.setattr(Binding, "run", run)
+    assert agrees(engine)
+
+
 def test_another_thread_may_let_go_of_them_at_any_moment(
     made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
