@@ -336,7 +336,11 @@ def test_a_step_with_code_of_others_in_it_is_not_run_again(
     monkeypatch.setattr(Binding, "run", short)
     with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
         engine.call(lambda x, options: engine.root(x), (x(), {"a patch": print}), {})
-    assert len(runs) == 1 and not engine.keeps and not any(binding.kept for region in engine.regions for binding in region.bindings)
+    assert (
+        len(runs) == 1
+        and not engine.keeps
+        and not any(binding.kept for region in engine.regions for binding in region.bindings)
+    )
     monkeypatch.setattr(Binding, "run", run)
     assert agrees(engine)
 
