@@ -74,8 +74,9 @@ class Captured:
     """A graph and everything that must be checked before its artefact is used.
 
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
-    apart; `lasting`: for each whether it is a parameter's, which nobody but the host changes), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
-    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions).
+    apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
+    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
+    the weights whether it is a parameter's, which the host alone changes.
     """
 
     graph: torch.fx.GraphModule
