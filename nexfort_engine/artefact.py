@@ -187,10 +187,12 @@ class Binding:
         assert isinstance(self.code, PreparingCode)
         return self.code.prepare(list(map(weights.__getitem__, self.artefact.weights)))
 
-    def run(self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: bool = False) -> Any:
+    def run(
+        self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: Kept | None = None
+    ) -> Any:
         """Call the artefact. `tensors` are the call's, brought into the memory format of the signature.
 
-        kept: with the prepared weights that are kept for it.
+        kept: its prepared weights, where they need not be made for this call.
         """
         artefact = self.artefact
         inputs: list[Any] = list(map(weights.__getitem__, artefact.weights))
@@ -200,8 +202,8 @@ class Binding:
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()
-        if kept and self.kept is not None and isinstance(self.code, PreparingCode):
-            results = self.code.run(inputs, self.kept.tensors)
+        if kept is not None and isinstance(self.code, PreparingCode):
+            results = self.code.run(inputs, kept.tensors)
         else:
             results = self.code(inputs)
         if self.plain:

@@ -75,7 +75,8 @@ class Captured:
 
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
-    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions).
+    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
+    the weights whether it is a parameter's, which the host alone changes.
     """
 
     graph: torch.fx.GraphModule
@@ -93,6 +94,7 @@ class Captured:
     writes: list[list[Any]]
     sources: dict[str, str]
     modules: list[str] = field(default_factory=list)
+    lasting: list[bool] = field(default_factory=list)
 
 
 class _Trace:
@@ -100,8 +102,12 @@ class _Trace:
 
     def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
         self.block, self.example, self.hidden = block, example, hidden
-        given = weights if weights is not None else modulestate.WeightSlots(block).read()
+        absent = {n for shown in hidden.values() for n, value in shown.items() if value is modulestate.ABSENT}
+        slots = modulestate.WeightSlots(block, absent)
+        given = weights if weights is not None else slots.read()
+        self.names = slots.names
         self.parts = Parts.of(given)  # None: all of them are plain
+        self.lasting = slots.parameters if self.parts is None else self.parts.each(slots.parameters)
         plain = self.parts.take(given) if self.parts is not None else given
         assert plain is not None, "they come apart as they just did"
         self.weights = [w.detach() for w in plain]
@@ -366,7 +372,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
-    names = modulestate.WeightSlots(trace.block).names if trace.parts is None and any(trace.exchanged) else []
+    names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
     own = {w.data_ptr() for w in trace.weights if w.numel()}
@@ -401,6 +407,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         writes=writes,
         sources=hashes(trace.files, trace.block),
         modules=operator_modules(graph),
+        lasting=[trace.lasting[i] for i in weights],
     )
 
 

@@ -109,7 +109,8 @@ class Region:
         session.used.append(binding)
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
-            return binding.run(weights, flat, tensors, binding.prepares and self._keeps(binding, weights, session))
+            kept = self._kept(binding, weights, session) if binding.prepares else None
+            return binding.run(weights, flat, tensors, kept)
         except torch.OutOfMemoryError:
             raise  # the host has its own remedies: unloading, tiling
         except Exception as error:
@@ -119,26 +120,29 @@ class Region:
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
 
-    def _keeps(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> bool:
-        """Whether the prepared weights that are kept are those of this call; they are made and kept if they can be."""
+    def _kept(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
+        """The prepared weights that are kept, if they are those of this call; they are made and kept if they can be.
+
+        Handed out, because another thread may let go of them at any moment (`release`).
+        """
         version = self.engine.version()
         # where not even the weights stay, there is no room for more
         if version is None or session.fetched or not self.engine.keeps:
             binding.kept = None
-            return False
-        own = self.slots.read()
-        if binding.kept is not None and binding.kept.holds(version, own):
-            return True
+            return None
+        own, kept = self.slots.read(), binding.kept
+        if kept is not None and kept.holds(version, own):
+            return kept
         if session.capturing:  # what is made now belongs to the graph
-            return False
-        binding.kept = None  # before there are others: there may be no room for both
+            return None
+        binding.kept = kept = None  # before there are others: there may be no room for both
         with self.engine.apart():
-            made = binding.prepare(weights)
-        if not room_for(made):
+            made = Kept.of(binding.prepare(weights), version, own)
+        if room_for(made.tensors):
+            binding.kept = made
+        else:
             self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
-            return False
-        binding.kept = Kept.of(made, version, own)
-        return True
+        return made
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""

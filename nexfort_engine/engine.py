@@ -207,12 +207,15 @@ class Engine:
         except BaseException as error:
             self._verify_due |= due  # the next step will do
             # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
-            if not no_memory(error) or session.root is None or not self.release():
+            if not no_memory(error) or not self.release() or session.root is None:
                 raise
-            self.keeps, again = False, True
+            self.keeps, (_, args, kwargs) = False, session.root  # as they were given
+            if not self._is_quiet(args, kwargs):
+                raise  # code of others, which may count its calls, saw a part of this step
+            again = True
         if again:  # not before the error is gone, which holds on to what the step had made
             self.report.note("memory was short: what was held between steps was given back, and the step run again")
-            return run(*session.root[1], **session.root[2])  # type: ignore[index]
+            return run(*args, **kwargs)
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
@@ -221,7 +224,7 @@ class Engine:
 
     def _kept(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool] | None:
         """Arguments for a verification after the step, which may change its own; and whether it may be a graph."""
-        quiet = self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
+        quiet = self._is_quiet(args, kwargs)
         try:
             args, kwargs = self.plain_call(args, kwargs)
             return of_its_own(args), of_its_own(kwargs), quiet
@@ -229,6 +232,9 @@ class Engine:
             # no memory for copies, or an argument that has none: the step itself needs neither
             self.report.note(f"a step could not be verified ({named(error)})")
             return None
+
+    def _is_quiet(self, args: Any, kwargs: Any) -> bool:
+        return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""

@@ -16,7 +16,7 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def wait_for_import() -> None:
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:
     """Lower a captured graph into the directory `payload`; see lower_graph."""
-    lower_graph(captured.graph, captured.constants, payload, options, len(captured.weights))
+    lower_graph(captured.graph, captured.constants, payload, options, captured.lasting)
 
 
 def lower_graph(
@@ -81,18 +81,18 @@ def lower_graph(
     constants: list[torch.Tensor],
     payload: Path,
     options: Mapping[str, object],
-    weights: int = 0,
+    lasting: Sequence[bool] = (),
 ) -> None:
     """Lower a graph with its literal tensors into the empty directory `payload`.
 
-    options: Inductor settings by name, and the engine's own (passes.py). weights: how many inputs come first that are
-    weights. Raises LoweringFailed; whatever Inductor itself raises passes through.
+    options: Inductor settings by name, and the engine's own (passes.py). lasting: of the weights, as in Captured.
+    Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)
     for name, rewrite in PASSES.items():
         if own.get(name):
             rewrite(graph)
-    before = take_out(graph, weights) if own.get("prepare") else None
+    before = take_out(graph, lasting) if own.get("prepare") else None
     if before is not None:
         _inductor(before.graph, payload / _BEFORE, options, own)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")

@@ -37,17 +37,19 @@ Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that cou
 class WeightSlots:
     """Where a module tree's tensors live: dictionaries and names, so that a list of them costs 30 ns a weight.
 
-    names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order.
-    besides: names of tensors that are no weights.
+    names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order. parameters:
+    for each, whether it is one. besides: names of tensors that are no weights.
     """
 
     def __init__(self, module: nn.Module, besides: Collection[str] = ()) -> None:
         self.names: list[str] = []
         self.slots: list[Slot] = []
+        self.parameters: list[bool] = []
         for path, sub in module.named_modules():
             for table, name, _ in _tensors_of(sub, besides):
                 self.names.append(f"{path}.{name}" if path else name)
                 self.slots.append((table, name))
+                self.parameters.append(table is sub._parameters)
         # `map` over two lists takes half the time of a comprehension
         self._tables = [table for table, _ in self.slots]
         self._keys = [name for _, name in self.slots]

@@ -72,6 +72,11 @@ class Parts:
                 return None
         return found
 
+    def each(self, values: Sequence[Any]) -> list[Any]:
+        """For every plain tensor the value of the weight that it is a part of."""
+        counts = (1 if whole is None else whole.count() for whole in self._wholes)
+        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+
     def together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The weights of which these are the parts."""
         rest = iter(tensors)
@@ -100,6 +105,10 @@ class _Whole:
             return [kind, self.names, self.metas, describe(self.context), inner]
         except Refused as reason:
             raise Refused(f"a weight is a {self.kind.__qualname__} that cannot be described: {reason}") from None
+
+    def count(self) -> int:
+        """How many plain tensors it holds."""
+        return sum(1 if part is None else part.count() for part in self.inner)
 
     def take(self, tensor: Any, found: list[torch.Tensor]) -> bool:
         """Add its parts to `found`. False: it is not what it was."""

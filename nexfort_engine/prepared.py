@@ -12,24 +12,22 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from .aliases import Aliases
 from .parts import places
 
-aten = torch.ops.aten
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
 _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
-# they give another look at the same numbers
-_VIEWS = {
-    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.slice.Tensor, aten.select.int),
-    *(aten.flatten.using_ints, aten.detach.default, aten.alias.default),
-}
+_UNSTABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Version = Hashable  # what the host says of its weights as a whole: while it is equal, none changed; None: it cannot say
 _serials = itertools.count(1)
@@ -53,29 +51,26 @@ class Preparation:
         return {"takes": self.takes, "keeps": self.keeps, "gives": self.gives}
 
 
-def take_out(module: GraphModule, weights: int) -> Preparation | None:
-    """Take what a graph computes of its first `weights` inputs alone out of it, if there is anything worth it.
+def take_out(module: GraphModule, lasting: Sequence[bool]) -> Preparation | None:
+    """Take what a graph computes of its weights alone out of it, if there is anything worth it.
 
-    Afterwards its inputs are the weights that it still reads, the prepared tensors, and the rest as before.
+    lasting: for each of the weights, which are its first inputs, whether its numbers stay while the host says that no
+    weight changed. Afterwards the graph's inputs are the weights that it still reads, the prepared tensors, and the
+    rest as before.
     """
     graph = module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][:weights]
-    known = set(inputs)
-    for node in graph.nodes:
-        parts = node.all_input_nodes
-        if node.op == "call_function" and parts and known.issuperset(parts) and not _changes_something(node):
-            known.add(node)
-    results = [node for node in graph.nodes if node in known and _is_worth_it(node, known)]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(lasting)]
+    values = _values(graph, [node for node, lasts in zip(inputs, lasting, strict=True) if lasts])
+    results = _worth_it(values)
     if not results:
         return None
     taken = _copied(module, inputs, results)
     takes = [i for i, node in enumerate(inputs) if node in _sources(results)]
-    metas = _metas(taken, [inputs[i] for i in takes])
     after = inputs[-1]
-    for number, (result, meta) in enumerate(zip(results, metas, strict=True)):
+    for number, result in enumerate(results):
         with graph.inserting_after(after):
             place = graph.placeholder(f"prepared_{number}")
-        place.meta["val"] = meta
+        place.meta["val"] = values[result]
         result.replace_all_uses_with(place)
         after = place
     graph.eliminate_dead_code()
@@ -87,28 +82,45 @@ def take_out(module: GraphModule, weights: int) -> Preparation | None:
     return Preparation(taken, takes, keeps, len(results))
 
 
-def _changes_something(node: Node) -> bool:
+def _values(graph: Graph, weights: list[Node]) -> dict[Node, Any]:
+    """What is computed of these weights alone, themselves included, as values without numbers that share memory.
+
+    What somebody writes to is not among them, nor what the caller gets, who may: the results are kept, and there is
+    nothing to tell by that they changed.
+    """
+    aliases = Aliases(graph)
+    values: dict[Node, Any] = {node: node.meta["val"] for node in weights}
+    with values[weights[0]].fake_mode if weights else nullcontext():
+        for node in graph.nodes:
+            parts = node.all_input_nodes
+            if node.op != "call_function" or not parts or not values.keys() >= set(parts):
+                continue
+            if _is_pure(node) and not aliases.is_written(node) and not aliases.is_given(node):
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a call gives the same tensors for the same tensors, and does nothing else."""
     schema = getattr(node.target, "_schema", None)
-    return schema is None or schema.is_mutable or bool(torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]
+    if schema is None:
+        return node.target is operator.getitem
+    return not schema.is_mutable and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
 
 
-def _is_worth_it(node: Node, known: set[Node]) -> bool:
-    """Whether what depends on the call uses it, and it is more than a look at something and made of a large weight."""
-    if node.op == "placeholder" or node.target in _VIEWS:
-        return False
-    behind = [node]  # itself, and looks at it
-    used = False
-    for one in behind:
-        for user in one.users:
-            if user not in known:
-                used = True
-            elif _only_looks_at(user, one):
-                behind.append(user)
-    return used and any(_size(source) >= LEAST for source in _sources([node]))
-
-
-def _only_looks_at(user: Node, one: Node) -> bool:
-    return user.target in _VIEWS and user.args[0] is one
+def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
+    """Those of the values that are made of a large weight, more than a look at something, and used by the rest."""
+    first: dict[Any, Node] = {}  # in each piece of memory; the others are looks at it
+    used: set[Any] = set()
+    for node, value in values.items():
+        if isinstance(value, torch.Tensor):
+            memory = StorageWeakRef(value.untyped_storage())
+            first.setdefault(memory, node)
+            if not values.keys() >= node.users.keys():
+                used.add(memory)
+    there = [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
+    return [node for node in there if any(values[source].numel() >= LEAST for source in _sources([node]))]
 
 
 def _sources(results: list[Node]) -> set[Node]:
@@ -126,11 +138,6 @@ def _sources(results: list[Node]) -> set[Node]:
     return found
 
 
-def _size(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
-
-
 def _copied(module: GraphModule, inputs: list[Node], results: list[Node]) -> GraphModule:
     """A graph of its own that computes the results."""
     sources, graph = _sources(results), Graph()
@@ -146,14 +153,6 @@ def _copied(module: GraphModule, inputs: list[Node], results: list[Node]) -> Gra
             there[node] = graph.node_copy(node, there.__getitem__)
     graph.output(tuple(there[node] for node in results))
     return GraphModule(module, graph)
-
-
-def _metas(taken: GraphModule, inputs: list[Node]) -> list[torch.Tensor]:
-    """What the preparation gives, without numbers."""
-    values = [node.meta["val"] for node in inputs]
-    with values[0].fake_mode:
-        found = torch.fx.Interpreter(taken).run(*values)
-    return list(found)
 
 
 class PreparingCode:

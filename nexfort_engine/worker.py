@@ -52,19 +52,19 @@ def pack(captured: Captured) -> bytes:
         node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     captured.graph.meta.clear()
     options = Options(ops_filter=None, node_metadata_key_filter=None)
-    return GraphPickler.dumps((captured.graph, captured.constants, len(captured.weights)), options)
+    return GraphPickler.dumps((captured.graph, captured.constants, captured.lasting), options)
 
 
-def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], int]:
-    """What `pack` packed, in a shape environment of its own: graph, literal tensors, and how many weights there are."""
+def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], list[bool]]:
+    """What `pack` packed, in a shape environment of its own: graph, literal tensors, and which weights last."""
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     packed: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    graph, constants, weights = packed
+    graph, constants, lasting = packed
     graph.recompile()
-    return graph, constants, weights
+    return graph, constants, lasting
 
 
 def work(job: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ def work(job: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     file = Path(job["file"])
     with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
-        graph, constants, weights = unpack(file.read_bytes())
+        graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
-        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], weights)
+        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting)
 
 
 def serve(jobs: IO[str], answers: IO[str]) -> None:

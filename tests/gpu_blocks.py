@@ -111,7 +111,9 @@ def captured(kind: str) -> Captured:
     with torch.no_grad():
         graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
     named = list(range(len(weights)))
-    return Captured(graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {})
+    return Captured(
+        graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {}, [], [True] * len(named)
+    )
 
 
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")

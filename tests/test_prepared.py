@@ -11,15 +11,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from probe import Probe
+from probe import Probe, block_of
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from nexfort_engine import lower, worker
+from nexfort_engine import dispatch, lower, worker
 from nexfort_engine.artefact import Binding
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
+from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.prepared import LEAST, Kept, PreparingCode, take_out
 
 aten = torch.ops.aten
@@ -62,19 +63,87 @@ def x(rows: int = 5, seed: int = 0) -> torch.Tensor:
 def test_what_is_made_of_large_weights_alone_is_taken_out() -> None:
     probe = Probe(Normed(), x())
     graph, weights = probe.captured.graph, len(probe.captured.weights)
-    taken = take_out(graph, weights)
+    taken = take_out(graph, [True] * weights)
     assert taken is not None and taken.gives == 1, "one weight, which is used in two ways; that of the norm is small"
     assert len(taken.takes) == 2 and len(taken.keeps) == weights - 2
     assert not [n for n in graph.graph.nodes if n.target is aten.div.Tensor]
     graph.graph.lint()
-    assert take_out(graph, len(taken.keeps)) is None, "nothing else is worth it"
+    assert take_out(graph, [True] * len(taken.keeps)) is None, "nothing else is worth it"
 
 
 def test_a_graph_that_uses_its_weights_as_they_are_stays_as_it_is() -> None:
     probe = Probe(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)).eval().requires_grad_(False), x())
     before = str(probe.captured.graph.graph)
-    assert take_out(probe.captured.graph, len(probe.captured.weights)) is None
+    assert take_out(probe.captured.graph, probe.captured.lasting) is None
     assert str(probe.captured.graph.graph) == before
+
+
+def changed(self: Any, x: torch.Tensor) -> Any:
+    weight = self.one * 2
+    weight.add_(self.two)
+    return x @ weight
+
+
+def changed_by_a_look(self: Any, x: torch.Tensor) -> Any:
+    weight = self.one * 2
+    weight.t()[0].mul_(x.mean())
+    return x @ weight
+
+
+def changed_after_dropout(self: Any, x: torch.Tensor) -> Any:
+    weight = nn.functional.dropout(self.one * 2, 0.5, self.training)
+    return x @ weight.mul_(x.mean()) + x @ (self.one + self.two)
+
+
+def given_away(self: Any, x: torch.Tensor) -> Any:
+    weight = self.one * 2
+    return x @ weight, weight.t()[:8]
+
+
+def of_a_buffer(self: Any, x: torch.Tensor) -> Any:
+    return x @ (self.large * 2) + x @ (self.one + self.large)
+
+
+def as_it_is(self: Any, x: torch.Tensor) -> Any:
+    return x @ self.one.to(x.dtype) + x @ self.two.contiguous() + x @ torch.cat(self.one.chunk(2))[:, :WIDE].relu()
+
+
+def in_pieces(self: Any, x: torch.Tensor) -> Any:
+    left, right = (self.one * 2).chunk(2)
+    return x @ torch.cat([left, right * x.mean()])
+
+
+def several_at_once(self: Any, x: torch.Tensor) -> Any:
+    values, places = torch.maximum(self.one, self.two).max(dim=0)
+    return x * values + places
+
+
+@pytest.mark.parametrize(
+    ("function", "gives"),
+    [
+        *((changed, 0), (changed_by_a_look, 0), (changed_after_dropout, 1), (given_away, 0), (of_a_buffer, 0)),
+        *((as_it_is, 1), (in_pieces, 1), (several_at_once, 2)),
+    ],
+)
+def test_what_is_taken_out_stays_what_it_is_in_every_call(function: Any, gives: int) -> None:
+    """Whatever the graph does with it, and whatever the caller does with results and the network with buffers."""
+    weights = {name: nn.Parameter(torch.randn(WIDE, WIDE) / 16, requires_grad=False) for name in ("one", "two")}
+    block = block_of(function, **weights)
+    block.register_buffer("large", torch.randn(WIDE, WIDE) / 16)
+    probe = Probe(block, x())
+    graph, captured = probe.captured.graph, probe.captured
+    taken = take_out(graph, captured.lasting)
+    assert (taken.gives if taken is not None else 0) == gives
+    given = [WeightSlots(block).read()[i] for i in captured.weights]
+    prepared = taken.graph(*[given[i] for i in taken.takes]) if taken is not None else []
+    keeps = taken.keeps if taken is not None else range(len(given))
+    for seed in range(3):
+        found = graph(*[given[i] for i in keeps], *prepared, x(seed=seed))
+        wanted = block(x(seed=seed))
+        for result, other in zip(found, wanted if isinstance(wanted, tuple) else [wanted], strict=True):
+            assert torch.allclose(result, other, atol=1e-5)
+            result.zero_()
+        block.large.mul_(2.0)
 
 
 @pytest.mark.parametrize("in_a_worker", [False, True])
@@ -90,18 +159,11 @@ def test_an_artefact_with_a_preparation_is_called_like_any_other(tmp_path: Path,
         lower.lower(probe.captured, payload, options)
     code = lower.load(payload, {}, [], len(probe.captured.weights))
     assert isinstance(code, PreparingCode)
-    weights = [dict(block.named_parameters())[name] for name in probe_names(block)]
-    given_weights = [weights[i] for i in probe.captured.weights]
+    given_weights = [WeightSlots(block).read()[i] for i in probe.captured.weights]
     for rows in (5, 1, 17):
         (found,) = code([*given_weights, x(rows)])
         (kept,) = code.run([*given_weights, x(rows)], code.prepare(given_weights))
         assert torch.allclose(found, block(x(rows)), atol=1e-5) and torch.equal(found, kept)
-
-
-def probe_names(block: nn.Module) -> list[str]:
-    from nexfort_engine.modulestate import WeightSlots
-
-    return WeightSlots(block).names
 
 
 # ---- any graph ---------------------------------------------------------------------------------------------
@@ -130,7 +192,7 @@ def test_any_graph_computes_what_it_did(program: list[tuple[int, int, int]]) -> 
     with torch._subclasses.FakeTensorMode() as mode:
         for node, value in zip(nodes, values, strict=False):
             node.meta["val"] = mode.from_tensor(value)
-    taken = take_out(module, 2)
+    taken = take_out(module, [True, True])
     if taken is None:
         assert all(torch.equal(a, b) for a, b in zip(module(*values), wanted, strict=True))
         return
@@ -243,8 +305,8 @@ def test_where_memory_is_short_they_go_and_the_step_runs_again(
     run, runs, always = Binding.run, [], []
 
     def short(self: Binding, *args: Any) -> Any:
-        runs.append(args[-1])
-        if args[-1] or always:  # with what is kept, or in any case
+        runs.append(args[-1] is not None)
+        if runs[-1] or always:  # with what is kept, or in any case
             raise torch.OutOfMemoryError("out of memory")
         return run(self, *args)
 
@@ -258,6 +320,54 @@ def test_where_memory_is_short_they_go_and_the_step_runs_again(
             agrees(engine)
     assert agrees(engine) and blocks == [0, 1]
     assert any("memory was short" in note for note in engine.report.as_dict()["notes"])
+
+
+def test_a_step_with_code_of_others_in_it_is_not_run_again(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = made
+    assert agrees(engine)
+    run, runs = Binding.run, []
+
+    def short(self: Binding, *args: Any) -> Any:
+        runs.append(self)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Binding, "run", short)
+    with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError):
+        engine.call(lambda x, options: engine.root(x), (x(), {"a patch": print}), {})
+    assert (
+        len(runs) == 1
+        and not engine.keeps
+        and not any(binding.kept for region in engine.regions for binding in region.bindings)
+    )
+    monkeypatch.setattr(Binding, "run", run)
+    assert agrees(engine)
+
+
+def test_another_thread_may_let_go_of_them_at_any_moment(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, blocks = made
+    assert agrees(engine)
+    run = Binding.run
+
+    def released(self: Binding, *args: Any) -> Any:
+        engine.release()
+        return run(self, *args)
+
+    monkeypatch.setattr(Binding, "run", released)
+    assert agrees(engine) and blocks == [0, 1, 1]
+
+
+def test_without_room_they_are_made_for_each_call_and_once(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, blocks = made
+    monkeypatch.setattr(dispatch, "room_for", lambda _: False)
+    monkeypatch.setattr(PreparingCode, "__call__", None)
+    assert agrees(engine) and agrees(engine, 1) and blocks == [0, 1, 0, 1]
+    assert not any(binding.kept for region in engine.regions for binding in region.bindings)
 
 
 def test_they_hold_on_to_no_weight() -> None:

@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "strengths",
         "shadow",
         "parts",
+        "aliases",
         "prepared",
         "loans",
         "residence",

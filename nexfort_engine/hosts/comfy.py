@@ -101,8 +101,9 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
         log.warning("Nexfort: the model carried core's TorchCompileModel as well; it is taken off this branch")
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
-    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release)
+    for one in (clone, patcher):  # whichever was used last is the one that ComfyUI takes off the GPU
+        one.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+        one.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release)
     clone.set_attachments(KEY, config)
     return clone
 

@@ -62,8 +62,8 @@ def quantize_pipe(
     """
     if not hasattr(pipe, "components"):
         raise TypeError(f"quantize_pipe got a {type(pipe).__qualname__}, expected a diffusers pipeline")
+    _check_options(top_percentage, ignores, budget, everything, call, card)
     kind, skip = type_named(quant_type), tuple(ignores)
-    _check_options(top_percentage, everything, call)
     measured = measured_layers(quant_submodules_config_path) if quant_submodules_config_path is not None else None
     networks = _networks(pipe, skip)
     for name, net in networks.items():
@@ -92,14 +92,24 @@ def quantize_pipe(
     return result
 
 
-def _check_options(top_percentage: Any, everything: Any, call: Any) -> None:
+def _check_options(top_percentage: Any, ignores: Any, budget: Any, everything: Any, call: Any, card: Any) -> None:
     """Raise ValueError for values that these cannot have."""
-    if isinstance(top_percentage, bool) or not 0 <= top_percentage <= 100:
+    if not _is_number(top_percentage) or not 0 <= top_percentage <= 100:
         raise ValueError(f"top_percentage is {top_percentage!r}; expected a number from 0 to 100")
+    if isinstance(ignores, str):  # whose letters would be taken for names
+        raise ValueError(f'ignores is {ignores!r}; expected several names, such as ["{ignores}"]')
+    if not _is_number(budget) or not budget >= 0:
+        raise ValueError(f"budget is {budget!r}; expected a number such as {BUDGET}")
     if everything is not None and not isinstance(everything, bool):
         raise ValueError(f"everything is {everything!r}; expected True, False or None")
     if not isinstance(call or {}, Mapping):
         raise ValueError(f'call is {call!r}; expected keywords of the pipeline\'s call, such as {{"height": 1024}}')
+    if not isinstance(card, Card):
+        raise ValueError(f"card is {card!r}; expected a Card of nexfort_engine.quant.cost, such as H200")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _networks(pipe: Any, skip: tuple[str, ...]) -> dict[str, nn.Module]:

@@ -4,7 +4,8 @@
 Both factors are brought to fp8 (e4m3) in the graph itself, each row with a scale of its own. What is computed of the
 weights alone is taken out afterwards and kept where the host says when a weight changes (prepared.py), so a LoRA or
 another model is seen as it is in full precision. Layers of one input are one product: it is brought to fp8 once, and
-one large product fills a card better than three small ones. Bringing the input to fp8 costs a pass over it, so a
+one large product fills a card better than three small ones; not where the block's code writes to that input or to
+their results, which may be between the layers. Bringing the input to fp8 costs a pass over it, so a
 product is taken only if it is large enough to pay for that; `plan` says which, and why not.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from ..aliases import Aliases
 from .cost import H200
 from .products import FP8, MULTIPLE, narrowed, times_rows
 
@@ -56,12 +58,14 @@ def told(module: GraphModule) -> list[dict[str, Any]]:
 def _groups(module: GraphModule) -> list[list[Product]]:
     """The linear layers of a graph; those together that are computed in fp8 as one product."""
     groups: dict[Any, list[Product]] = {}
+    aliases = Aliases(module.graph)
     for node in module.graph.nodes:
         if node.target is aten.linear.default:
             product = _product(node)
             # what is computed on the way may not be there yet where the first of them stands
             given = all(part.op == "placeholder" for part in node.args[1:] if isinstance(part, Node))
-            together = product.reason is None and given
+            changed = aliases.is_written(node.args[0]) or aliases.is_written(node)
+            together = product.reason is None and given and not changed
             groups.setdefault((node.args[0], _biased(node)) if together else node, []).append(product)
     return [_worth_it(group) for group in groups.values()]
 
@@ -111,11 +115,16 @@ def _hint(size: Any) -> int | None:
 def low_precision(module: GraphModule) -> int:
     """Compute the products of the plan in fp8; gives how many."""
     groups = [group for group in _groups(module) if group[0].reason is None]
-    tracer = GraphAppendingTracer(module.graph)
+    tracer, aliases = GraphAppendingTracer(module.graph), Aliases(module.graph)
     narrow: dict[Node, tuple[Any, Any]] = {}  # of inputs, which layers with and without a bias may share
+    joined = any(len(group) > 1 for group in groups)
+    for node in module.graph.nodes if joined else ():
+        if node.target is aten.view.default and not aliases.is_written(node):
+            node.target = aten.reshape.default  # a layer's part of a product for several does not lie in one piece
     for group in groups:
+        x: Any = group[0].node.args[0]
         with module.graph.inserting_before(group[0].node):
-            results = _in_fp8(tracer, group, narrow)
+            results = _in_fp8(tracer, group, {} if aliases.is_written(x) else narrow)
         for product, result in zip(group, results, strict=True):
             result.node.meta["val"] = product.node.meta["val"]
             product.node.replace_all_uses_with(result.node)

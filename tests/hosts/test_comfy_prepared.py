@@ -110,7 +110,9 @@ def test_what_is_kept_goes_with_the_model(patcher: Any) -> None:
     import comfy.model_management as management
 
     clone = host.attach(patcher, CompileConfig.parse("O3"))
-    sample(clone)
-    assert all(kept(clone))
-    management.unload_all_models()
-    assert not any(kept(clone))
+    for last in (clone, patcher):
+        sample(clone)
+        sample(last)
+        assert all(kept(clone))
+        management.unload_all_models()
+        assert not any(kept(clone))

@@ -135,7 +135,18 @@ def test_a_network_that_fails_halfway_tells_nothing() -> None:
     assert not found.seen and found.problem
 
 
-@pytest.mark.parametrize(("more", "said"), [({"everything": 1}, "True, False or None"), ({"call": 64}, "keywords of")])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        *(
+            ({"everything": 1}, "True, False or None"),
+            ({"call": 64}, "keywords of"),
+            ({"card": "h100"}, "such as H200"),
+        ),
+        *(({"top_percentage": "90"}, "from 0 to 100"), ({"budget": "0.1"}, "a number"), ({"budget": -1}, "a number")),
+        ({"ignores": "unet"}, r"such as \["),
+    ],
+)
 def test_wrong_options_are_answered(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         nexfort_engine.quantize_pipe(pipeline(), **more)

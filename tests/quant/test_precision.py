@@ -17,6 +17,7 @@ from subjects import graphs_as_they_are
 import nexfort_engine
 from nexfort_engine.cli import main
 from nexfort_engine.config import CompileConfig
+from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.quant import precision, products
 from nexfort_engine.quant.precision import gain, low_precision, plan
 from nexfort_engine.quant.products import FP8, narrowed
@@ -84,6 +85,41 @@ def test_a_graph_computes_the_same_within_what_fp8_tells_apart(dtype: torch.dtyp
             error = float((result.float() - wanted.float()).norm() / wanted.float().norm())
             assert error < 0.06
         assert torch.equal(found[1], block(x, y)[1]), "what was not taken is as it was"
+
+
+def changed_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    first = self.first(x)
+    x[:, 0].mul_(3)
+    return first + self.second(x) + self.plain(x)
+
+
+def changed_results(self: Any, x: torch.Tensor) -> torch.Tensor:
+    first, second = self.first(x), self.second(x)
+    first.view(x.shape[0], -1)[:, ::2].mul_(2)
+    return first + second + self.plain(x)
+
+
+def seen_as_rows(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.first(x).view(x.shape[0], -1) + self.second(x).view(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("function", [changed_between, changed_results, seen_as_rows])
+def test_layers_of_one_input_are_one_product_only_where_nothing_tells_them_apart(
+    function: Any, every_size: None
+) -> None:
+    torch.manual_seed(0)
+    layers = {name: torch.nn.Linear(64, 64, bias=name != "plain") for name in ("first", "second", "plain")}
+    block = block_of(function, **layers).bfloat16()
+    probe = Probe(block, torch.randn(3, 5, 64).bfloat16())
+    graph = probe.captured.graph
+    assert low_precision(graph) >= 2
+    graph.recompile()
+    x = torch.randn(4, 7, 64).bfloat16()
+    given = [WeightSlots(block).read()[i] for i in probe.captured.weights]
+    (found,), wanted = Emulated(graph).run(*given, x), block(x)
+    assert found.shape == wanted.shape
+    assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 0.06
 
 
 def names(block: torch.nn.Module) -> list[str]:
