@@ -191,6 +191,42 @@ def load(page: Any, workflow: dict[str, Any]) -> None:
     page.wait_for_function("count => window.app.graph.nodes.length === count", arg=len(workflow))
 
 
+def as_saved(page: Any, workflow: dict[str, Any]) -> dict[str, Any]:
+    """An API workflow as the canvas saves it, with nodes at their places."""
+    load(page, workflow)
+    page.wait_for_timeout(300)  # the front end takes note of the workflow as it was loaded
+    return dict(page.evaluate("() => window.app.graph.serialize()"))
+
+
+def open_in_tab(page: Any, saved: dict[str, Any], name: str) -> None:
+    """Open a saved workflow in a new tab, as its file would be."""
+    page.evaluate("([saved, name]) => window.app.loadGraphData(saved, true, true, name)", [saved, name])
+    shown_in_tab(page, name)
+
+
+def go_to_tab(page: Any, name: str) -> None:
+    """Click a tab of the bar above, and wait until its workflow is there."""
+    page.locator(".workflow-tab").get_by_text(name, exact=True).click()
+    shown_in_tab(page, name)
+
+
+def set_seed(page: Any, seed: int) -> None:
+    """Give the sampler another seed, as its widget does."""
+    page.evaluate(
+        "seed => { const node = window.app.graph.nodes.find((one) => one.comfyClass === 'KSampler');"
+        "node.widgets.find((one) => one.name === 'seed').value = seed }",
+        seed,
+    )
+
+
+def shown_in_tab(page: Any, name: str) -> None:
+    """Wait until a tab's workflow is there, and its badges had the time to see it."""
+    tab = "window.app.extensionManager.workflow.activeWorkflow"
+    page.wait_for_function(f"name => {tab}?.filename === name && {tab}.changeTracker", arg=name)
+    page.locator(BADGE).first.wait_for()
+    page.wait_for_timeout(400)
+
+
 def search_and_place(page: Any, words: str, name: str, at: tuple[int, int]) -> None:
     """Open the search by a double click, choose a node, carry it to `at` and drop it there."""
     before = page.evaluate("() => window.app.graph.nodes.length")

@@ -3,7 +3,7 @@
 
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
-import { idsOf, isKnown, onStatus } from './status.js'
+import { onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
 
 let open = null
@@ -45,17 +45,18 @@ export async function verifyNext() {
 }
 
 async function askToVerify(node) {
-  const ids = node && idsOf(node).filter(isKnown)
-  if (ids?.length === 0) return text('verify.nothing')
-  const told = await change('verify', ids ? { nodes: ids } : {})
+  const known = node && toldOf(node)
+  if (known?.length === 0) return text('verify.nothing')
+  const told = await change('verify', known ? { nodes: known.map(({ id }) => id), workflow: known[0].workflow } : {})
   return text(told?.nodes.length ? 'verify.due' : 'verify.nothing')
 }
 
 async function show(body, node) {
   const told = await ask('report')
   if (told?.engines === undefined) return
-  const ids = node ? idsOf(node) : null
-  const engines = told.engines.filter((engine) => ids === null || engine.nodes.some((id) => ids.includes(id)))
+  const known = node && toldOf(node)
+  const isOf = ({ nodes }) => nodes.some((one) => known.some(({ id, workflow }) => one.id === id && one.workflow === workflow))
+  const engines = node ? told.engines.filter(isOf) : told.engines
   const parts = engines.map((engine) => engineSection(engine, told))
   body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
 }
