@@ -364,7 +364,7 @@ def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
     )
     page.evaluate(REPLACE)
     page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-    page.get_by_text("1 nodes replaced").first.wait_for()
+    page.get_by_text("1 node replaced").first.wait_for()
     assert page.evaluate(COMPILED_BY) == after, "in a subgraph, whose inputs and outputs it is linked to"
 
 

@@ -165,7 +165,7 @@ function line(row) {
   return element(
     'tr',
     { 'data-id': row.id, title: row.shapes.join('\n') || null },
-    element('td', {}, row.region, element('div', { class: 'nexfort-small' }, `${row.family}, ${state}`)),
+    element('td', {}, row.region, element('div', { class: 'nexfort-small' }, `${row.family} · ${state}`)),
     numberCell(sizeText(row.size), element('div', { class: 'nexfort-small' }, momentText(row.last_used, language()))),
     element('td', { class: 'nexfort-actions' }, pin, remove)
   )

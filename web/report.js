@@ -16,7 +16,7 @@ export async function openReport(node = null) {
   const said = element('p', { class: 'nexfort-said', role: 'status' })
   const verify = async () => said.replaceChildren(await askToVerify(node))
   const header = {
-    heading: node ? `${title}: ${node.title}` : title,
+    heading: node ? text('report.titleOf', { name: node.title }) : title,
     close: text('report.close'),
     tools: [button(text('verify.next'), verify, { title: text('verify.what') })]
   }
@@ -92,7 +92,11 @@ function facts(report, cache, memory) {
 function list(key, lines) {
   if (!lines.length) return ''
   const items = lines.map((line) => element('li', {}, line))
-  return element('details', { open: true }, element('summary', {}, `${text(key)} (${lines.length})`), element('ul', {}, items))
+  return element('details', { open: true }, element('summary', {}, counted(key, lines)), element('ul', {}, items))
+}
+
+function counted(key, rows) {
+  return text('report.counted', { what: text(key), count: rows.length })
 }
 
 function artefacts(rows) {
@@ -101,7 +105,7 @@ function artefacts(rows) {
     const source = element('td', {}, text(`report.${row.source}`))
     return element('tr', {}, element('td', {}, row.region), source, numberCell(number(row.seconds)))
   })
-  const summary = element('summary', {}, `${text('report.artefacts')} (${rows.length})`)
+  const summary = element('summary', {}, counted('report.artefacts', rows))
   return element('details', {}, summary, table(headings, lines))
 }
 
@@ -131,7 +135,7 @@ function verification(told) {
   )
   const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
   const over = told.regions.some((row) => row.over)
-  const summary = element('summary', {}, `${text('report.regions')} (${lines.length})`)
+  const summary = element('summary', {}, counted('report.regions', lines))
   const regions = element('details', { open: over }, summary, table(headings, lines))
   const parts = [element('summary', {}, text('verify.title')), element('p', {}, said), where, regions]
   return element('details', { open: true, class: 'nexfort-verified' }, parts)
