@@ -24,8 +24,8 @@ TOKENS = re.compile(
 
 ONE_FORM = ("zh", "ja", "ko")  # languages whose nouns have no plural
 _HAN = r"[\u3040-\u30ff\u3400-\u9fff]"
-# What each language writes otherwise: marks of half the width beside its characters, quotes of another one, and in French
-# a mark of two parts without the space before it.
+# What each language writes otherwise: marks of half the width beside its characters, quotes of another one, in French a
+# mark of two parts without the space before it.
 WRONG_SIGNS = {
     "en": re.compile(r"[«»„、。，：；（）！？]"),
     "zh": re.compile(rf"{_HAN} ?[,;:!?()]|[,;:!?()] ?{_HAN}|{_HAN}\.|[«»„「」]"),
