@@ -223,7 +223,7 @@ def shown_in_tab(page: Any, name: str) -> None:
     """Wait until a tab's workflow is there, and its badges had the time to see it."""
     tab = "window.app.extensionManager.workflow.activeWorkflow"
     page.wait_for_function(f"name => {tab}?.filename === name && {tab}.changeTracker", arg=name)
-    page.locator(BADGE).first.wait_for()
+    page.locator(BADGE).first.wait_for(state="attached")
     page.wait_for_timeout(400)
 
 

@@ -217,25 +217,14 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
 
 # ---- several workflows -------------------------------------------------------------------------------------
 
-# The compile node goes into a subgraph, and a copy of that beside it that no link leads to: what it holds has the ids of
-# the first one's nodes, and only one of the two runs.
-TWO_SUBGRAPHS = """async () => {
+SUBGRAPH = """() => {
   const { graph } = window.app
-  const node = graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
-  graph.convertToSubgraph(new Set([node]))
-  const saved = structuredClone(graph.serialize())
-  const around = saved.nodes.find((one) => one.type === saved.definitions.subgraphs[0].id)
-  const twin = { ...structuredClone(saved.definitions.subgraphs[0]), id: crypto.randomUUID(), name: 'Twin' }
-  const copy = { ...structuredClone(around), id: 900, type: twin.id, pos: [0, 900] }
-  for (const slot of copy.inputs) slot.link = null
-  for (const slot of copy.outputs) slot.links = []
-  saved.definitions.subgraphs.push(twin)
-  saved.nodes.push(copy)
-  return [{ ...saved, last_node_id: 900 }, around.id]
+  graph.convertToSubgraph(new Set([graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')]))
+  return graph.serialize()
 }"""
-ENTER = """(id) => {
+ENTER = """() => {
   const { canvas, rootGraph } = window.app
-  const around = rootGraph.getNodeById(id)
+  const around = rootGraph.nodes.find((one) => one.isSubgraphNode())
   canvas.openSubgraph(around.subgraph, around)
 }"""
 
@@ -292,17 +281,21 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer, v
         page.locator(BADGE, has_text="compiled").wait_for()
 
 
-def test_a_badge_in_a_subgraph_tells_of_its_own_node(page: Any, filled: ComfyServer) -> None:
-    prompt = renumbered(served.tiny_workflow("flux_compile_model", seed=70), "703")
-    browser.as_saved(page, prompt)
-    saved, ran = page.evaluate(TWO_SUBGRAPHS)
-    page.evaluate("saved => window.app.loadGraphData(saved, true, true, 'subgraphs')", saved)
-    page.wait_for_function("count => window.app.graph.nodes.length === count", arg=len(saved["nodes"]))
+def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(page: Any, filled: ComfyServer) -> None:
+    browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70), "703"))
+    saved = page.evaluate(SUBGRAPH)
+    load = "([saved, name]) => window.app.loadGraphData(saved, true, true, name)"
+    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "ran"])
     browser.queue(page)
-    for around, says in ((ran, "compiled"), (900, "waiting"), (ran, "compiled")):
-        page.evaluate(ENTER, around)
-        page.locator(BADGE, has_text=says).locator("visible=true").wait_for()
-        assert said(page) == [says]
+    page.evaluate(ENTER)
+    page.locator(BADGE, has_text="compiled").wait_for()
+    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "new"])
+    page.evaluate(ENTER)
+    page.locator(BADGE).wait_for()
+    assert said(page) == ["waiting"]
+    browser.go_to_tab(page, "ran")
+    page.evaluate(ENTER)
+    page.locator(BADGE, has_text="compiled").wait_for()
 
 
 # ---- search, settings, languages ---------------------------------------------------------------------------

@@ -42,6 +42,11 @@ export function dialogOf(kind, { heading, close, tools = [] }, ...rest) {
   return made
 }
 
+/** A dotted name that a line may break after its dots and underscores, and not within a word. */
+export function nameText(name) {
+  return name.split(/(?<=[._])/).flatMap((part, place) => (place ? [element('wbr'), part] : [part]))
+}
+
 /** "512 B", "3.4 MiB", as the command line writes it but for the language's way of writing numbers. */
 export function sizeText(bytes) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB']

@@ -148,5 +148,7 @@ function judgedBy(row) {
 
 function small(value) {
   if (value === null) return '∞'
-  return value === 0 ? '0' : value.toExponential(1)
+  if (value === 0) return '0'
+  const [digits, power] = value.toExponential(1).split('e')
+  return `${number(Number(digits))}e${power.replace('-', '\u2212')}` // a hyphen would let a line end there
 }
