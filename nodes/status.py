@@ -102,9 +102,8 @@ def _begins(report: Report) -> bool:
     _ran_in[report] = number
     for node, kind in _made_by.get(report, ()) if now is not None else ():
         seated = _seats.get((now.workflow, node))
-        if now.has(node, kind) and (
-            seated is None or seated.prompt != now.id
-        ):  # or it ran, and attached what it wanted
+        ran_itself = seated is not None and seated.prompt == now.id  # and attached what it wanted
+        if now.has(node, kind) and not ran_itself:
             _sit(now, node, kind, report)
     return True
 

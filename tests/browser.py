@@ -164,7 +164,7 @@ def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[An
     page.set_default_timeout(10_000)
     faults = Faults(page)
     page.goto(server.url)
-    page.wait_for_function(READY)
+    page.wait_for_function(READY, timeout=60_000)  # most of it on a machine with other work
     page.evaluate(WATCH_SHIFTS)
     return page, faults
 
