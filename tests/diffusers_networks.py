@@ -16,7 +16,7 @@ def unet(depth: int) -> nn.Module:
         **{"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 32)},
         **{"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "norm_num_groups": 8},
         **{"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": depth + 1},
-        **{"cross_attention_dim": 16, "attention_head_dim": 8},
+        **{"cross_attention_dim": 16, "attention_head_dim": 2},
     )
 
 
