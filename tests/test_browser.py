@@ -243,7 +243,7 @@ def said(page: Any) -> list[str]:
 
 
 def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -> None:
-    with page_of(chromium, filled) as page:
+    with page_of(chromium, filled, Comfy_VueNodes_Enabled=True) as page:
         prompt = renumbered(served.tiny_workflow("flux_compile_model", seed=40), "701")
         saved = browser.as_saved(page, prompt)
         first, second, twice, third = (str(uuid.uuid4()) for _ in range(4))
@@ -281,7 +281,6 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
 
 
 def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(page: Any, filled: ComfyServer) -> None:
-    browser.set_value(page, "Comfy.VueNodes.Enabled", True)
     browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70), "703"))
     saved = page.evaluate(SUBGRAPH)
     load = "([saved, name]) => window.app.loadGraphData(saved, true, true, name)"
