@@ -14,8 +14,8 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
+from . import running
 from .compile_inputs import CATEGORY
-from .status import front_end
 from .told import without_paths
 
 HEADINGS = ("region", "model", "shapes", "size", "last used", "state")
@@ -120,6 +120,6 @@ def _time_text(moment: str | float) -> str:
 
 def _show_on_node(text: str, node_id: str | None) -> None:
     """Show text under the node. The front end draws a node's own text output only for nodes of core."""
-    server = front_end()
+    server = running.server()
     if server is not None and node_id is not None:
         server.send_progress_text(text, node_id)

@@ -21,6 +21,7 @@ BODY_LIMIT = 4096
 # What a browser tells of a request that this server's own page made, or that the user typed.
 OWN_SITES = ("same-origin", "none")
 _ID = re.compile(r"[0-9a-f]{16,64}")
+_LONGEST_WORKFLOW_ID = 128
 _LONGEST_NODE_ID = 128  # inside subgraphs they hold those of the nodes around
 _PORTS = {"http": 80, "https": 443}
 
@@ -118,6 +119,14 @@ def node_ids_in(body: Mapping[str, Any]) -> list[str]:
         if not isinstance(one, str) or not 0 < len(one) <= _LONGEST_NODE_ID:
             raise RefusedError(400, f"nodes holds {_short(one)}; expected ids as GET /nexfort/nodes tells them.")
     return list(dict.fromkeys(ids))
+
+
+def workflow_in(body: Mapping[str, Any]) -> str | None:
+    """The id under "workflow", None where it is null or missing; RefusedError for anything else."""
+    workflow = body.get("workflow")
+    if workflow is None or (isinstance(workflow, str) and 0 < len(workflow) <= _LONGEST_WORKFLOW_ID):
+        return workflow
+    raise RefusedError(400, f"workflow is {_short(workflow)}; expected an id as GET /nexfort/nodes tells it, or null.")
 
 
 def _short(value: object) -> str:

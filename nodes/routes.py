@@ -15,7 +15,7 @@ from aiohttp import web
 
 from . import status
 from .cache_manager import listing
-from .requests import RefusedError, answered, ids_in, node_ids_in, read_body
+from .requests import RefusedError, answered, ids_in, node_ids_in, read_body, workflow_in
 from .told import without_paths
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ async def get_cache(request: web.Request) -> dict[str, Any]:
 
 @answered
 async def get_nodes(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/nodes: {"nodes": [{"id", "class", "state", "eager"}]}, the compile nodes that ran, for their badges.
+    """GET /nexfort/nodes: {"nodes": [{"id", "class", "workflow", "state", "eager"}]}, the compile nodes that ran.
 
-    "state" is waiting, compiling (with "done", "total", "seconds_left"), warm, compiled, eager or off.
+    "workflow" is the id of the workflow that ran, null for a prompt that was queued without one. "state" is waiting,
+    compiling (with "done", "total", "seconds_left"), warm, compiled, eager or off.
     """
     return {"nodes": await asyncio.to_thread(status.nodes)}
 
@@ -62,8 +63,8 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
 async def get_report(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory"}, one engine a network alive.
 
-    "nodes" are the ids of the compile nodes it belongs to, "cache" says where artefacts are kept, without the path,
-    "memory" how much of the device is in use: {"device", "used", "total"}, in bytes.
+    "nodes" are the compile nodes it belongs to, {"id", "workflow"} each, "cache" says where artefacts are kept, without
+    the path, "memory" how much of the device is in use: {"device", "used", "total"}, in bytes.
     """
     from nexfort_engine.cache.place import chosen_root
     from nexfort_engine.hosts.comfy import memory, reports
@@ -72,7 +73,7 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     engines = [
         {
             "name": name,
-            "nodes": [node["id"] for node in status.nodes_of(report)],
+            "nodes": [{"id": node["id"], "workflow": node["workflow"]} for node in status.nodes_of(report)],
             "report": without_paths(report.as_dict()),
         }
         for name, report in found
@@ -85,19 +86,25 @@ async def get_report(request: web.Request) -> dict[str, Any]:
 async def post_verify(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/verify {"nodes": ["12"]}: compare the next step of these compile nodes' models with eager.
 
-    {}: of all. {"nodes": [...]} tells which; without a next step, such as one whose result is cached, nothing happens.
+    {}: of all. "workflow": the id of the only workflow whose nodes are meant, null for prompts without one. Tells which
+    "nodes"; without a next step, such as one whose result is cached, nothing happens.
     """
     from nexfort_engine.hosts.comfy import verify_next
 
-    body = await read_body(request, ("nodes",), '{"nodes": ["12"]}')
+    body = await read_body(request, ("nodes", "workflow"), '{"nodes": ["12"]}')
     ids = node_ids_in(body) if "nodes" in body else None
-    reports = status.reports_of(ids)
+    workflow = workflow_in(body)
+
+    def wanted(seat: status.Seat) -> bool:
+        return (ids is None or seat.node in ids) and ("workflow" not in body or seat.workflow == workflow)
+
+    reports = status.reports_of(wanted)
     for one in ids or ():
-        if one not in reports:
+        if one not in {node for node, _ in reports}:
             raise RefusedError(
                 404, f"No compiled model belongs to node {one}; expected one that ran: GET /nexfort/nodes."
             )
-    return {"nodes": [node for node, report in reports.items() if verify_next(report)]}
+    return {"nodes": list(dict.fromkeys(node for node, report in reports if verify_next(report)))}
 
 
 @answered

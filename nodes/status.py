@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has become of each compile node: waiting, compiling, warm, compiled or eager, for the badge on it.
 
-A node is remembered by its id in the workflow when it runs, with the report of what it attached. The report goes
-with its engine, and the node is then as before its first step. Changes are sent to the front end as events.
+A node is remembered by its workflow and its id in that when it runs, with the report of what it attached. The report
+goes with its engine, and the node is then as before its first step. Changes are sent to the front end as events.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from . import running
 
 if TYPE_CHECKING:
     from nexfort_engine.progress import Event
@@ -24,21 +25,27 @@ EVENT = "nexfort.status"
 WHOLE = "(whole module)"
 # Ids of workflows that were closed stay until this many newer ones came.
 MOST = 512
+# A node's workflow (None for prompts that were queued without one) and its id, inside subgraphs as "12:3".
+Place = tuple[str | None, str]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One compile node of a workflow. `report` is None where the node is switched off."""
+    """One compile node of a workflow, seated in `prompt`. `report` is None where the node is switched off."""
 
+    workflow: str | None
     node: str
     kind: str
     report: weakref.ref[Report] | None
+    prompt: str | None
 
 
 _lock = threading.Lock()
-_seats: OrderedDict[str, Seat] = OrderedDict()
+_seats: OrderedDict[Place, Seat] = OrderedDict()
 _progress: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary()
-_begun: weakref.WeakSet[Report] = weakref.WeakSet()
+# The ids and classes of the nodes that attached an engine, and the prompt that it ran in last.
+_made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+_ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
 
 
 def remember(node: str | None, kind: str, report: Report | None) -> None:
@@ -47,12 +54,20 @@ def remember(node: str | None, kind: str, report: Report | None) -> None:
         return
     if report is not None:
         _listen()
+        _made_by.setdefault(report, set()).add((node, kind))
+    _send([_told(_sit(running.prompt(), node, kind, report))])
+
+
+def _sit(now: running.Prompt | None, node: str, kind: str, report: Report | None) -> Seat:
+    workflow, number = (None, None) if now is None else (now.workflow, now.id)
+    seat = Seat(workflow, node, kind, None if report is None else weakref.ref(report), number)
+    place = (workflow, node)
     with _lock:
-        _seats.pop(node, None)
-        _seats[node] = Seat(node, kind, None if report is None else weakref.ref(report))
+        _seats.pop(place, None)
+        _seats[place] = seat
         while len(_seats) > MOST:
             _seats.popitem(last=False)
-    _send(nodes_of(report) if report is not None else [_told(_seats[node])])
+    return seat
 
 
 @functools.cache
@@ -64,14 +79,33 @@ def _listen() -> None:
 
 def watch(report: Report, event: Event | None) -> None:
     """How far compiling is, or None at the end of a call; the nodes of this report are told where that is news."""
+    begins = _begins(report)
     if event is None:
         # At every step: only the first one, and one that compiled, can have changed what the badge says.
-        if _progress.pop(report, None) is None and report in _begun:
+        if _progress.pop(report, None) is None and not begins:
             return
-        _begun.add(report)
     else:
         _progress[report] = event
     _send(nodes_of(report))
+
+
+def _begins(report: Report) -> bool:
+    """Whether this is the first that is heard of a report in the prompt that runs; its node then has it there too.
+
+    ComfyUI does not run a node again whose output it kept. A copy of a workflow runs with the engine that the node of
+    the first one attached, and so does a node that was set back to what it was before.
+    """
+    now = running.prompt()
+    number = None if now is None else now.id
+    if report in _ran_in and _ran_in[report] == number:
+        return False
+    _ran_in[report] = number
+    for node, kind in _made_by.get(report, ()) if now is not None else ():
+        seated = _seats.get((now.workflow, node))
+        ran_itself = seated is not None and seated.prompt == now.id  # and attached what it wanted
+        if now.has(node, kind) and not ran_itself:
+            _sit(now, node, kind, report)
+    return True
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -84,10 +118,10 @@ def nodes_of(report: Report) -> list[dict[str, Any]]:
     return [_told(seat) for seat in _sitting() if seat.report is not None and seat.report() is report]
 
 
-def reports_of(ids: list[str] | None) -> dict[str, Report]:
-    """Id -> report of the nodes with these ids, or of all; those whose engine is gone are not among them."""
-    found = {seat.node: seat.report() for seat in _sitting() if seat.report is not None}
-    return {node: report for node, report in found.items() if report is not None and (ids is None or node in ids)}
+def reports_of(wanted: Callable[[Seat], bool]) -> list[tuple[str, Report]]:
+    """(id, report) of the nodes that are wanted; those whose engine is gone are not among them."""
+    found = [(seat.node, seat.report()) for seat in _sitting() if seat.report is not None and wanted(seat)]
+    return [(node, report) for node, report in found if report is not None]
 
 
 def _sitting() -> list[Seat]:
@@ -96,10 +130,11 @@ def _sitting() -> list[Seat]:
 
 
 def _told(seat: Seat) -> dict[str, Any]:
+    told = {"id": seat.node, "class": seat.kind, "workflow": seat.workflow}
     report = None if seat.report is None else seat.report()
     if report is None:
-        return {"id": seat.node, "class": seat.kind, "state": "off", "eager": 0}
-    return {"id": seat.node, "class": seat.kind, **state(report.as_dict(), _progress.get(report))}
+        return {**told, "state": "off", "eager": 0}
+    return {**told, **state(report.as_dict(), _progress.get(report))}
 
 
 def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
@@ -119,13 +154,7 @@ def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
     return found
 
 
-def front_end() -> Any | None:
-    """ComfyUI's server, through which front ends are told; None where there is none."""
-    module = sys.modules.get("server")  # not imported here: where nobody has, nobody listens
-    return getattr(getattr(module, "PromptServer", None), "instance", None)
-
-
 def _send(told: list[dict[str, Any]]) -> None:
-    server = front_end()
+    server = running.server()
     if server is not None and told:
         server.send_sync(EVENT, {"nodes": told})

@@ -164,7 +164,7 @@ def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[An
     page.set_default_timeout(10_000)
     faults = Faults(page)
     page.goto(server.url)
-    page.wait_for_function(READY)
+    page.wait_for_function(READY, timeout=60_000)  # most of it on a machine with other work
     page.evaluate(WATCH_SHIFTS)
     return page, faults
 
@@ -189,6 +189,42 @@ def load(page: Any, workflow: dict[str, Any]) -> None:
     """Load an API workflow, as dropping its file onto the canvas does."""
     page.evaluate("workflow => window.app.loadApiJson(workflow, 'tiny.json')", workflow)
     page.wait_for_function("count => window.app.graph.nodes.length === count", arg=len(workflow))
+
+
+def as_saved(page: Any, workflow: dict[str, Any]) -> dict[str, Any]:
+    """An API workflow as the canvas saves it, with nodes at their places."""
+    load(page, workflow)
+    page.wait_for_timeout(300)  # the front end takes note of the workflow as it was loaded
+    return dict(page.evaluate("() => window.app.graph.serialize()"))
+
+
+def open_in_tab(page: Any, saved: dict[str, Any], name: str) -> None:
+    """Open a saved workflow in a new tab, as its file would be."""
+    page.evaluate("([saved, name]) => window.app.loadGraphData(saved, true, true, name)", [saved, name])
+    shown_in_tab(page, name)
+
+
+def go_to_tab(page: Any, name: str) -> None:
+    """Click a tab of the bar above, and wait until its workflow is there."""
+    page.locator(".workflow-tab").get_by_text(name, exact=True).click()
+    shown_in_tab(page, name)
+
+
+def set_seed(page: Any, seed: int) -> None:
+    """Give the sampler another seed, as its widget does."""
+    page.evaluate(
+        "seed => { const node = window.app.graph.nodes.find((one) => one.comfyClass === 'KSampler');"
+        "node.widgets.find((one) => one.name === 'seed').value = seed }",
+        seed,
+    )
+
+
+def shown_in_tab(page: Any, name: str) -> None:
+    """Wait until a tab's workflow is there, and its badges had the time to see it."""
+    tab = "window.app.extensionManager.workflow.activeWorkflow"
+    page.wait_for_function(f"name => {tab}?.filename === name && {tab}.changeTracker", arg=name)
+    page.locator(BADGE).first.wait_for(state="attached")
+    page.wait_for_timeout(400)
 
 
 def search_and_place(page: Any, words: str, name: str, at: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,6 +215,88 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
     report.wait_for(state="detached")
 
 
+# ---- several workflows -------------------------------------------------------------------------------------
+
+SUBGRAPH = """() => {
+  const { graph } = window.app
+  graph.convertToSubgraph(new Set([graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')]))
+  return graph.serialize()
+}"""
+ENTER = """() => {
+  const { canvas, rootGraph } = window.app
+  const around = rootGraph.nodes.find((one) => one.isSubgraphNode())
+  canvas.openSubgraph(around.subgraph, around)
+}"""
+
+
+def renumbered(workflow: dict[str, Any], number: str) -> dict[str, Any]:
+    """The workflow with its compile node under another id: no prompt of another test has that."""
+    (old,) = [one for one, node in workflow.items() if node["class_type"] == "NexfortCompileModel"]
+    made = json.loads(json.dumps(workflow).replace(f'["{old}", 0]', f'["{number}", 0]'))
+    made[number] = made.pop(old)
+    return dict(made)
+
+
+def said(page: Any) -> list[str]:
+    """What the badges that are shown say."""
+    return list(page.locator(f"{BADGE}:visible").all_inner_texts())
+
+
+def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -> None:
+    with page_of(chromium, filled, Comfy_VueNodes_Enabled=True) as page:
+        prompt = renumbered(served.tiny_workflow("flux_compile_model", seed=40), "701")
+        saved = browser.as_saved(page, prompt)
+        first, second, twice, third = (str(uuid.uuid4()) for _ in range(4))
+        browser.open_in_tab(page, {**saved, "id": first}, "first")
+        browser.open_in_tab(page, {**saved, "id": second}, "second")
+        browser.queue(page)
+        assert said(page) == ["compiled"]
+        browser.go_to_tab(page, "first")
+        assert said(page) == ["waiting"], "the node of the other workflow ran, and not this one"
+        page.locator(BADGE).click()
+        page.locator(REPORT).get_by_text("Nothing to report yet").wait_for()
+        page.keyboard.press("Escape")
+        browser.go_to_tab(page, "second")
+        assert said(page) == ["compiled"]
+        browser.go_to_tab(page, "first")
+        browser.set_seed(page, 50)
+        browser.queue(page)  # ComfyUI keeps the output of the compile node, which does not run again
+        assert said(page) == ["compiled"]
+        for name in ("a", "b"):
+            browser.open_in_tab(page, {**saved, "id": twice}, name)
+        browser.set_seed(page, 60)
+        browser.queue(page)
+        browser.go_to_tab(page, "a")
+        assert said(page) == ["waiting"], "the same file, opened once more"
+        browser.go_to_tab(page, "b")
+        assert said(page) == ["compiled"]
+        page.reload()
+        page.wait_for_function(browser.READY)
+        browser.shown_in_tab(page, "b")
+        assert said(page) == ["compiled"]
+        browser.open_in_tab(page, {**saved, "id": third}, "third")
+        assert said(page) == ["waiting"]
+        filled.run(prompt, timeout=300)  # over the API, without a workflow
+        page.locator(BADGE, has_text="compiled").wait_for()
+
+
+def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(page: Any, filled: ComfyServer) -> None:
+    browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70), "703"))
+    saved = page.evaluate(SUBGRAPH)
+    load = "([saved, name]) => window.app.loadGraphData(saved, true, true, name)"
+    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "ran"])
+    browser.queue(page)
+    page.evaluate(ENTER)
+    page.locator(BADGE, has_text="compiled").wait_for()
+    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "new"])
+    page.evaluate(ENTER)
+    page.locator(BADGE).wait_for()
+    assert said(page) == ["waiting"]
+    browser.go_to_tab(page, "ran")
+    page.evaluate(ENTER)
+    page.locator(BADGE, has_text="compiled").wait_for()
+
+
 # ---- search, settings, languages ---------------------------------------------------------------------------
 
 
@@ -297,7 +380,7 @@ def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
     )
     page.evaluate(REPLACE)
     page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-    page.get_by_text("1 nodes replaced").first.wait_for()
+    page.get_by_text("1 node replaced").first.wait_for()
     assert page.evaluate(COMPILED_BY) == after, "in a subgraph, whose inputs and outputs it is linked to"
 
 

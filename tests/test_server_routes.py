@@ -28,7 +28,7 @@ ROUTES: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("GET", "/nexfort/cache"): (),
     ("GET", "/nexfort/nodes"): (),
     ("GET", "/nexfort/report"): (),
-    ("POST", "/nexfort/verify"): ({"nodes": ["12"]}, {}),
+    ("POST", "/nexfort/verify"): ({"nodes": ["12"]}, {"nodes": ["12"], "workflow": "0-1"}, {"workflow": None}, {}),
     ("POST", "/nexfort/cache/prune"): ({"max_bytes": 0}, {"ids": [UNKNOWN]}),
     ("POST", "/nexfort/cache/clear"): ({"confirm": True}, {"ids": [UNKNOWN]}),
     ("POST", "/nexfort/cache/pin"): ({"ids": [UNKNOWN]}, {"ids": [UNKNOWN], "pinned": False}),
@@ -244,6 +244,9 @@ def test_unknown_nodes_are_refused(server: ComfyServer) -> None:
     for nodes, status in [(nodes, 400) for nodes in NO_NODES] + [(["12"], 404), (["12", "12:3"], 404)]:
         found, answer = ask(server, "POST", "/nexfort/verify", json.dumps({"nodes": nodes}).encode())
         assert found == status and "expected" in answer["error"], (nodes, answer)
+    for workflow in ("", 12, [], {}, True, "1" * 129):
+        found, answer = ask(server, "POST", "/nexfort/verify", json.dumps({"workflow": workflow}).encode())
+        assert found == 400 and "expected" in answer["error"], (workflow, answer)
     assert ask(server, "POST", "/nexfort/verify", b"{}") == (200, {"nodes": []}), "nothing has run"
 
 

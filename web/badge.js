@@ -5,7 +5,7 @@
 import { element } from './elements.js'
 import { openReport } from './report.js'
 import { onStatus, statusOf } from './status.js'
-import { text } from './texts.js'
+import { duration, text } from './texts.js'
 
 export const COMPILE_NODES = ['NexfortCompileModel', 'NexfortCompileVAE', 'NexfortCompileControlNet']
 const HEIGHT = 36
@@ -62,15 +62,10 @@ export function watchBadges() {
 
 /** What a badge says of a state. */
 export function stateText(status) {
-  const values = { done: status.done, total: status.total, left: leftText(status.seconds_left), eager: status.eager }
-  let said = text(`badge.${status.state}`, values)
-  if (status.state === 'compiling' && status.seconds_left) said = text('badge.compilingLeft', values)
-  return status.eager ? `${said}, ${text('badge.someEager', values)}` : said
-}
-
-function leftText(seconds) {
-  if (!seconds) return ''
-  return seconds < 100 ? `${seconds} s` : `${Math.round(seconds / 60)} min`
+  const left = status.state === 'compiling' && status.seconds_left
+  const values = { done: status.done, total: status.total, left: left && duration(status.seconds_left) }
+  const said = text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values)
+  return status.eager ? text('badge.someEager', { said, count: status.eager }) : said
 }
 
 function draw(node) {
@@ -78,9 +73,9 @@ function draw(node) {
   const status = statusOf(node)
   const said = stateText(status)
   button.dataset.state = status.eager && status.state !== 'compiling' ? 'eager' : status.state
-  button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', {}, said))
+  button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
   button.title = text('badge.open')
-  button.setAttribute('aria-label', `Nexfort: ${said}. ${text('badge.open')}`)
+  button.setAttribute('aria-label', text('badge.label', { said }))
   if (Boolean(widget.hidden) === visible) {
     widget.hidden = !visible
     widget.options.hidden = !visible

@@ -7,6 +7,7 @@ import { api } from '../../scripts/api.js'
 import { COMPILE_NODES } from './badge.js'
 import { dialogOf, element } from './elements.js'
 import { toast } from './server.js'
+import { queuesHere } from './status.js'
 import { number, text } from './texts.js'
 
 const SEEDS = ['seed', 'noise_seed']
@@ -21,12 +22,13 @@ let busy = false
 
 /** Run the workflow both ways and show the result; resolves when the dialog is there. */
 export async function benchmarkWorkflow() {
-  const { output } = await app.graphToPrompt()
+  const { output, workflow } = await app.graphToPrompt()
   if (!Object.values(output).some((node) => COMPILE_NODES.includes(node.class_type))) {
     return toast('info', text('benchmark.title'), text('benchmark.noNode'))
   }
   if (busy) return toast('info', text('benchmark.title'), text('benchmark.busy'))
   busy = true
+  queuesHere()
   const dialog = openDialog()
   const seed = Math.floor(Math.random() * 2 ** 31)
   try {
@@ -34,7 +36,8 @@ export async function benchmarkWorkflow() {
     for (const [turn, run] of RUNS.entries()) {
       if (dialog.stopped) return
       dialog.say(text('benchmark.running', { turn: turn + 1, turns: RUNS.length, way: text(run.enabled ? 'benchmark.ours' : 'benchmark.eager') }))
-      const steps = await measure(variant(output, run.enabled, seed + turn), dialog)
+      const prompt = { output: variant(output, run.enabled, seed + turn), workflow } // by its id badges know their workflow
+      const steps = await measure(prompt, dialog)
       if (run.counts) found.push({ ...run, milliseconds: steps })
     }
     dialog.chart(found)
@@ -75,7 +78,7 @@ async function measure(prompt, dialog) {
   })
   for (const [name, listener] of listeners) api.addEventListener(name, listener)
   try {
-    const queued = await api.queuePrompt(0, { output: prompt, workflow: {} })
+    const queued = await api.queuePrompt(0, prompt)
     id = queued.prompt_id
     dialog.running = id
     for (const [detail, finish] of early) if (detail.prompt_id === id) finish(detail)

@@ -2,7 +2,7 @@
 // The sidebar tab: the compile cache as a table that can be searched and sorted, and what may be done to it.
 
 import { app } from '../../scripts/app.js'
-import { button, download, element, momentText, numberCell, sizeText, table } from './elements.js'
+import { button, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
 import { language, text } from './texts.js'
 
@@ -146,7 +146,7 @@ function draw() {
     return
   }
   const focused = document.activeElement?.dataset?.key
-  const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => [text(`cache.${key}`), false])
+  const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => [text(`cache.${key}`), key === 'sizeAndUse'])
   place.replaceChildren(table(headings, rows.map(line)))
   if (focused) place.querySelector(`[data-key="${focused}"]`)?.focus()  // a redrawn button keeps the keyboard
 }
@@ -165,7 +165,7 @@ function line(row) {
   return element(
     'tr',
     { 'data-id': row.id, title: row.shapes.join('\n') || null },
-    element('td', {}, row.region, element('div', { class: 'nexfort-small' }, `${row.family}, ${state}`)),
+    element('td', {}, nameText(row.region), element('div', { class: 'nexfort-small' }, `${row.family} · ${state}`)),
     numberCell(sizeText(row.size), element('div', { class: 'nexfort-small' }, momentText(row.last_used, language()))),
     element('td', { class: 'nexfort-actions' }, pin, remove)
   )

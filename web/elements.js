@@ -2,6 +2,8 @@
 // HTML elements and readable quantities. Text is only ever set as text: what an artefact says of itself may come from
 // somebody else's bundle.
 
+import { number } from './texts.js'
+
 /** An element: attributes that are functions listen to that event, those that are null or false are left out. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag)
@@ -40,7 +42,12 @@ export function dialogOf(kind, { heading, close, tools = [] }, ...rest) {
   return made
 }
 
-/** "512 B", "3.4 MiB", as the command line writes it. */
+/** A dotted name that a line may break after its dots and underscores, and not within a word. */
+export function nameText(name) {
+  return name.split(/(?<=[._])/).flatMap((part, place) => (place ? [element('wbr'), part] : [part]))
+}
+
+/** "512 B", "3.4 MiB", as the command line writes it but for the language's way of writing numbers. */
 export function sizeText(bytes) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB']
   let count = bytes
@@ -49,7 +56,7 @@ export function sizeText(bytes) {
     count /= 1024
     unit += 1
   }
-  return unit === 0 ? `${count} B` : `${count.toFixed(1)} ${units[unit]}`
+  return unit === 0 ? `${count} B` : `${number(count)} ${units[unit]}`
 }
 
 /** A moment of the server in the time and the way of writing of whoever looks. */

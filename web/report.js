@@ -3,7 +3,7 @@
 
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
-import { idsOf, isKnown, onStatus } from './status.js'
+import { onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
 
 let open = null
@@ -16,7 +16,7 @@ export async function openReport(node = null) {
   const said = element('p', { class: 'nexfort-said', role: 'status' })
   const verify = async () => said.replaceChildren(await askToVerify(node))
   const header = {
-    heading: node ? `${title}: ${node.title}` : title,
+    heading: node ? text('report.titleOf', { name: node.title }) : title,
     close: text('report.close'),
     tools: [button(text('verify.next'), verify, { title: text('verify.what') })]
   }
@@ -45,17 +45,18 @@ export async function verifyNext() {
 }
 
 async function askToVerify(node) {
-  const ids = node && idsOf(node).filter(isKnown)
-  if (ids?.length === 0) return text('verify.nothing')
-  const told = await change('verify', ids ? { nodes: ids } : {})
+  const known = node && toldOf(node)
+  if (known?.length === 0) return text('verify.nothing')
+  const told = await change('verify', known ? { nodes: known.map(({ id }) => id), workflow: known[0].workflow } : {})
   return text(told?.nodes.length ? 'verify.due' : 'verify.nothing')
 }
 
 async function show(body, node) {
   const told = await ask('report')
   if (told?.engines === undefined) return
-  const ids = node ? idsOf(node) : null
-  const engines = told.engines.filter((engine) => ids === null || engine.nodes.some((id) => ids.includes(id)))
+  const known = node && toldOf(node)
+  const isOf = ({ nodes }) => nodes.some((one) => known.some(({ id, workflow }) => one.id === id && one.workflow === workflow))
+  const engines = node ? told.engines.filter(isOf) : told.engines
   const parts = engines.map((engine) => engineSection(engine, told))
   body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
 }
@@ -91,7 +92,11 @@ function facts(report, cache, memory) {
 function list(key, lines) {
   if (!lines.length) return ''
   const items = lines.map((line) => element('li', {}, line))
-  return element('details', { open: true }, element('summary', {}, `${text(key)} (${lines.length})`), element('ul', {}, items))
+  return element('details', { open: true }, element('summary', {}, counted(key, lines)), element('ul', {}, items))
+}
+
+function counted(key, rows) {
+  return text('report.counted', { what: text(key), count: rows.length })
 }
 
 function artefacts(rows) {
@@ -100,7 +105,7 @@ function artefacts(rows) {
     const source = element('td', {}, text(`report.${row.source}`))
     return element('tr', {}, element('td', {}, row.region), source, numberCell(number(row.seconds)))
   })
-  const summary = element('summary', {}, `${text('report.artefacts')} (${rows.length})`)
+  const summary = element('summary', {}, counted('report.artefacts', rows))
   return element('details', {}, summary, table(headings, lines))
 }
 
@@ -130,7 +135,7 @@ function verification(told) {
   )
   const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
   const over = told.regions.some((row) => row.over)
-  const summary = element('summary', {}, `${text('report.regions')} (${lines.length})`)
+  const summary = element('summary', {}, counted('report.regions', lines))
   const regions = element('details', { open: over }, summary, table(headings, lines))
   const parts = [element('summary', {}, text('verify.title')), element('p', {}, said), where, regions]
   return element('details', { open: true, class: 'nexfort-verified' }, parts)
@@ -143,5 +148,7 @@ function judgedBy(row) {
 
 function small(value) {
   if (value === null) return '∞'
-  return value === 0 ? '0' : value.toExponential(1)
+  if (value === 0) return '0'
+  const [digits, power] = value.toExponential(1).split('e')
+  return `${number(Number(digits))}e${power.replace('-', '\u2212')}` // a hyphen would let a line end there
 }

@@ -25,10 +25,15 @@ export function language() {
   return app.extensionManager?.setting?.get('Comfy.Locale') ?? SOURCE
 }
 
-/** The text under a dotted key, in English if the language has none, with {names} replaced. */
+/**
+ * The text under a dotted key, in English if the language has none, with {names} replaced. Of a text with plural forms,
+ * the one for values.count.
+ */
 export function text(key, values = {}) {
-  const found = find(texts[language()], key) ?? find(texts[SOURCE], key) ?? key
-  return found.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole))
+  const tag = find(texts[language()], key) === undefined ? SOURCE : language()
+  const found = find(texts[tag], key) ?? key
+  const said = typeof found === 'string' ? found : (found[new Intl.PluralRules(tag).select(values.count)] ?? found.other)
+  return said.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole))
 }
 
 /** A number in the language's way of writing, with this many digits behind the point. */
@@ -36,8 +41,14 @@ export function number(value, digits = 1) {
   return value.toLocaleString(language(), { minimumFractionDigits: digits, maximumFractionDigits: digits })
 }
 
+/** A length of time in the language's way of writing, roughly: seconds, or minutes where it is long. */
+export function duration(seconds) {
+  const [value, unit] = seconds < 100 ? [seconds, 'second'] : [Math.round(seconds / 60), 'minute']
+  return value.toLocaleString(language(), { style: 'unit', unit, unitDisplay: 'short' })
+}
+
 function find(tree, key) {
   let node = tree?.nexfort
   for (const part of key.split('.')) node = node?.[part]
-  return typeof node === 'string' ? node : undefined
+  return typeof node === 'string' || typeof node?.other === 'string' ? node : undefined
 }

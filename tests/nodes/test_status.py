@@ -4,27 +4,49 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import by_path
 import pytest
 
 from nexfort_engine.progress import Event
 from nexfort_engine.report import Report
 
-FILE = Path(__file__).resolve().parents[2] / "nodes" / "status.py"
+FOLDER = Path(__file__).resolve().parents[2] / "nodes"
+ALONE = "nexfort_nodes_alone"
+MODEL = "NexfortCompileModel"
+
+
+class Queue:
+    """ComfyUI's queue with the prompt that runs."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[Any, ...]] = []
+
+    def get_current_queue_volatile(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
+        return self.running, []
+
+    def begin(self, prompt: str, extra: Any, *nodes: str) -> None:
+        """From now on the prompt with this id and these compile nodes runs."""
+        self.running = [(0, prompt, {node: {"class_type": MODEL, "inputs": {}} for node in nodes}, extra, [], {})]
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+def queue() -> Queue:
+    """Nothing runs at first."""
+    return Queue()
+
+
+@pytest.fixture
+def sent(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     """The events for the front end."""
     found: list[tuple[str, Any]] = []
     server = types.ModuleType("server")
-    instance = types.SimpleNamespace(send_sync=lambda name, data: found.append((name, data)))
+    instance = types.SimpleNamespace(send_sync=lambda name, data: found.append((name, data)), prompt_queue=queue)
     server.PromptServer = types.SimpleNamespace(instance=instance)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "server", server)
     yield found
@@ -32,8 +54,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
 @pytest.fixture
 def status(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The module by itself: it needs neither ComfyUI nor an engine."""
-    module = by_path.load("nexfort_status_alone", FILE)
+    """The module and the one it asks, by themselves: they need neither ComfyUI nor an engine."""
+    package = types.ModuleType(ALONE)
+    package.__path__ = [str(FOLDER)]
+    monkeypatch.setitem(sys.modules, ALONE, package)
+    for name in ("running", "status"):
+        monkeypatch.delitem(sys.modules, f"{ALONE}.{name}", raising=False)
+    module = importlib.import_module(f"{ALONE}.status")
     monkeypatch.setattr(module, "_listen", lambda: None)
     return module
 
@@ -90,7 +117,8 @@ def test_nodes_are_told_while_their_engine_lives(status: types.ModuleType, sent:
     }
     assert [node["id"] for node in status.nodes_of(report)] == ["4", "5:2"]
     assert {name for name, _ in sent} == {"nexfort.status"}
-    assert sent[-1][1]["nodes"] == [{"id": "6", "class": "NexfortCompileVAE", "state": "off", "eager": 0}]
+    off = {"id": "6", "class": "NexfortCompileVAE", "workflow": None, "state": "off", "eager": 0}
+    assert sent[-1][1]["nodes"] == [off]
     del report
     gc.collect()
     assert [node["id"] for node in status.nodes()] == ["6"]
@@ -115,3 +143,72 @@ def test_the_newest_nodes_are_remembered(status: types.ModuleType, monkeypatch: 
     for number in (1, 2, 3, 1, 4):
         status.remember(str(number), "NexfortCompileModel", None)
     assert [node["id"] for node in status.nodes()] == ["3", "1", "4"]
+
+
+# ---- workflows ---------------------------------------------------------------------------------------------
+
+
+def of_workflow(name: str | None) -> dict[str, Any]:
+    """The extra data of a prompt that the front end made of a workflow."""
+    return {"client_id": "c", "extra_pnginfo": {"workflow": {"id": name, "nodes": []}}}
+
+
+def told_by_place(status: types.ModuleType) -> dict[tuple[str | None, str], str]:
+    return {(node["workflow"], node["id"]): node["state"] for node in status.nodes()}
+
+
+def test_the_same_id_in_two_workflows_is_two_nodes(status: types.ModuleType, queue: Queue) -> None:
+    first, second = Report(), Report()
+    for name, report in (("a", first), ("b", second)):
+        queue.begin(f"prompt of {name}", of_workflow(name), "4")
+        status.remember("4", MODEL, report)
+    second.compiled("blocks.0", "k", 1.0)
+    assert told_by_place(status) == {("a", "4"): "waiting", ("b", "4"): "compiled"}
+    assert [node["workflow"] for node in status.nodes_of(second)] == ["b"]
+    assert status.reports_of(lambda seat: seat.workflow == "a") == [("4", first)]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, None, {"extra_pnginfo": None}, {"extra_pnginfo": {"workflow": []}}, of_workflow(None), of_workflow("")],
+    ids=str,
+)
+def test_a_prompt_may_come_without_a_workflow(status: types.ModuleType, queue: Queue, extra: Any) -> None:
+    report = Report()
+    queue.begin("over the API", extra, "4")
+    status.remember("4", MODEL, report)
+    status.watch(report, None)
+    assert told_by_place(status) == {(None, "4"): "waiting"}
+
+
+def test_a_copy_of_a_workflow_whose_node_comfyui_did_not_run_again_is_told_of(
+    status: types.ModuleType, queue: Queue, sent: list[Any]
+) -> None:
+    report = Report()
+    queue.begin("1", of_workflow("a"), "4")
+    status.remember("4", MODEL, report)
+    report.compiled("blocks.0", "k", 1.0)
+    status.watch(report, None)
+    queue.begin("2", of_workflow("without the node"), "5")
+    status.watch(report, None)
+    assert told_by_place(status) == {("a", "4"): "compiled"}
+    sent.clear()
+    queue.begin("3", of_workflow("copy"), "4")
+    status.watch(report, None)
+    status.watch(report, None)
+    assert told_by_place(status) == {("a", "4"): "compiled", ("copy", "4"): "compiled"}
+    assert len(sent) == 1, "only the first step of a prompt is news"
+
+
+def test_a_node_that_was_set_back_is_told_of_what_it_attached_before(status: types.ModuleType, queue: Queue) -> None:
+    first, second = Report(), Report()
+    first.compiled("blocks.0", "k", 1.0)
+    for prompt, report in (("1", first), ("2", second)):
+        queue.begin(prompt, of_workflow("a"), "4")
+        status.remember("4", MODEL, report)
+        status.watch(report, None)
+        status.watch(first, None)  # something of it still runs; the node that attached another one is not its any more
+    assert told_by_place(status) == {("a", "4"): "waiting"}
+    queue.begin("3", of_workflow("a"), "4")
+    status.watch(first, None)
+    assert told_by_place(status) == {("a", "4"): "compiled"}
