@@ -281,7 +281,7 @@ def left_out(server: ComfyServer, workflow: dict[str, Any]) -> list[str]:
     for engine in server.get("/nexfort/report")["engines"]:
         report = engine["report"]
         if report["artefacts_compiled"] + report["artefacts_loaded"] and report["calls"]:
-            ran.update(engine["nodes"])
+            ran.update(node["id"] for node in engine["nodes"])
     nodes = [number for number, node in workflow.items() if node["class_type"] in COMPILE_NODES]
     return [f"{number} {workflow[number]['class_type']}" for number in nodes if number not in ran]
 
