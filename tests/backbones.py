@@ -29,6 +29,7 @@ __all__ = ["BACKBONES", "Backbone", "Tiny", "make", "tensors_of", "with_weights"
 EVEN = ((16, 16), (16, 24), (24, 16), (20, 28), (12, 12))
 ODD = ((16, 16), (16, 24), (24, 16), (20, 28), (17, 23))  # what does not fill whole patches is padded
 SMALL = ((8, 8), (8, 12), (12, 8), (10, 14), (9, 11))  # where each position is a token
+SMALL_EVEN = ((8, 8), (8, 12), (12, 8), (10, 14), (6, 6))
 VIDEO = ((3, 8, 8), (3, 8, 12), (5, 12, 8), (2, 10, 14), (3, 12, 12))
 
 
@@ -132,7 +133,7 @@ _ROWS = [
     Backbone("comfy_lumina", "comfy", comfy.lumina, comfy.lumina_call, edits=edits.LUMINA),
     Backbone("comfy_pixart", "comfy", comfy.pixart, _sampled(1000.0), **_LARGE),
     Backbone("comfy_sd3", "comfy", comfy.sd3, comfy.sd3_call, **_SD3),
-    Backbone("diffusers_unet", "diffusers", diffusers.unet, diffusers.unet_call, sizes=SMALL),
+    Backbone("diffusers_unet", "diffusers", diffusers.unet, diffusers.unet_call, SMALL_EVEN),
     Backbone("diffusers_pixart", "diffusers", diffusers.pixart, diffusers.pixart_call, **_TABLE),
     Backbone("diffusers_sd3", "diffusers", diffusers.sd3, diffusers.sd3_call),
     Backbone("diffusers_flux", "diffusers", diffusers.flux, diffusers.flux_call),

@@ -88,6 +88,10 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         if "CXX" not in os.environ and shutil.which("g++"):
             patch.setenv("CXX", str(Path(__file__).with_name("compiler") / "g++"))
             patch.setenv("NEXFORT_TEST_KERNELS", str(kernels))
+        run = tmp_path_factory.getbasetemp()  # with pytest-xdist each process has one of its own below that of all
+        files = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "tiny-files"
+        files.mkdir(exist_ok=True)
+        patch.setenv("NEXFORT_TEST_FILES", str(files))
         patch.delenv("NEXFORT_DISABLE", raising=False)
         if "PYTEST_XDIST_WORKER" in os.environ and "NEXFORT_WORKERS" not in os.environ:
             patch.setenv("NEXFORT_WORKERS", "0")  # the tests themselves fill the machine

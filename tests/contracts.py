@@ -224,13 +224,14 @@ def test_second_process_compiles_nothing_and_gives_the_same_bits(
         environment["COMFYUI_PATH"] = str(request.getfixturevalue("comfyui"))
     here = Path(__file__).parent
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])
-    command = [sys.executable, str(here / "restarted.py"), *names_here]
+    command = [sys.executable, str(here / "restarted.py"), *names_here, *(["--control"] if half == 0 else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["counted"] == {"exports": 0, "lowerings": 0}
-    assert answer["control"]["problem"] is None
-    assert min(answer["control"]["exports"], answer["control"]["lowerings"]) > 0, "the hooks see nothing"
+    if half == 0:  # once is enough: the hooks are the same
+        assert answer["control"]["problem"] is None
+        assert min(answer["control"]["exports"], answer["control"]["lowerings"]) > 0, "the hooks see nothing"
     for name, found in answer["backbones"].items():
         assert found["artefacts_compiled"] == 0 and found["artefacts_loaded"] > 0, name
         assert {row["region"] for row in found["eager"]} <= {BACKBONES[name].bound_to_sizes}, name

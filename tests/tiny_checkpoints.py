@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -40,6 +42,9 @@ from tiny_networks import (
     wan_unet,
     z_image_unet,
 )
+
+KEPT = "NEXFORT_TEST_FILES"
+LARGE = 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -178,22 +183,44 @@ FILES: dict[str, Tiny] = {
 
 
 def make(comfyui: Path, models: Path, *names: str, seed: int = 0) -> dict[str, Path]:
-    """Write the named files below `models` in a process of its own; those already there stay."""
-    command = [
-        sys.executable,
-        __file__,
-        "--comfyui",
-        str(comfyui),
-        "--models",
-        str(models),
-        "--seed",
-        str(seed),
-        *names,
-    ]
+    """Write the named files below `models` in a process of its own; those already there stay.
+
+    Files that are not large are made once for all tests of a run, in the directory that KEPT names: importing ComfyUI
+    takes longer than making one.
+    """
+    paths = {name: FILES[name].path(models, name) for name in names}
+    store = Path(os.environ[KEPT]) if os.environ.get(KEPT) else None
+    for name, path in paths.items():
+        if store is not None and not path.exists() and _kept(store, name, seed).exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(_kept(store, name, seed), path)
+    missing = [name for name, path in paths.items() if not path.exists()]
+    if missing:
+        _make_in_another_process(comfyui, models, missing, seed)
+    if store is not None:
+        for name in missing:
+            _keep(paths[name], _kept(store, name, seed))
+    return paths
+
+
+def _kept(store: Path, name: str, seed: int) -> Path:
+    return store / f"{name}_{seed}.safetensors"
+
+
+def _keep(path: Path, kept: Path) -> None:
+    if path.stat().st_size < LARGE:
+        partial = kept.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(path, partial)
+        partial.replace(kept)
+
+
+def _make_in_another_process(comfyui: Path, models: Path, names: list[str], seed: int) -> None:
+    given = {"--comfyui": comfyui, "--models": models, "--seed": seed}
+    options = [str(word) for option in given.items() for word in option]
+    command = [sys.executable, __file__, *options, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"making {', '.join(names)} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
-    return {name: FILES[name].path(models, name) for name in names}
 
 
 def write(models: Path, name: str, seed: int = 0) -> Path:
