@@ -119,21 +119,21 @@ def comfyui(threads: int) -> Path:
     return found[0]
 
 
-_frozen = -math.inf
+_thawed = -math.inf
 
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage() -> None:
-    """Tests that look for garbage, and Python while it runs them, need not go through all that earlier ones left.
+    """Tests and ComfyUI look for garbage often, and need not go through all that is there since earlier files.
 
-    It takes two seconds itself, so not for every small file.
+    What was set aside before is looked through again only now and then: that takes seconds.
     """
-    global _frozen
-    if time.monotonic() - _frozen > SECONDS_BETWEEN:
+    global _thawed
+    if time.monotonic() - _thawed > SECONDS_BETWEEN:
         gc.unfreeze()  # or what has died since would never go
-        gc.collect()
-        gc.freeze()
-        _frozen = time.monotonic()
+        _thawed = time.monotonic()
+    gc.collect()
+    gc.freeze()
 
 
 def import_comfyui(root: Path) -> None:

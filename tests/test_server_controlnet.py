@@ -123,6 +123,7 @@ def test_the_shipped_workflow_gives_the_eager_image(at: Served) -> None:
         assert abs(image - expected).max() <= 1  # one step of 8 bits, where rounding tips over
 
 
+@pytest.mark.large  # test_server.py restarts with a model and a VAE
 def test_a_restart_starts_warm(at: Served) -> None:
     wanted = at.latent(compiled=True)
     with served.server(at.comfyui, at.base, at.cache, "--cache-classic") as restarted:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import served
+import tiny_checkpoints
 
 from nexfort_engine import cli, headless, warm
 
@@ -100,7 +101,13 @@ def comfyui() -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def elsewhere(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files that no folder of ComfyUI's holds, made in one go."""
+    return tiny_checkpoints.make(comfyui, tmp_path_factory.mktemp("elsewhere"), MODEL, "kl_vae", "taesd_flux")
+
+
+@pytest.fixture(scope="module")
+def base(comfyui: Path, elsewhere: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base directory as a user has one; the model of `--model` lies elsewhere."""
     return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, MODEL, "taesd_flux")
 
@@ -111,17 +118,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model file that no folder of ComfyUI's holds."""
-    import tiny_checkpoints
-
-    return tiny_checkpoints.make(comfyui, tmp_path_factory.mktemp("elsewhere"), MODEL)[MODEL]
-
-
-@pytest.fixture(scope="module")
-def warmed(comfyui: Path, base: Path, cache: Path, model: Path) -> dict[str, Any]:
+def warmed(comfyui: Path, base: Path, cache: Path, elsewhere: dict[str, Path]) -> dict[str, Any]:
     """A cold `warm --model`, with the options of a server farm."""
-    wish = warm.Wish(model=model, sizes={"width": 96, "height": 64, "batch": 1, "length": 5})
+    wish = warm.Wish(model=elsewhere[MODEL], sizes={"width": 96, "height": 64, "batch": 1, "length": 5})
     lines: list[str] = []
     done = warm.warm(comfyui, wish, lines.append, cpu=True, cache_dir=cache, base_dir=base)
     assert any("compiling what is not in the cache" in line for line in lines)
@@ -195,10 +194,9 @@ def test_a_workflow_without_compile_nodes_gets_them(
 
 @pytest.mark.comfy
 @pytest.mark.slow
-def test_a_model_nobody_has_inputs_for_is_one_sentence(comfyui: Path, base: Path, tmp_path: Path, capsys: Any) -> None:
-    import tiny_checkpoints
-
-    vae = tiny_checkpoints.make(comfyui, tmp_path, "kl_vae")["kl_vae"]
-    code, out, _ = run(capsys, "--cpu", "--json", "--comfyui", comfyui, "--base-dir", base, "--model", vae,
-                       "--cache-dir", tmp_path / "cache")  # fmt: skip
+def test_a_model_nobody_has_inputs_for_is_one_sentence(
+    comfyui: Path, base: Path, elsewhere: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    common = ("--cpu", "--json", "--comfyui", comfyui, "--base-dir", base, "--cache-dir", tmp_path / "cache")
+    code, out, _ = run(capsys, *common, "--model", elsewhere["kl_vae"])
     assert code == 1 and json.loads(out)["problem"]

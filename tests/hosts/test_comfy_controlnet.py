@@ -329,7 +329,8 @@ def test_a_control_object_without_a_network_runs_as_before_and_says_so(caplog: p
             return copied
 
         def get_control(self, x: torch.Tensor, *_: Any) -> Any:
-            made = 3 * torch.randn(x.shape[0], 64, 8, 8, generator=torch.Generator().manual_seed(1))
+            middle = (x.shape[0], 64, x.shape[2] // 2, x.shape[3] // 2)
+            made = 3 * torch.randn(middle, generator=torch.Generator().manual_seed(1))
             return self.control_merge({"middle": [made]}, None, None)
 
     patcher, plain = model_for("unet"), Bare()
