@@ -112,7 +112,7 @@ def test_a_throughput_run_fits_a_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd21", "sdxl", "pixart", "flux", "sd3"])
+@pytest.mark.parametrize("family", ["sd21", "sdxl", "pixart", at_length("flux"), at_length("sd3")])
 def test_sixteen_sizes_compile_nothing_after_the_first(family: str, tmp_path: Path) -> None:
     found = run(tmp_path, "--run_multiple_resolutions", "1", model=f"tiny:{family}")
     assert found["warmup_made"]["compiled"] + found["warmup_made"]["loaded"] > 0 and not found["warmup_made"]["eager"]
@@ -159,7 +159,9 @@ def quantised_run(tmp_path: Path, kind: str, *flags: str, model: str = "tiny:sd2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8_dynamic", "fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e4m3_weightonly_per_tensor"])
+@pytest.mark.parametrize(
+    "kind", ["fp8_e4m3_e4m3_dynamic", *map(at_length, ("int8_dynamic", "fp8_e4m3_e4m3_weightonly_per_tensor"))]
+)
 def test_a_quantised_run_says_its_plan_and_its_distance(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
