@@ -21,8 +21,14 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_ca
 # ---- on, off, stronger, stacked --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", FAMILIES)
+def _rows() -> list[Any]:
+    """Every format on one family and one format on every family; the other pairs run by `make test-large`."""
+    every = [(name, kind) for name in FAMILIES for kind in FORMATS]
+    few = [(name, kind) for name, kind in every if kind == "lora" or name == "comfy_flux"]
+    return [pytest.param(*row, marks=() if row in few else pytest.mark.large) for row in every]
+
+
+@pytest.mark.parametrize(("name", "kind"), _rows())
 def test_every_format_is_honoured(pair: Callable[[str], Pair], name: str, kind: str) -> None:
     at = pair(name)
     nothing_new(at.honours(loaded(file_for(at.patcher, kind))))

@@ -92,7 +92,12 @@ def eager_since(clone: Any, mark: Any) -> list[dict[str, Any]]:
     return host.report_of(clone).since(mark)["eager"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+# Two of the five are like another one of them in all but the number of their digits.
+ALIKE = ("float8_e5m2", "mxfp8")
+MOST = [pytest.param(form, marks=pytest.mark.large if form in ALIKE else ()) for form in FORMATS]
+
+
+@pytest.mark.parametrize("form", MOST)
 def test_a_format_is_compiled_and_other_calls_need_nothing_new(pair: Callable[[str], Pair], form: str) -> None:
     patcher, clone = pair(form)
     assert type(weight_of(patcher)).__name__ == "QuantizedTensor"
@@ -108,7 +113,7 @@ def test_a_format_is_compiled_and_other_calls_need_nothing_new(pair: Callable[[s
     nothing_new(clone, mark)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", MOST)
 def test_a_lora_on_quantised_weights_compiles_nothing_and_leaves_nothing(
     pair: Callable[[str], Pair], form: str
 ) -> None:
