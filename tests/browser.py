@@ -204,10 +204,10 @@ def open_in_tab(page: Any, saved: dict[str, Any], name: str) -> None:
     shown_in_tab(page, name)
 
 
-def go_to_tab(page: Any, name: str) -> None:
-    """Click a tab of the bar above, and wait until its workflow is there."""
+def go_to_tab(page: Any, name: str, *, badges: bool = True) -> None:
+    """Click a tab of the bar above, and wait until its workflow is there. badges: whether it shows any at once."""
     page.locator(".workflow-tab").get_by_text(name, exact=True).click()
-    shown_in_tab(page, name)
+    shown_in_tab(page, name, badges=badges)
 
 
 def set_seed(page: Any, seed: int) -> None:
@@ -219,11 +219,12 @@ def set_seed(page: Any, seed: int) -> None:
     )
 
 
-def shown_in_tab(page: Any, name: str) -> None:
+def shown_in_tab(page: Any, name: str, *, badges: bool = True) -> None:
     """Wait until a tab's workflow is there, and its badges had the time to see it."""
     tab = "window.app.extensionManager.workflow.activeWorkflow"
     page.wait_for_function(f"name => {tab}?.filename === name && {tab}.changeTracker", arg=name)
-    page.locator(BADGE).first.wait_for(state="attached")
+    if badges:
+        page.locator(BADGE).first.wait_for(state="attached")
     page.wait_for_timeout(400)
 
 

@@ -280,21 +280,23 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
         page.locator(BADGE, has_text="compiled").wait_for()
 
 
-def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(page: Any, filled: ComfyServer) -> None:
-    browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70), "703"))
-    saved = page.evaluate(SUBGRAPH)
-    load = "([saved, name]) => window.app.loadGraphData(saved, true, true, name)"
-    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "ran"])
-    browser.queue(page)
-    page.evaluate(ENTER)
-    page.locator(BADGE, has_text="compiled").wait_for()
-    page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "new"])
-    page.evaluate(ENTER)
-    page.locator(BADGE).wait_for()
-    assert said(page) == ["waiting"]
-    browser.go_to_tab(page, "ran")
-    page.evaluate(ENTER)
-    page.locator(BADGE, has_text="compiled").wait_for()
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer, vue: bool) -> None:
+    with page_of(chromium, filled, Comfy_VueNodes_Enabled=vue) as page:
+        browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70 + vue), "703"))
+        saved = page.evaluate(SUBGRAPH)
+        load = "([saved, name]) => window.app.loadGraphData(saved, true, true, name)"
+        page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "ran"])
+        browser.queue(page)
+        page.evaluate(ENTER)
+        page.locator(BADGE, has_text="compiled").wait_for()
+        page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "new"])
+        page.evaluate(ENTER)
+        page.locator(BADGE).wait_for()
+        assert said(page) == ["waiting"]
+        browser.go_to_tab(page, "ran", badges=False)
+        page.evaluate(ENTER)
+        page.locator(BADGE, has_text="compiled").wait_for()
 
 
 # ---- search, settings, languages ---------------------------------------------------------------------------
