@@ -251,7 +251,13 @@ print(json.dumps({"same": same, "report": compiled.report.as_dict()}))
 """
 
 
-@pytest.mark.parametrize("cxx", [None, "/nowhere/bin/g++"], ids=["empty PATH", "CXX of nowhere"])
+@pytest.mark.parametrize(
+    "cxx",
+    [
+        pytest.param(None, id="empty PATH"),
+        pytest.param("/nowhere/bin/g++", id="CXX of nowhere", marks=pytest.mark.large),
+    ],
+)
 def test_without_a_cpp_compiler_one_line_and_the_eager_result(cxx: str | None, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "NEXFORT_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TORCH_INDUCTOR_INSTALL_GXX", None)

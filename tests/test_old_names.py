@@ -49,13 +49,13 @@ def test_the_command_line_finds_the_same_cache(tmp_path: Path) -> None:
     assert done.stdout.strip() == str(tmp_path / "nexfort")
 
 
-@pytest.mark.parametrize("proc", [True, False])
+INDUCTOR = "import torch._inductor.runtime.cache_dir_utils as c; c.cache_dir()"
+BY_HAND = "os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/somewhere/else'"
+
+
 @pytest.mark.parametrize(
-    "later",
-    [
-        "import torch._inductor.runtime.cache_dir_utils as c; c.cache_dir()",
-        "os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/somewhere/else'",
-    ],
+    ("later", "proc"),
+    [(INDUCTOR, True), pytest.param(INDUCTOR, False, marks=pytest.mark.large), (BY_HAND, True), (BY_HAND, False)],
 )
 def test_what_is_written_later_is_not(tmp_path: Path, later: str, proc: bool) -> None:
     """With /proc and, as on other systems, without: there the value counts that the engine's import found."""

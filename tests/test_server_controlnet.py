@@ -16,7 +16,7 @@ import served
 
 from nexfort_engine.headless import ComfyServer
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.large]  # in one process: hosts/test_comfy_controlnet.py
 FILES = ("sd15_checkpoint", "sd15_controlnet")
 TOLERANCE = 1e-4  # fp32 on a CPU
 WIDGETS = {"mode": "O2", "dynamic": True, "memory_format": "channels_last"}
@@ -123,7 +123,6 @@ def test_the_shipped_workflow_gives_the_eager_image(at: Served) -> None:
         assert abs(image - expected).max() <= 1  # one step of 8 bits, where rounding tips over
 
 
-@pytest.mark.large  # test_server.py restarts with a model and a VAE
 def test_a_restart_starts_warm(at: Served) -> None:
     wanted = at.latent(compiled=True)
     with served.server(at.comfyui, at.base, at.cache, "--cache-classic") as restarted:

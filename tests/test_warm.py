@@ -194,6 +194,7 @@ def test_a_workflow_without_compile_nodes_gets_them(
 
 @pytest.mark.comfy
 @pytest.mark.slow
+@pytest.mark.large
 def test_a_model_nobody_has_inputs_for_is_one_sentence(
     comfyui: Path, base: Path, elsewhere: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:

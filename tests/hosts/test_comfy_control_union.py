@@ -126,6 +126,7 @@ def unlike_eager(at: Union, model: Any, control: Any) -> list[str]:
     return [what for what, apart in found.items() if apart >= TOLERANCE]
 
 
+@pytest.mark.large  # about the rows, not about what is compiled
 @pytest.mark.parametrize("name", UNIONS)
 def test_every_row_makes_another_picture_than_the_one_before(begun: Callable[[str], Union], name: str) -> None:
     at = begun(name)
