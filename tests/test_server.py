@@ -7,6 +7,7 @@ The engine is tested in its own rooms; here its promises go through loaders, sam
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,8 @@ def test_each_node_has_a_help_page_where_the_front_end_looks(server: ComfyServer
     page = server.get_bytes(f"/extensions/{pack}/docs/{name}.md").decode()
     shown = server.get(f"/object_info/{name}")[name]
     assert shown["display_name"] in page
+    pictures = re.findall(r"!\[.+\]\((images/[a-z_]+\.png)\)", page)
+    assert pictures and all(server.get_bytes(f"/extensions/{pack}/docs/{picture}") for picture in pictures)
     for kind in ("required", "optional"):
         for key in shown["input"].get(kind, {}):
             assert f"**{key}**" in page, key
