@@ -277,6 +277,8 @@ class CompileConfig:
         for name in _REWRITES:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
+        innermost = self.memory_format != "contiguous_format"
+        found["nexfort.inner_channels"] = innermost and found["nexfort.upsample"]
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
         found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
         return found

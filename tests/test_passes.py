@@ -14,7 +14,7 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine import lower
-from nexfort_engine.passes import by_channels, by_sigmoid, gelus, group_norms, split, upsamplings
+from nexfort_engine.passes import by_channels, by_sigmoid, gelus, group_norms, inner_channels, split, upsamplings
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
@@ -51,6 +51,24 @@ def test_it_keeps_the_dtype_and_computes_in_no_less_than_fp32(dtype: torch.dtype
     found = by_channels(x, None, None, like=x, groups=4, eps=1e-5)
     assert found.dtype == dtype
     assert error(found, truth) <= 1.1 * error(torch.nn.functional.group_norm(x, 4), truth) + 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("away", [0.0, 10.0, 50.0])
+def test_a_first_number_far_from_the_others_loses_nothing(dtype: torch.dtype, away: float) -> None:
+    """It is what numbers of 16 bits are summed less."""
+    x = torch.randn(2, 8, 32, 32, generator=torch.Generator().manual_seed(0)) + 5
+    x[:, :, 0, 0] += away
+    x = x.to(dtype)
+    truth = torch.nn.functional.group_norm(x.double(), 4)
+    found = by_channels(x, None, None, like=x, groups=4, eps=1e-5)
+    assert error(found, truth) <= 1.1 * error(torch.nn.functional.group_norm(x, 4), truth)
+
+
+def test_a_channel_of_one_number_has_no_variance_below_zero() -> None:
+    x = torch.full((1, 4, 3, 3), 3.14).half()
+    assert torch.equal(by_channels(x, None, None, like=x, groups=4, eps=0.0).isnan(), torch.ones(1, 4, 3, 3).bool())
+    assert by_channels(x, None, None, like=x, groups=4, eps=1e-5).abs().max() < 1e-3
 
 
 class Normed(torch.nn.Module):
@@ -130,6 +148,37 @@ def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: to
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
             assert one.stride() == other.stride()
+
+
+class Enlarged(torch.nn.Module):
+    """Upsampled for a convolution, for something else too, and not before a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 6, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, height: int, width: int) -> list[Any]:
+        alone = functional.interpolate(x, size=(height, width), mode="nearest")
+        shared = functional.interpolate(x, scale_factor=2.0, mode="nearest")
+        return [self.conv(alone), self.conv(shared), shared.sin()]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_channels_come_innermost_before_what_only_a_convolution_reads(
+    tmp_path: Path, format: torch.memory_format
+) -> None:
+    block = Enlarged().eval().requires_grad_(False)
+    x = torch.randn(2, 4, 6, 5).contiguous(memory_format=format)
+    probe = Probe(block, x, 11, 10)
+    graph = probe.captured.graph
+    assert inner_channels(graph) == (format == torch.contiguous_format) and inner_channels(graph) == 0
+    assert upsamplings(graph) == 2
+    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
+    code = lower.load(tmp_path / "payload", {}, [], 2)
+    for height, width, to in ((6, 5, (11, 10)), (7, 9, (14, 18))):
+        y = torch.randn(2, 4, height, width).contiguous(memory_format=format)
+        for one, other in zip(code([block.conv.weight, block.conv.bias, y, *to]), block(y, *to), strict=True):
+            assert error(one, other.double()) < 1e-6 and one.stride() == other.stride()
 
 
 # ---- GELU --------------------------------------------------------------------------------------------------
