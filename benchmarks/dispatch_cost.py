@@ -115,18 +115,19 @@ class Clock:
     def on(self) -> Iterator[None]:
         """Take the times of the engine's steps."""
         from nexfort_engine import engine as module
+        from nexfort_engine.flags import replaced
 
         kinds = {id(region.module): region.kind for region in self.engine.regions}
         make = module._stand_in
         with contextlib.ExitStack() as put_back:
             for graph in _compiled_graphs():
                 inner = _given_before(graph.current_callable) if self.still else graph.current_callable
-                put_back.enter_context(_instead(graph, "current_callable", self._around("_code", inner)))
+                put_back.enter_context(replaced(graph, "current_callable", self._around("_code", inner)))
             for binding in [binding for region in self.engine.regions for binding in region.bindings]:
-                put_back.enter_context(_instead(binding, "code", self._around("_artefact", binding.code)))
+                put_back.enter_context(replaced(binding, "code", self._around("_artefact", binding.code)))
             stood_in = lambda block: self._stood_in(make(block), kinds.get(id(block)))  # noqa: E731
-            put_back.enter_context(_instead(module, "_stand_in", stood_in))
-            put_back.enter_context(_instead(self.engine, "active", self._stepping(self.engine.active)))
+            put_back.enter_context(replaced(module, "_stand_in", stood_in))
+            put_back.enter_context(replaced(self.engine, "active", self._stepping(self.engine.active)))
             yield
 
     def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,17 +166,6 @@ class Clock:
             self.steps.append(entered - began + perf_counter_ns() - left)
 
         return timed
-
-
-@contextlib.contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value inside the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _given_before(code: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """An attribute of a class or module of others for the length of the block. Inside `inductor_scope` only."""
+    """An attribute has another value in the block, which is in `inductor_scope` or where no other thread uses it."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

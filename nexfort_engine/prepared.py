@@ -64,8 +64,9 @@ def take_out(module: GraphModule, lasting: Sequence[bool]) -> Preparation | None
     results = _worth_it(values)
     if not results:
         return None
-    taken = _copied(module, inputs, results)
-    takes = [i for i, node in enumerate(inputs) if node in _sources(results)]
+    behind = _behind(results)
+    taken = _copied(module, behind, results)
+    takes = [i for i, node in enumerate(inputs) if node in behind]
     after = inputs[-1]
     for number, result in enumerate(results):
         with graph.inserting_after(after):
@@ -120,36 +121,26 @@ def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
             if not values.keys() >= node.users.keys():
                 used.add(memory)
     there = [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
-    return [node for node in there if any(values[source].numel() >= LEAST for source in _sources([node]))]
+    sources = {node: [part for part in _behind([node]) if part.op == "placeholder"] for node in there}
+    return [node for node in there if any(values[source].numel() >= LEAST for source in sources[node])]
 
 
-def _sources(results: list[Node]) -> set[Node]:
-    """The inputs that these are computed of."""
-    found, left = set(), list(results)
-    seen: set[Node] = set(results)
+def _behind(results: list[Node]) -> set[Node]:
+    """What these are computed of, from the inputs on, themselves included."""
+    found, left = set(results), list(results)
     while left:
-        node = left.pop()
-        if node.op == "placeholder":
-            found.add(node)
-        for part in node.all_input_nodes:
-            if part not in seen:
-                seen.add(part)
+        for part in left.pop().all_input_nodes:
+            if part not in found:
+                found.add(part)
                 left.append(part)
     return found
 
 
-def _copied(module: GraphModule, inputs: list[Node], results: list[Node]) -> GraphModule:
-    """A graph of its own that computes the results."""
-    sources, graph = _sources(results), Graph()
-    there: dict[Node, Node] = {node: graph.node_copy(node) for node in inputs if node in sources}
-    wanted, left = set(results), list(results)
-    while left:
-        for part in left.pop().all_input_nodes:
-            if part not in wanted:
-                wanted.add(part)
-                left.append(part)
+def _copied(module: GraphModule, wanted: set[Node], results: list[Node]) -> GraphModule:
+    """A graph of its own that computes the results. wanted: them and all that they are computed of."""
+    graph, there = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
-        if node in wanted and node not in there:
+        if node in wanted:
             there[node] = graph.node_copy(node, there.__getitem__)
     graph.output(tuple(there[node] for node in results))
     return GraphModule(module, graph)
@@ -213,11 +204,6 @@ class Kept:
             return False
         same = all((ref() if ref else None) is w for ref, w in zip(self.made_of, weights, strict=True))
         return same and places(weights) == self.places
-
-    @property
-    def bytes(self) -> int:
-        """Of the device."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 def room_for(tensors: list[torch.Tensor]) -> bool:

@@ -160,6 +160,19 @@ def with_option(name: str, value: Any) -> Change:
     return change
 
 
+def with_lora(patcher: Any, strength: float, size: float = 0.05) -> Any:
+    """A clone with a change of every weight matrix of the blocks, as a LoRA node makes it; size: of its numbers."""
+    clone = patcher.clone()
+    generator = torch.Generator().manual_seed(3)
+    patches = {
+        name: (size * torch.randn(weight.shape, generator=generator),)
+        for name, weight in patcher.model.state_dict().items()
+        if "blocks" in name and name.endswith("weight") and weight.ndim == 2
+    }
+    assert len(clone.add_patches(patches, strength)) == len(patches) > 4
+    return clone
+
+
 def in_the_middle(patcher: Any, action: Callable[[], None]) -> Any:
     """A clone in whose sampling something happens between the first and the second step."""
     from comfy.patcher_extension import WrappersMP

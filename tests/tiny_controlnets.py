@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_networks import network, random_weights
+from tiny_networks import flux_weights, network, random_weights
 
 
 def sd15_controlnet(seed: int) -> dict[str, Any]:
@@ -59,12 +59,7 @@ def flux_controlnet(seed: int) -> dict[str, Any]:
     """Two double blocks and no single one, fed with the picture itself: the layout of XLabs."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
 
-    control = network(
-        ControlNetFlux, image_model="flux", in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=64,
-        hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2, depth_single_blocks=0, axes_dim=[16, 56, 56],
-        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
-    )  # fmt: skip
-    return {name.replace("_norm.weight", "_norm.scale"): found for name, found in random_weights(control, seed).items()}
+    return flux_weights(ControlNetFlux, seed, depth_single_blocks=0, guidance_embed=True)
 
 
 def sd3_controlnet(seed: int) -> dict[str, Any]:

@@ -56,10 +56,15 @@ def flux_unet(seed: int, guidance: bool = True) -> dict[str, Any]:
     Flux schnell."""
     from comfy.ldm.flux.model import Flux
 
+    return flux_weights(Flux, seed, depth_single_blocks=2, guidance_embed=guidance)
+
+
+def flux_weights(cls: Any, seed: int, **config: Any) -> dict[str, Any]:
+    """Weights of a network of Flux's, or of a ControlNet for it, with two double blocks of one head."""
     flux = network(
-        Flux, image_model="flux", in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=64,
-        hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2, depth_single_blocks=2, axes_dim=[16, 56, 56],
-        theta=10000, patch_size=2, qkv_bias=True, guidance_embed=guidance, txt_ids_dims=[],
+        cls, image_model="flux", in_channels=16, out_channels=16, vec_in_dim=32, context_in_dim=64,
+        hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2, axes_dim=[16, 56, 56],
+        theta=10000, patch_size=2, qkv_bias=True, txt_ids_dims=[], **config,
     )  # fmt: skip
     # Files in the wild call it "scale"; the loader renames it, and detection takes either.
     return {name.replace("_norm.weight", "_norm.scale"): found for name, found in random_weights(flux, seed).items()}

@@ -60,8 +60,3 @@ def narrowing(rows: int, inner: int, card: Card = H200, layers: int = 1) -> floa
 def casting(rows: int, columns: int, card: Card = H200) -> float:
     """Seconds of a pass over a result in two bytes, where nothing that follows can do it on its way."""
     return 4.0 * rows * columns / card.memory + card.kernel
-
-
-def gain(rows: int, inner: int, columns: int, card: Card = H200) -> float:
-    """Seconds that a layer with a packed weight and an input of its own saves. Negative: it loses."""
-    return saves(rows, inner, columns, card) - narrowing(rows, inner, card)

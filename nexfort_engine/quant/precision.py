@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..aliases import Aliases
-from .cost import H200
+from .cost import H200, narrowing
 from .products import FP8, MULTIPLE, narrowed, times_rows
 
 aten = torch.ops.aten
@@ -101,8 +101,7 @@ def _worth_it(group: list[Product]) -> list[Product]:
 def gain(rows: int, inner: int, columns: int) -> float:
     """Seconds that a product of (rows, inner) and (inner, columns) is estimated to save in fp8. Negative: it loses."""
     work = 2.0 * rows * inner * columns
-    moved = 3.0 * rows * inner  # read in two bytes, written in one; the weights are kept in fp8
-    return work * (1 / H200.half - 1 / H200.fp8) - moved / H200.memory - 2 * H200.kernel
+    return work * (1 / H200.half - 1 / H200.fp8) - narrowing(rows, inner)  # of the input; weights are kept in fp8
 
 
 def _hint(size: Any) -> int | None:

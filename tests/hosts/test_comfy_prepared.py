@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
-from patchers import distance, patcher_around, sample
+from patchers import distance, patcher_around, sample, with_lora
 
 from nexfort_engine import prepared
 from nexfort_engine.config import CompileConfig
@@ -44,18 +44,6 @@ def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     return patcher_around(network, flux=True)
 
 
-def with_lora(patcher: Any, strength: float) -> Any:
-    clone = patcher.clone()
-    generator = torch.Generator().manual_seed(3)
-    patches = {
-        name: (0.2 * torch.randn(weight.shape, generator=generator),)
-        for name, weight in patcher.model.state_dict().items()
-        if "blocks" in name and name.endswith("weight") and weight.ndim == 2
-    }
-    assert len(clone.add_patches(patches, strength)) == len(patches) > 4
-    return clone
-
-
 def kept(patcher: Any) -> list[int]:
     """The serial numbers of what is kept, for every region that keeps something."""
     (engine,) = patcher.model.diffusion_model.__dict__[host._ENGINES].values()
@@ -73,7 +61,7 @@ def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
     assert torch.equal(sample(clone), first) and kept(clone) == before, "made once"
     results = {}
     for strength in (0.0, 0.5, 1.0):
-        changed = with_lora(clone, strength)
+        changed = with_lora(clone, strength, size=0.2)
         results[strength] = sample(changed)
         assert torch.equal(sample(changed), results[strength])
         assert not set(kept(clone)) & set(before), "made again"
@@ -96,7 +84,7 @@ def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any) -> N
     patcher.model.current_patcher = patcher
     said = version()
     assert said is not None and version() == said
-    changed = with_lora(patcher, 0.5)
+    changed = with_lora(patcher, 0.5, size=0.2)
     management.load_models_gpu([changed])
     patcher.model.current_patcher = changed
     assert version() not in (None, said)

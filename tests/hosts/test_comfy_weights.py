@@ -15,7 +15,7 @@ import pytest
 import torch
 from backbones import make
 from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
-from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, reported, sample
+from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, reported, sample, with_lora
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
@@ -23,19 +23,6 @@ from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
-
-
-def with_lora(patcher: Any, strength: float) -> Any:
-    """A clone with a change of every weight matrix of the blocks, as a LoRA node makes it."""
-    clone = patcher.clone()
-    generator = torch.Generator().manual_seed(3)
-    patches = {
-        name: (0.05 * torch.randn(weight.shape, generator=generator),)
-        for name, weight in patcher.model.state_dict().items()
-        if "blocks" in name and name.endswith("weight") and weight.ndim == 2
-    }
-    assert len(clone.add_patches(patches, strength)) == len(patches) > 4
-    return clone
 
 
 def due(patcher: Any) -> int:

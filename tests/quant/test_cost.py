@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from nexfort_engine.quant.cost import H200, TILE, casting, gain, narrowing, saves
+from nexfort_engine.quant.cost import H200, TILE, casting, narrowing, saves
 
 SIZES = st.integers(1, 2**15)
 MEASURED = {  # rows, inner, columns; whether it is worth it
@@ -24,6 +24,11 @@ MEASURED = {  # rows, inner, columns; whether it is worth it
     "a modulation": ((1, 3072, 18432), False),
     "a large modulation of several pictures": ((8, 3072, 18432), False),
 }
+
+
+def gain(rows: int, inner: int, columns: int) -> float:
+    """Seconds that a layer with a packed weight and an input of its own saves. Negative: it loses."""
+    return saves(rows, inner, columns) - narrowing(rows, inner)
 
 
 @pytest.mark.parametrize("name", MEASURED)
