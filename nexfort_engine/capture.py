@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from . import modulestate, readset, strengths
-from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, noted
+from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, counted, noted
 from .conditions import Conditions
 from .effects import (
     CHANGES_GIVEN,
@@ -256,7 +256,7 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
-            with _hooks_taken_out(), tracing_scope(), noted(scales) as trace.answers:
+            with _hooks_taken_out(), tracing_scope(), counted(), noted(scales) as trace.answers:
                 program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
             if not (scales and computes_with_chosen_scale(program)):
                 return program

@@ -232,6 +232,22 @@ def test_resizing_by_a_factor_serves_other_sizes() -> None:
         assert probe.agrees(torch.randn(batch, 8, height, width))
 
 
+def test_a_number_that_is_a_size_is_more_than_nothing_and_strides_need_not_ask() -> None:
+    def larger(b: Any, h: T, height: int, width: int) -> T:
+        return F.interpolate(h, size=(height, width)) * b.table.sum()
+
+    def image(height: int, width: int) -> T:
+        return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+
+    probe = Probe(block_of(larger), image(4, 5), 8, 9)
+    (output,) = (node for node in probe.captured.graph.graph.nodes if node.op == "output")
+    (result,) = output.all_input_nodes
+    assert "ax(" not in str(result.meta["val"].stride())
+    assert probe.agrees(image(6, 7), 3, 17) and probe.agrees(image(6, 7), 2, 2)
+    for number in (0, -3):
+        assert probe.refuses(image(4, 5), number, 9), "torch's own strides are others there"
+
+
 def test_fixed_sizes_are_fixed() -> None:
     probe = Probe(block_of(lambda b, h: b.linear(h)), x(), dynamic=False)
     assert not probe.agrees(x(3)) and not probe.agrees(x(length=7)) and probe.agrees(x(seed=3))
