@@ -2,7 +2,8 @@
 """Whole steps as CUDA graphs: one launch a step instead of a thousand, for each combination of sizes in use.
 
 The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
-inputs into the graph's slots, replay, and hand out copies of the outputs. A graph is only replayed while everything it
+inputs into the graph's slots, those tensors of their options too that the backbone uses, replay, and hand out copies of
+the outputs. A graph is only replayed while everything it
 took in without looking stays as it was: the addresses of all weights, the options the network and its regions read, the
 attributes of their modules. Otherwise the step runs region by region, and is captured again the next time. Weights that
 the host keeps elsewhere are held at their addresses for the length of a step, if all of them stay there (residence.py).
@@ -31,11 +32,12 @@ from .graphmemory import GraphMemory, fragile, without_frames
 from .guards import checker, to_json
 from .parts import places
 from .prepared import Version
-from .readset import BOOKKEEPING, ReadSet, Recording, Refused, ValueUsed
+from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
+from .stepcall import StepCall, overlaps
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -75,6 +77,7 @@ class StepGraphs:
         self._steps: OrderedDict[Any, _Step] = OrderedDict()  # the one used longest ago first
         self._refused: dict[Any, str] = {}
         self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
+        self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
         self._memory = GraphMemory()
         self._residence: Residence | None = None
         self._in_use = threading.Lock()
@@ -101,21 +104,22 @@ class StepGraphs:
             spec = flatten_call(args, kwargs, flat)
         except Unsupported as error:
             return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
-        reason = self._unfit(flat)
+        call = StepCall.of(spec, flat, self._fed.get(spec, []))
+        reason = self._unfit(call)
         if reason is not None:
             return self._plainly(reason, plain, args, kwargs)
-        key = (spec, tuple([(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]), tuple(flat.ints))
+        key = call.key()
         if key in self._refused:
             return self._plainly(self._refused[key], plain, args, kwargs)
         if not self._in_use.acquire(blocking=False):  # another thread is in a step: its slots are not to be touched
             return plain(*args, **kwargs)
         try:
-            return self._step(key, spec, flat, plain, session)
+            return self._step(key, call, plain, session)
         finally:
             self._in_use.release()
 
-    def _step(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
-        step = self._steps.get(key)
+    def _step(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        step, flat = self._steps.get(key), call.flat
         if step is not None:
             with self.residence.held(flat.tensors[0].device) as weights:
                 there = weights is not None and places(weights) == step.pointers
@@ -124,16 +128,16 @@ class StepGraphs:
                     self.engine.cancel()
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
-                        result = self._replay(step, flat)
+                        result = self._replay(step, call.tensors)
                         if self._holds(step, flat, weights):
                             return result
                     elif self._holds(step, flat, weights):
                         with self.engine.apart():
-                            return self._capture(key, step, spec, flat, plain, session)
+                            return self._capture(key, step, call, plain, session)
             if weights is None:
-                return self._fetched(spec, flat, plain, session)
+                return self._fetched(call, plain, session)
             del self._steps[key]
-        return self._observe(key, spec, flat, plain, session)
+        return self._observe(key, call, plain, session)
 
     # -- conditions --------------------------------------------------------------------------------------
 
@@ -142,14 +146,15 @@ class StepGraphs:
             self.engine.report.note(f"no CUDA graph: {reason}")
         return plain(*args, **kwargs)
 
-    def _unfit(self, flat: Flat) -> str | None:
-        if not flat.tensors or any(t.device.type != "cuda" for t in flat.tensors):
+    def _unfit(self, call: StepCall) -> str | None:
+        flat = call.flat
+        if not flat.tensors or any(t.device.type != "cuda" for t in call.tensors):
             return "not every input is on the GPU"
         if torch.cuda.is_current_stream_capturing():
             return ""
         if len(flat.mappings) > 1:
             return "the backbone takes several mappings, and what its regions read is known of one"
-        if any(_overlaps(t) for t in flat.tensors):
+        if any(map(overlaps, call.tensors)):
             return "an input is expanded: its numbers share memory"
         return self.engine.unquiet(flat.mappings)
 
@@ -170,39 +175,43 @@ class StepGraphs:
 
     # -- the ways ----------------------------------------------------------------------------------------
 
-    def _fetched(self, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
+    def _fetched(self, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
-        args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
-        result = plain(*args, **kwargs)
-        if session.fetched or session.ran_eager or not self.residence.settle(flat.tensors[0].device):
+        result = call.plainly(plain)
+        if session.fetched or session.ran_eager or not self.residence.settle(call.tensors[0].device):
             self.release()  # memory is short: that of graphs is the first to go
             self.engine.report.note(_ELSEWHERE)
         return result
 
-    def _observe(self, key: Any, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session) -> Any:
+    def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
-        self._residence = None  # the network may have other layers than before
+        self._residence, flat = None, call.flat  # the network may have other layers than before
         admitted: dict[Any, Any] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
             session.used, session.ran_eager, session.fetched = [], False, False
             try:
                 with Rehearsal() if fragile() else nullcontext() as rehearsal:
-                    result = self._run(spec, flat.tensors, flat, reads, plain)
+                    result = self._run(call, reads, plain)
                 break
             except ValueUsed as used:
                 try:
                     value = readset.admit(flat.mappings, used.path)
                 except Refused as refusal:
-                    return self._refuse(key, f"the backbone: {refusal}", spec, flat, plain)
-                if isinstance(value, torch.Tensor):
-                    what = f"the backbone uses the tensor {readset.where(used.path)}"
-                    return self._refuse(key, what, spec, flat, plain)
+                    return self._refuse(key, f"the backbone: {refusal}", call, plain)
                 admitted[used.path] = value
             except Refused as refusal:
-                return self._refuse(key, f"the backbone: {refusal}", spec, flat, plain)
+                return self._refuse(key, f"the backbone: {refusal}", call, plain)
         else:
-            return self._refuse(key, "the backbone uses too many options", spec, flat, plain)
+            return self._refuse(key, "the backbone uses too many options", call, plain)
+        fed = [path for path, value in admitted.items() if isinstance(value, torch.Tensor)]
+        if fed != call.fed:
+            self._fed[call.spec] = fed
+            call = StepCall.of(call.spec, flat, fed)
+            reason, key = self._unfit(call), call.key()
+            if reason:
+                self._refused[key] = reason
+                return result
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
@@ -212,15 +221,15 @@ class StepGraphs:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, rehearsal.reason)
         else:
-            self._expect(key, flat, reads, result, session)
+            self._expect(key, call, reads, result, session)
         return result
 
-    def _expect(self, key: Any, flat: Flat, reads: ReadSet, result: Any, session: Session) -> None:
+    def _expect(self, key: Any, call: StepCall, reads: ReadSet, result: Any, session: Session) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now."""
-        outputs = Flat()
+        outputs, flat = Flat(), call.flat
         try:
             rows, output = to_json(reads), flatten(result, outputs)
-            if outputs.ints or outputs.mappings or any(map(_overlaps, outputs.tensors)):
+            if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
             if any(binding.artefact.options for binding in session.used):
                 raise Refused("a region uses a tensor of the options")
@@ -252,14 +261,15 @@ class StepGraphs:
         if self._failed[key] >= _MOST_FAILURES:
             self._refused[key] = reason
 
-    def _refuse(self, key: Any, reason: str, spec: Any, flat: Flat, plain: Callable[..., Any]) -> Any:
+    def _refuse(self, key: Any, reason: str, call: StepCall, plain: Callable[..., Any]) -> Any:
         self._refused[key] = reason
-        args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
-        return self._plainly(reason, plain, args, kwargs)
+        self.engine.report.note(f"no CUDA graph: {reason}")
+        return call.plainly(plain)
 
-    def _run(self, spec: Any, tensors: Any, flat: Flat, reads: ReadSet, plain: Callable[..., Any]) -> Any:
+    def _run(self, call: StepCall, reads: ReadSet, plain: Callable[..., Any]) -> Any:
+        flat = call.flat
         recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
-        args, kwargs = unflatten_call(spec, Leaves(tensors, flat.ints, recordings))
+        args, kwargs = unflatten_call(call.spec, Leaves(flat.tensors, flat.ints, recordings))
         return plain(*args, **kwargs)
 
     def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
@@ -276,11 +286,10 @@ class StepGraphs:
             found.append((binding, checker(rows), binding.strengths()))
         return found
 
-    def _capture(
-        self, key: Any, step: _Step, spec: Any, flat: Flat, plain: Callable[..., Any], session: Session
-    ) -> Any:
-        slots, outputs = _empty(flat.tensors, flat.tensors[0].device), _empty(step.outputs, flat.tensors[0].device)
-        for slot, tensor in zip(slots, flat.tensors, strict=True):
+    def _capture(self, key: Any, step: _Step, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        device = call.tensors[0].device
+        slots, outputs = _empty(call.tensors, device), _empty(step.outputs, device)
+        for slot, tensor in zip(slots, call.tensors, strict=True):
             slot.copy_(tensor)
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
@@ -294,7 +303,7 @@ class StepGraphs:
             ):
                 session.capturing = True
                 try:
-                    args, kwargs = unflatten_call(spec, Leaves(slots, flat.ints, [dict(m) for m in flat.mappings]))
+                    args, kwargs = call.with_tensors(slots)
                     fits = _write(plain(*args, **kwargs), outputs, step.output)
                 except BaseException as error:
                     # what was made belongs to the graph: it has to go while that is captured, a cancel included
@@ -307,7 +316,7 @@ class StepGraphs:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             step.graph, step.slots, step.outputs = graph, slots, outputs
             step.kept, step.version = _serials(step), self.engine.version()
-            result = self._replay(step, flat)  # the first may still find that there is no memory
+            result = self._replay(step, call.tensors)  # the first may still find that there is no memory
             self._steps[key] = step
             return result
         except Exception as error:
@@ -317,14 +326,13 @@ class StepGraphs:
             if no_memory(error):
                 self.release()
                 self._fails(key, "there was no memory for one")
-                args, kwargs = unflatten_call(spec, Leaves(flat.tensors, flat.ints, flat.mappings))
-                return plain(*args, **kwargs)
+                return call.plainly(plain)
             # code of the host that waits for the GPU or copies from the CPU cannot be captured
-            return self._refuse(key, f"capturing it failed: {named(error)}", spec, flat, plain)
+            return self._refuse(key, f"capturing it failed: {named(error)}", call, plain)
 
     @staticmethod
-    def _replay(step: _Step, flat: Flat) -> Any:
-        for slot, tensor in zip(step.slots, flat.tensors, strict=True):
+    def _replay(step: _Step, tensors: list[torch.Tensor]) -> Any:
+        for slot, tensor in zip(step.slots, tensors, strict=True):
             if slot.data_ptr() != tensor.data_ptr():
                 slot.copy_(tensor)
         step.graph.replay()
@@ -355,11 +363,6 @@ def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
 
 def _metas(weights: list[torch.Tensor]) -> list[Any]:
     return [(w.dtype, w.shape, w.stride()) if w is not None else None for w in weights]
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether one place in memory is several of the tensor's numbers, so that it cannot be written to."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def no_memory(error: BaseException) -> bool:

@@ -76,6 +76,43 @@ def test_options_and_attributes_are_seen(pair):
                 assert close(compiled(*given), module(*given)), gain
 
 
+class Conditioned(Backbone):
+    """Uses tensors of its options itself, as UNets of diffusers use `added_cond_kwargs`."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict) -> torch.Tensor:
+        more = options["more"]["shift"] if "more" in options else 0.0
+        return super().forward(x + options["bias"], t, {}) + more
+
+
+def test_tensors_of_the_options_are_inputs():
+    torch.manual_seed(0)
+    module = Conditioned().cuda().eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(module)
+    generator = torch.Generator().manual_seed(5)
+
+    def number(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).cuda()
+
+    kinds = [
+        lambda: {"bias": number(8)},
+        lambda: {"bias": number(16, 8)},
+        lambda: {"bias": number(8), "more": {"shift": number(1)}},
+        lambda: {"bias": number(1).expand(8)},
+    ]
+    x, t = inputs(2, 16, 4)
+    with torch.inference_mode():
+        for kind in (0, 0, 0, 0, 1, 0, 1, 1, 2, 2, 2, 2, 0, 3, 3, 3, 0, 2):
+            options = kinds[kind]()
+            same = {**options, **({"more": dict(options["more"])} if "more" in options else {})}
+            result = compiled(x, t, options)
+            assert close(result, module(x, t, same)), kind
+            assert options.keys() == same.keys() and all(options[k] is same[k] for k in options if k != "more")
+    steps = compiled._nexfort_engine.graphs._steps.values()
+    assert sum(step.graph is not None for step in steps) >= 2, compiled.report.as_dict()["notes"]
+    assert any("expanded" in note for note in compiled.report.as_dict()["notes"])
+    assert not compiled.report.as_dict()["eager"]
+
+
 def test_a_hook_ends_replaying(pair):
     module, compiled = pair
     given = inputs(2, 16, 3)

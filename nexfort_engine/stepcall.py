@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of a whole backbone, taken apart: what a CUDA graph of it is fed with, and how it is put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .readset import Path, look
+from .signature import Flat, Leaves, unflatten_call
+
+
+@dataclass
+class StepCall:
+    """A call's parts. fed: where in its options tensors lie that the backbone uses. tensors: its own, then those."""
+
+    spec: Any
+    flat: Flat
+    fed: list[Path]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, spec: Any, flat: Flat, fed: list[Path]) -> StepCall:
+        """What is no tensor in this call is left out: it has another key then."""
+        found = [look(flat.mappings, path) for path in fed]
+        return cls(spec, flat, fed, [*flat.tensors, *(t for t in found if isinstance(t, torch.Tensor))])
+
+    def key(self) -> Any:
+        """What calls that may share a graph have in common."""
+        return self.spec, tuple(map(_laid, self.tensors)), tuple(self.flat.ints), tuple(self.fed)
+
+    def plainly(self, plain: Callable[..., Any]) -> Any:
+        """What `plain` gives for the call as it was made."""
+        args, kwargs = unflatten_call(self.spec, Leaves(self.flat.tensors, self.flat.ints, self.flat.mappings))
+        return plain(*args, **kwargs)
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> Any:
+        """(args, kwargs) of the call with others in the place of `tensors`; the caller's mappings stay as they are."""
+        mappings, own = [dict(mapping) for mapping in self.flat.mappings], len(self.flat.tensors)
+        for path, tensor in zip(self.fed, tensors[own:], strict=True):
+            inner = mappings[path[0]]
+            for key in path[1:-1]:
+                inner[key] = inner = dict(inner[key])
+            inner[path[-1]] = tensor
+        return unflatten_call(self.spec, Leaves(tensors[:own], self.flat.ints, mappings))
+
+
+def _laid(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether one place in memory is several of the tensor's numbers, so that it cannot be written to."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
