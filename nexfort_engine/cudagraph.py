@@ -37,7 +37,7 @@ from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
-from .stepcall import StepCall, overlaps
+from .stepcall import StepCall, overlaps, places_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -189,7 +189,7 @@ class StepGraphs:
         admitted: dict[Any, Any] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
-            session.used, session.ran_eager, session.fetched = [], False, False
+            session.used, session.looked_up, session.ran_eager, session.fetched = [], [], False, False
             try:
                 with Rehearsal() if fragile() else nullcontext() as rehearsal:
                     result = self._run(call, reads, plain)
@@ -204,7 +204,12 @@ class StepGraphs:
                 return self._refuse(key, f"the backbone: {refusal}", call, plain)
         else:
             return self._refuse(key, "the backbone uses too many options", call, plain)
-        fed = [path for path, value in admitted.items() if isinstance(value, torch.Tensor)]
+        by_regions = places_of(session.looked_up, flat.mappings)
+        if by_regions is None:
+            self._refused[key] = "a region uses a tensor that the backbone puts into its options"
+            return result
+        own = [path for path, value in admitted.items() if isinstance(value, torch.Tensor)]
+        fed = list(dict.fromkeys(own + by_regions))
         if fed != call.fed:
             self._fed[call.spec] = fed
             call = StepCall.of(call.spec, flat, fed)
@@ -231,8 +236,6 @@ class StepGraphs:
             rows, output = to_json(reads), flatten(result, outputs)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
-            if any(binding.artefact.options for binding in session.used):
-                raise Refused("a region uses a tensor of the options")
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return

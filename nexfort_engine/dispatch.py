@@ -23,7 +23,7 @@ from .loans import Layers, Loan, NotLent
 from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept, room_for
-from .readset import Refused
+from .readset import Refused, look
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
@@ -107,6 +107,8 @@ class Region:
             return self._eager(plain, args, kwargs, session, reason)
         self.engine.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
+        if binding.artefact.options:
+            session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
             kept = self._kept(binding, weights, session) if binding.prepares else None

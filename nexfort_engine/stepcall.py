@@ -48,6 +48,20 @@ class StepCall:
         return unflatten_call(self.spec, Leaves(tensors[:own], self.flat.ints, mappings))
 
 
+def places_of(tensors: list[Any], mappings: list[dict[Any, Any]]) -> list[Path] | None:
+    """Where in mappings these very tensors lie, each once; None where one lies in none."""
+    found: dict[int, Path] = {}
+    left: list[tuple[Path, Any]] = [((number,), mapping) for number, mapping in enumerate(mappings)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [((*path, key), inner) for key, inner in value.items()]
+        elif isinstance(value, torch.Tensor):
+            found.setdefault(id(value), path)
+    wanted = dict.fromkeys(map(id, tensors))
+    return [found[one] for one in wanted] if wanted.keys() <= found.keys() else None
+
+
 def _laid(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 

@@ -76,12 +76,27 @@ def test_options_and_attributes_are_seen(pair):
                 assert close(compiled(*given), module(*given)), gain
 
 
+class Shifted(nn.Module):
+    """A block that takes a tensor of the options, as the embeddings of PixArt do in diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, options: dict) -> torch.Tensor:
+        return self.linear(x) * options["factor"]
+
+
 class Conditioned(Backbone):
-    """Uses tensors of its options itself, as UNets of diffusers use `added_cond_kwargs`."""
+    """Uses tensors of its options itself, as UNets of diffusers use `added_cond_kwargs`, and so does a block of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifted = Shifted()
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict) -> torch.Tensor:
         more = options["more"]["shift"] if "more" in options else 0.0
-        return super().forward(x + options["bias"], t, {}) + more
+        return super().forward(self.shifted(x + options["bias"], options), t, {}) + more
 
 
 def test_tensors_of_the_options_are_inputs():
@@ -94,10 +109,10 @@ def test_tensors_of_the_options_are_inputs():
         return torch.randn(shape, generator=generator).cuda()
 
     kinds = [
-        lambda: {"bias": number(8)},
-        lambda: {"bias": number(16, 8)},
-        lambda: {"bias": number(8), "more": {"shift": number(1)}},
-        lambda: {"bias": number(1).expand(8)},
+        lambda: {"factor": number(8), "bias": number(8)},
+        lambda: {"factor": number(8), "bias": number(16, 8)},
+        lambda: {"factor": number(8), "bias": number(8), "more": {"shift": number(1)}},
+        lambda: {"factor": number(8), "bias": number(1).expand(8)},
     ]
     x, t = inputs(2, 16, 4)
     with torch.inference_mode():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nexfort_engine.signature import Flat, flatten_call
-from nexfort_engine.stepcall import StepCall, overlaps
+from nexfort_engine.stepcall import StepCall, overlaps, places_of
 
 FED = [(0, "bias"), (0, "more", "first"), (0, "more", "second")]
 
@@ -53,6 +53,14 @@ def test_calls_of_one_key_have_tensors_alike_in_the_same_places() -> None:
     ]
     assert all(other.key() != first.key() for other in others)
     assert len({other.key() for other in others}) == len(others)
+
+
+def test_tensors_are_found_by_what_they_are_and_not_by_what_they_hold() -> None:
+    given = options()
+    second, bias = given["more"]["second"], given["bias"]
+    assert places_of([second, bias, second], [{}, given]) == [(1, "more", "second"), (1, "bias")]
+    assert places_of([], [given]) == []
+    assert places_of([bias, bias.clone()], [given]) is None
 
 
 def test_an_expanded_tensor_cannot_be_written_to() -> None:
