@@ -37,7 +37,7 @@ from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
 from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
-from .stepcall import StepCall, overlaps, places_of
+from .stepcall import StepCall, overlaps, places_of, separate
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -104,6 +104,7 @@ class StepGraphs:
             spec = flatten_call(args, kwargs, flat)
         except Unsupported as error:
             return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
+        flat.tensors = [separate(t) for t in flat.tensors]
         call = StepCall.of(spec, flat, self._fed.get(spec, []))
         reason = self._unfit(call)
         if reason is not None:
@@ -154,15 +155,14 @@ class StepGraphs:
             return ""
         if len(flat.mappings) > 1:
             return "the backbone takes several mappings, and what its regions read is known of one"
-        if any(map(overlaps, call.tensors)):
-            return "an input is expanded: its numbers share memory"
         return self.engine.unquiet(flat.mappings)
 
     def _is_kept(self, step: _Step) -> bool:
         """Whether the prepared weights that a graph reads are still there, and made of the weights as they are."""
         if step.graph is None:
             return True
-        return step.kept == _serials(step) and (not any(step.kept) or step.version == self.engine.version())
+        # where the host could not say then, and can now, they may be kept at last
+        return step.kept == _serials(step) and (not step.kept or step.version == self.engine.version())
 
     def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
         if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:

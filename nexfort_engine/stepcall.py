@@ -26,7 +26,7 @@ class StepCall:
     def of(cls, spec: Any, flat: Flat, fed: list[Path]) -> StepCall:
         """What is no tensor in this call is left out: it has another key then."""
         found = [look(flat.mappings, path) for path in fed]
-        return cls(spec, flat, fed, [*flat.tensors, *(t for t in found if isinstance(t, torch.Tensor))])
+        return cls(spec, flat, fed, [*flat.tensors, *(separate(t) for t in found if isinstance(t, torch.Tensor))])
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""
@@ -64,6 +64,11 @@ def places_of(tensors: list[Any], mappings: list[dict[Any, Any]]) -> list[Path] 
 
 def _laid(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def separate(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a place in memory for each number: an expanded one, such as a batch of one timestep, copied."""
+    return tensor.contiguous() if overlaps(tensor) else tensor
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nexfort_engine.signature import Flat, flatten_call
-from nexfort_engine.stepcall import StepCall, overlaps, places_of
+from nexfort_engine.stepcall import StepCall, overlaps, places_of, separate
 
 FED = [(0, "bias"), (0, "more", "first"), (0, "more", "second")]
 
@@ -66,3 +66,8 @@ def test_tensors_are_found_by_what_they_are_and_not_by_what_they_hold() -> None:
 def test_an_expanded_tensor_cannot_be_written_to() -> None:
     assert overlaps(torch.zeros(1, 3).expand(4, 3)) and not overlaps(torch.zeros(1, 3).expand(1, 3))
     assert not overlaps(torch.zeros(4, 3).t())
+    for given in (torch.randn(1, 3).expand(4, 3), torch.randn(2, 1, 3).expand(2, 5, 3), torch.randn(3, 4).t()):
+        found = separate(given)
+        assert torch.equal(found, given) and not overlaps(found) and (found is given) == (not overlaps(given))
+    wide, slim = (call(torch.zeros(2, 2), options(bias=t)) for t in (torch.ones(4), torch.ones(1).expand(4)))
+    assert wide.key() == slim.key()
