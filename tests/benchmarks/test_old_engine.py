@@ -117,6 +117,16 @@ def test_a_float32_result_serves_later_commands_with_the_same_flags(ran: list[An
     assert text_to_video_latte.parse(ran[-1][0][2:]).reference not in (None, kept)
 
 
+def test_eager_on_a_slow_machine_flatters_nobody(ran: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "found.csv"
+    old_engine.main(["sd21", "--csv", str(file)])
+    rows = old_table.read(file)
+    slow = [{**row, "rate": "10.0", "commit": "later"} for row in rows if row["way"] == "eager"]
+    assert old_table.table([], rows + slow) == old_table.table([], slow + rows) == old_table.table([], rows)
+    elsewhere = [{**row, "gpu": "Another card"} for row in slow]
+    assert old_table.table([], rows + elsewhere) == old_table.table([], rows)
+
+
 def test_a_tiny_run_stays_out_of_the_table(ran: list[Any], tmp_path: Path) -> None:
     old_engine.main(["sd21", "--tiny", "--csv", str(tmp_path / "found.csv")])
     assert len(old_table.table([], old_table.read(tmp_path / "found.csv")).splitlines()) == 2
