@@ -222,3 +222,11 @@ def test_the_design_names_every_room() -> None:
     text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
     missing = [name for names in ROOMS.values() for name in names if name != "__main__" and name not in text]
     assert not missing
+
+
+@pytest.mark.skipif("CXX" not in os.environ, reason="no C++ compiler")
+def test_kernels_are_compiled_by_the_compiler_that_was_chosen() -> None:
+    """Inductor asks once; were it loaded before conftest.py has chosen, all tests would take half as long again."""
+    from torch._inductor import config
+
+    assert config.cpp.cxx[1] == os.environ["CXX"]
