@@ -54,6 +54,7 @@ HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),
     "diffusers",
 }
+MOST_SECONDS = 0.2  # of the import, torch apart
 COMPILERS = {"triton", "torch._inductor", "torch._dynamo"}
 
 
@@ -155,9 +156,12 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def light() -> dict[str, object]:
-    """What importing the engine and touching every public name did to a fresh process; the fastest of three."""
-    runs = []
-    for _ in range(3):
+    """What importing the engine and touching every public name did to a fresh process.
+
+    The first of three that was fast enough, or the fastest: each has to load torch.
+    """
+    runs: list[dict[str, object]] = []
+    while len(runs) < 3 and not any(run["seconds"] < MOST_SECONDS for run in runs):  # type: ignore[operator]
         done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout.splitlines()[-1]))
@@ -165,7 +169,7 @@ def light() -> dict[str, object]:
 
 
 def test_the_import_takes_no_time(light: dict[str, object]) -> None:
-    assert light["seconds"] < 0.2  # type: ignore[operator]
+    assert light["seconds"] < MOST_SECONDS  # type: ignore[operator]
 
 
 def test_the_import_brings_nothing_heavy_and_changes_nothing(light: dict[str, object]) -> None:
