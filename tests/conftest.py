@@ -50,6 +50,9 @@ os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 # that imports torch, to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor asks for the compiler once, when it is loaded, which some test files do: before any fixture runs.
+if shutil.which("g++"):
+    os.environ.setdefault("CXX", str(Path(__file__).with_name("compiler") / "g++"))
 # Read when sympy is loaded. Lowering asks it the same things again and again; workers have as large a memory.
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 
@@ -85,9 +88,7 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         # torch.compile's own cache, which tests compare with, names an entry without the vector instructions that it
         # was written for, so one that anybody else left in the default place may not compile here
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        if "CXX" not in os.environ and shutil.which("g++"):
-            patch.setenv("CXX", str(Path(__file__).with_name("compiler") / "g++"))
-            patch.setenv("NEXFORT_TEST_KERNELS", str(kernels))
+        patch.setenv("NEXFORT_TEST_KERNELS", str(kernels))
         run = tmp_path_factory.getbasetemp()  # with pytest-xdist each process has one of its own below that of all
         files = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "tiny-files"
         files.mkdir(exist_ok=True)

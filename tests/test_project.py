@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),
     "diffusers",
 }
+MOST_SECONDS = 0.2  # of the import, torch apart
 COMPILERS = {"triton", "torch._inductor", "torch._dynamo"}
 
 
@@ -165,9 +167,12 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def light() -> dict[str, object]:
-    """What importing the engine and touching every public name did to a fresh process; the fastest of three."""
-    runs = []
-    for _ in range(3):
+    """What importing the engine and touching every public name did to a fresh process.
+
+    The first of three that was fast enough, or the fastest: each has to load torch.
+    """
+    runs: list[dict[str, object]] = []
+    while len(runs) < 3 and not any(run["seconds"] < MOST_SECONDS for run in runs):  # type: ignore[operator]
         done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout.splitlines()[-1]))
@@ -175,7 +180,7 @@ def light() -> dict[str, object]:
 
 
 def test_the_import_takes_no_time(light: dict[str, object]) -> None:
-    assert light["seconds"] < 0.2  # type: ignore[operator]
+    assert light["seconds"] < MOST_SECONDS  # type: ignore[operator]
 
 
 def test_the_import_brings_nothing_heavy_and_changes_nothing(light: dict[str, object]) -> None:
@@ -232,3 +237,11 @@ def test_the_design_names_every_room() -> None:
     text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
     missing = [name for names in ROOMS.values() for name in names if name != "__main__" and name not in text]
     assert not missing
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_kernels_are_compiled_by_the_compiler_that_was_chosen() -> None:
+    """Inductor asks once; were it loaded before conftest.py has chosen, all tests would take half as long again."""
+    from torch._inductor import config
+
+    assert config.cpp.cxx[1] == os.environ["CXX"]
