@@ -25,7 +25,7 @@ from .guards import checker
 from .lower import Loaded
 from .modulestate import Hidden, ModuleState
 from .prepared import Kept, PreparingCode
-from .signature import Flat, Leaves, unflatten
+from .signature import Flat, Leaves, kind_of, unflatten
 from .strengths import look
 
 
@@ -41,6 +41,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "weights": captured.weights,
         "tensors": captured.tensors,
         "options": [list(path) for path in captured.options],
+        "option_kinds": captured.option_kinds,
         "ints": captured.ints,
         "strengths": [[path, name, list(keys)] for path, name, keys in captured.strengths],
         "conditions": captured.conditions.as_json(),
@@ -103,6 +104,7 @@ class Artefact:
         self.weights: list[int] = manifest["weights"]
         self.tensors: list[int] = manifest["tensors"]
         self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
+        self.option_kinds: list[str] = manifest["option_kinds"]
         self.ints: list[int] = manifest["ints"]
         self.strengths: list[list[Any]] = manifest["strengths"]
         self.conditions = Conditions(**manifest["conditions"])
@@ -120,6 +122,8 @@ class Artefact:
         extra = [readset.look(flat.mappings, path) for path in self.options]
         if not all(isinstance(t, torch.Tensor) for t in extra):
             return Misfit("an option that was a tensor is none")
+        if list(map(kind_of, extra)) != self.option_kinds:
+            return Misfit("a tensor of the options is of another type, rank or device")
         if not self.check(flat.mappings):
             return Misfit("the options answer differently from the captured call")
         shapes = [t.shape for t in (*flat.tensors, *extra)]

@@ -45,7 +45,7 @@ from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, spec_text, unflatten_call
+from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kind_of, spec_text, unflatten_call
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
@@ -76,7 +76,8 @@ class Captured:
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
-    the weights whether it is a parameter's, which the host alone changes.
+    the weights whether it is a parameter's, which the host alone changes. option_kinds: type, rank and device of the
+    option tensors, as `kind_of` says them.
     """
 
     graph: torch.fx.GraphModule
@@ -95,6 +96,7 @@ class Captured:
     sources: dict[str, str]
     modules: list[str] = field(default_factory=list)
     lasting: list[bool] = field(default_factory=list)
+    option_kinds: list[str] = field(default_factory=list)
 
 
 class _Trace:
@@ -379,6 +381,8 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
+    if any(inputs.options[i] in inputs.written for i in options):
+        raise Refused("it writes to a tensor of its options, whose caller would not see it")
     # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
     sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
     conditions = conditions_of(program, sized, inputs.ints, trace.answers)
@@ -408,6 +412,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         sources=hashes(trace.files, trace.block),
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
+        option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
     )
 
 

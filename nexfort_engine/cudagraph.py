@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nexfort")
 
+DEVICE = "cuda"  # the type of device that has graphs
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
 _MOST_FAILURES = 3
@@ -149,7 +150,7 @@ class StepGraphs:
 
     def _unfit(self, call: StepCall) -> str | None:
         flat = call.flat
-        if not flat.tensors or any(t.device.type != "cuda" for t in call.tensors):
+        if not flat.tensors or any(t.device.type != DEVICE for t in call.tensors):
             return "not every input is on the GPU"
         if torch.cuda.is_current_stream_capturing():
             return ""
@@ -161,8 +162,12 @@ class StepGraphs:
         """Whether the prepared weights that a graph reads are still there, and made of the weights as they are."""
         if step.graph is None:
             return True
+        if step.kept != _serials(step):
+            return False
+        if any(step.kept):
+            return step.version == self.engine.version()
         # where the host could not say then, and can now, they may be kept at last
-        return step.kept == _serials(step) and (not step.kept or step.version == self.engine.version())
+        return not step.kept or step.version is not None or self.engine.version() is None
 
     def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
         if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
@@ -186,7 +191,8 @@ class StepGraphs:
     def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
         self._residence, flat = None, call.flat  # the network may have other layers than before
-        admitted: dict[Any, Any] = {}
+        admitted: dict[Path, Any] = {}
+        before: dict[Path, torch.Tensor] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
             session.used, session.looked_up, session.ran_eager, session.fetched = [], [], False, False
@@ -200,6 +206,8 @@ class StepGraphs:
                 except Refused as refusal:
                     return self._refuse(key, f"the backbone: {refusal}", call, plain)
                 admitted[used.path] = value
+                if isinstance(value, torch.Tensor):
+                    before[used.path] = value.clone()
             except Refused as refusal:
                 return self._refuse(key, f"the backbone: {refusal}", call, plain)
         else:
@@ -208,11 +216,15 @@ class StepGraphs:
         if by_regions is None:
             self._refused[key] = "a region uses a tensor that the backbone puts into its options"
             return result
-        own = [path for path, value in admitted.items() if isinstance(value, torch.Tensor)]
-        fed = list(dict.fromkeys(own + by_regions))
-        if fed != call.fed:
-            self._fed[call.spec] = fed
-            call = StepCall.of(call.spec, flat, fed)
+        own = {path: value for path, value in admitted.items() if isinstance(value, torch.Tensor)}
+        for path, value in own.items():
+            if not _equal(value, before[path]):  # a slot would be written to, and not what the caller has
+                self._refused[key] = f"the backbone writes to the tensor {readset.where(path)}"
+                return result
+        if not {*own, *by_regions} <= set(call.fed):
+            known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
+            self._fed[call.spec] = list(dict.fromkeys([*known, *own, *by_regions]))
+            call = StepCall.of(call.spec, flat, self._fed[call.spec])
             reason, key = self._unfit(call), call.key()
             if reason:
                 self._refused[key] = reason
@@ -296,6 +308,7 @@ class StepGraphs:
             slot.copy_(tensor)
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
+        session.looked_up = []
         fits, problem = False, None
         self._steps.pop(key, None)  # until it is there
         try:
@@ -317,6 +330,8 @@ class StepGraphs:
                 raise problem
             if session.ran_eager or session.fetched or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
+            if not set(map(id, session.looked_up)) <= set(map(id, slots)):
+                raise Refused("a region took a tensor of the options that is no input")
             step.graph, step.slots, step.outputs = graph, slots, outputs
             step.kept, step.version = _serials(step), self.engine.version()
             result = self._replay(step, call.tensors)  # the first may still find that there is no memory
@@ -344,6 +359,11 @@ class StepGraphs:
 
 def _serials(step: _Step) -> list[int]:
     return [b.kept.serial if b.kept is not None else 0 for b, *_ in step.bindings if b.prepares]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all numbers are the same, those that are none too."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

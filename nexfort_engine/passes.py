@@ -107,22 +107,32 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
 def _moments(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
     """Mean and variance (N, C) of each channel of x (N, C, ...), whose numbers in fp32 are `wide`.
 
-    Numbers of 16 bits are summed less the first of their channel, and squared: two sums instead of Welford's, which
-    divides for each number. What that loses where the first is k deviations away, k^2 roundings of fp32, is less than
-    one rounding of 16 bits up to k = 70. Numbers of fp32 have no such slack.
+    Numbers of 16 bits are summed less the mean of a few of their channel, and squared: two sums instead of Welford's,
+    which divides for each number. What that loses where this mean is k deviations away, k^2 roundings of fp32, is lost
+    in those of 16 bits up to k = 40. It is of places far from each other, so that one number alone has to be as many
+    times further away. Numbers of fp32 have no such slack.
     """
     if like.dtype not in (torch.float16, torch.bfloat16):
         variance, mean = aten.var_mean.correction(aten.flatten.using_ints(wide, 2), [2], correction=0)
         return mean, variance
-    first = x
-    for _ in range(like.dim() - 2):
-        first = aten.select.int(first, 2, 0)
-    first = aten.to.dtype(first, torch.float32)
-    beside = aten.reshape.default(first, [-1, like.shape[1], *[1] * (like.dim() - 2)])
+    about = _about(x, like)
+    beside = aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 2)])
     apart = aten.flatten.using_ints(aten.sub.Tensor(wide, beside), 2)
     mean, square = aten.mean.dim(apart, [2]), aten.mean.dim(aten.mul.Tensor(apart, apart), [2])
     variance = aten.clamp_min.default(aten.sub.Tensor(square, aten.mul.Tensor(mean, mean)), 0)
-    return aten.add.Tensor(first, mean), variance
+    return aten.add.Tensor(about, mean), variance
+
+
+def _about(x: Any, like: torch.Tensor) -> Any:
+    """The mean (N, C) in fp32 of some numbers of x (N, C, ...): of its beginning and its middle in each dimension."""
+    some = [x]
+    for _ in range(like.dim() - 2):
+        middle = [operator.floordiv(aten.sym_size.int(one, 2), 2) for one in some]
+        some = [aten.select.int(one, 2, at) for one, half in zip(some, middle, strict=True) for at in (0, half)]
+    total = aten.to.dtype(some[0], torch.float32)
+    for one in some[1:]:
+        total = aten.add.Tensor(total, aten.to.dtype(one, torch.float32))
+    return aten.mul.Tensor(total, 1 / len(some))
 
 
 _NEAREST = {aten.upsample_nearest1d.vec: 1, aten.upsample_nearest2d.vec: 2, aten.upsample_nearest3d.vec: 3}
@@ -252,7 +262,7 @@ def looked_up(x: Any, sizes: list[Any], device: torch.device) -> Any:
     count: Any = 1
     for at, size in enumerate(sizes):
         before = aten.sym_size.int(x, 2 + at)
-        numbers = aten.arange.default(size, dtype=torch.float32, device=device)
+        numbers = _arange(x, size, device)
         index = aten.to.dtype(aten.mul.Tensor(numbers, operator.truediv(before, size)), torch.int64)
         for _ in sizes[at + 1 :]:
             index = aten.unsqueeze.default(index, -1)
@@ -261,6 +271,14 @@ def looked_up(x: Any, sizes: list[Any], device: torch.device) -> Any:
     places = in_memory(aten.reshape.default(place, [-1]), [count])
     found = aten._unsafe_index.Tensor(aten.flatten.using_ints(x, 2), [None, None, places])
     return aten.reshape.default(found, [-1, aten.sym_size.int(x, 1), *sizes])
+
+
+def _arange(x: Any, size: Any, device: torch.device) -> Any:
+    """0, 1, ... below `size` in fp32: in the graph of x if it is of one, also where the size is a plain number."""
+    kwargs = {"dtype": torch.float32, "device": device}
+    if isinstance(x, Proxy):
+        return x.tracer.create_proxy("call_function", aten.arange.default, (size,), kwargs)
+    return aten.arange.default(size, **kwargs)
 
 
 def gelus(module: GraphModule) -> int:

@@ -230,6 +230,11 @@ def normalised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """Type, rank and device of a tensor that is brought to be contiguous: what code is lowered for, besides sizes."""
+    return f"{tensor.dtype} {tensor.dim()} {tensor.device.type}"
+
+
 def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
     """What of a tensor is in the signature: dtype, rank, device type, memory format. Sizes are conditions, not keys.
 

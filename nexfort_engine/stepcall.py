@@ -24,9 +24,11 @@ class StepCall:
 
     @classmethod
     def of(cls, spec: Any, flat: Flat, fed: list[Path]) -> StepCall:
-        """What is no tensor in this call is left out: it has another key then."""
-        found = [look(flat.mappings, path) for path in fed]
-        return cls(spec, flat, fed, [*flat.tensors, *(separate(t) for t in found if isinstance(t, torch.Tensor))])
+        """Of the places `fed` only those are kept where this call has a tensor: its key says which."""
+        found = [(path, look(flat.mappings, path)) for path in fed]
+        there = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
+        tensors = [*flat.tensors, *(separate(value) for _, value in there)]
+        return cls(spec, flat, [path for path, _ in there], tensors)
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""
@@ -49,17 +51,17 @@ class StepCall:
 
 
 def places_of(tensors: list[Any], mappings: list[dict[Any, Any]]) -> list[Path] | None:
-    """Where in mappings these very tensors lie, each once; None where one lies in none."""
-    found: dict[int, Path] = {}
+    """Every place in mappings where one of these very tensors lies; None where one lies in none."""
+    found: dict[int, list[Path]] = {}
     left: list[tuple[Path, Any]] = [((number,), mapping) for number, mapping in enumerate(mappings)]
     while left:
         path, value = left.pop()
         if isinstance(value, dict):
             left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, torch.Tensor):
-            found.setdefault(id(value), path)
+            found.setdefault(id(value), []).append(path)
     wanted = dict.fromkeys(map(id, tensors))
-    return [found[one] for one in wanted] if wanted.keys() <= found.keys() else None
+    return [path for one in wanted for path in found[one]] if wanted.keys() <= found.keys() else None
 
 
 def _laid(tensor: torch.Tensor) -> Any:

@@ -54,21 +54,16 @@ def test_it_keeps_the_dtype_and_computes_in_no_less_than_fp32(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("away", [0.0, 10.0, 50.0])
-def test_a_first_number_far_from_the_others_loses_nothing(dtype: torch.dtype, away: float) -> None:
-    """It is what numbers of 16 bits are summed less."""
-    x = torch.randn(2, 8, 32, 32, generator=torch.Generator().manual_seed(0)) + 5
+@pytest.mark.parametrize("away", [0.0, 10.0, 100.0])
+@pytest.mark.parametrize("side", [32, 256])
+def test_a_first_number_far_from_the_others_loses_nothing(dtype: torch.dtype, away: float, side: int) -> None:
+    """It is among those whose mean numbers of 16 bits are summed less."""
+    x = torch.randn(1, 8, side, side, generator=torch.Generator().manual_seed(0)) + 5
     x[:, :, 0, 0] += away
     x = x.to(dtype)
     truth = torch.nn.functional.group_norm(x.double(), 4)
     found = by_channels(x, None, None, like=x, groups=4, eps=1e-5)
     assert error(found, truth) <= 1.1 * error(torch.nn.functional.group_norm(x, 4), truth)
-
-
-def test_a_channel_of_one_number_has_no_variance_below_zero() -> None:
-    x = torch.full((1, 4, 3, 3), 3.14).half()
-    assert torch.equal(by_channels(x, None, None, like=x, groups=4, eps=0.0).isnan(), torch.ones(1, 4, 3, 3).bool())
-    assert by_channels(x, None, None, like=x, groups=4, eps=1e-5).abs().max() < 1e-3
 
 
 class Normed(torch.nn.Module):

@@ -49,7 +49,8 @@ def test_calls_of_one_key_have_tensors_alike_in_the_same_places() -> None:
         call(torch.zeros(2, 2), options(bias=torch.zeros(8)[::2])),
         call(torch.zeros(2, 2), options(bias=None)),
         call(torch.zeros(2, 2), options(more=3)),
-        call(torch.zeros(2, 2), options(), fed=FED[:2]),
+        call(torch.zeros(2, 2), options(more={"first": torch.ones(2)})),
+        call(torch.zeros(2, 2), options(more={"second": torch.ones(2)})),
     ]
     assert all(other.key() != first.key() for other in others)
     assert len({other.key() for other in others}) == len(others)
@@ -59,6 +60,8 @@ def test_tensors_are_found_by_what_they_are_and_not_by_what_they_hold() -> None:
     given = options()
     second, bias = given["more"]["second"], given["bias"]
     assert places_of([second, bias, second], [{}, given]) == [(1, "more", "second"), (1, "bias")]
+    given["again"] = {"there": bias}
+    assert set(places_of([bias], [given]) or ()) == {(0, "bias"), (0, "again", "there")}, "both are fed"
     assert places_of([], [given]) == []
     assert places_of([bias, bias.clone()], [given]) is None
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs on a machine without a GPU: a replay runs the captured call again, on the very tensors of the capture.
+
+So what the engine feeds, compares and forgets can be tested anywhere: what is not fed stays as it was when the graph
+was made, as on a GPU. What only a GPU does (streams, pools of memory, what refuses a capture) is in test_cudagraph.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nexfort_engine import cudagraph, engine
+
+
+class Graph:
+    """In the place of torch.cuda.CUDAGraph."""
+
+    made: list[Graph] = []  # noqa: RUF012  # of this test
+
+    def __init__(self) -> None:
+        self.again: Callable[[], Any] = lambda: None
+        Graph.made.append(self)
+
+    def replay(self) -> None:
+        self.again()
+
+
+class _Memory:
+    @contextlib.contextmanager
+    def captured(self, graph: Graph) -> Iterator[None]:
+        yield
+
+    def give_back(self) -> None: ...
+
+
+class _Instead:
+    """A module of torch with some names that are others."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self.__dict__.update(others, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, engines on the CPU make graphs of their steps."""
+    Graph.made = []
+    cuda = _Instead(torch.cuda, CUDAGraph=Graph, is_available=lambda: True, is_current_stream_capturing=lambda: False)
+    for module in (cudagraph, engine):
+        patch.setattr(module, "torch", _Instead(torch, cuda=cuda))
+    patch.setattr(cudagraph, "fragile", lambda: False)
+    patch.setattr(cudagraph, "GraphMemory", _Memory)
+    patch.setattr(cudagraph, "DEVICE", "cpu")
+    capture = cudagraph.StepGraphs._capture
+
+    def captured(self: Any, key: Any, step: Any, call: Any, plain: Callable[..., Any], session: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            graph = Graph.made[-1]
+            given = _containers(args), _containers(kwargs)
+
+            def again() -> None:  # with the containers as they were, and the same tensors
+                cudagraph._write(plain(*_containers(given[0]), **_containers(given[1])), step.outputs, step.output)
+
+            graph.again = again
+            return plain(*args, **kwargs)
+
+        return capture(self, key, step, call, noted, session)
+
+    patch.setattr(cudagraph.StepGraphs, "_capture", captured)
+
+
+def _containers(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_containers, value))
+    return {key: _containers(inner) for key, inner in value.items()} if isinstance(value, dict) else value
