@@ -56,16 +56,15 @@ def _ratio(one: dict[str, str]) -> float:
 
 def _pairs(name: str, ours: list[dict[str, str]]) -> list[tuple[dict[str, str], dict[str, str]]]:
     """(fastest eager, Nexfort) of one card and size: for each way and config the newest that old_engine.py ran."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, tuple[tuple[str, str], dict[str, str]]] = {}
     eager: dict[tuple[str, str], dict[str, str]] = {}
     for one in (r for r in ours if r["model"] == name and r["rate"] and "old_engine" in r["command"]):
         card = (one["gpu"], one["size"])
         if one["way"] in ("nexfort", "nexfort-fp8"):
-            found[one["way"] + one["config"]] = one
+            found[one["way"] + one["config"]] = (card, one)
         elif one["way"] == "eager" and float(one["rate"]) > float(eager.get(card, {"rate": "0"})["rate"]):
             eager[card] = one
-    both = (((one["gpu"], one["size"]), one) for one in found.values())
-    return [(eager[card], one) for card, one in both if card in eager]
+    return [(eager[card], one) for card, one in found.values() if card in eager]
 
 
 def _own_line(family: Family, eager: dict[str, str], one: dict[str, str]) -> str:

@@ -104,7 +104,7 @@ class Artefact:
         self.weights: list[int] = manifest["weights"]
         self.tensors: list[int] = manifest["tensors"]
         self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
-        self.option_kinds: list[str] = manifest["option_kinds"]
+        self.option_kinds = [tuple(kind) for kind in manifest["option_kinds"]]
         self.ints: list[int] = manifest["ints"]
         self.strengths: list[list[Any]] = manifest["strengths"]
         self.conditions = Conditions(**manifest["conditions"])
@@ -166,9 +166,13 @@ class Binding:
         # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
         self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
 
-    def usable(self, mappings: list[dict[Any, Any]]) -> bool:
-        """Whether the options answer as captured and the module is what it was. Sizes were checked before."""
-        return self.artefact.check(mappings) and self.state.unchanged()
+    def usable(self, flat: Flat) -> bool:
+        """Whether the options answer as captured and the module is what it was.
+
+        Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
+        """
+        fits = self.artefact.misfit(flat) is None if self.artefact.options else self.artefact.check(flat.mappings)
+        return fits and self.state.unchanged()
 
     def strengths(self) -> list[float]:
         """The numbers of the module that the artefact takes as inputs, as they are now."""

@@ -57,15 +57,11 @@ def noted(scales: bool = True) -> Iterator[list[tuple[Any, Any, Any]]]:
             answers.append((self, expr, answer))
         return answer
 
-    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[assignment,method-assign]
-    if choose is not None:
-        export._tensor_min_max = _unasked(choose, scales)  # type: ignore[attr-defined]
-    try:
-        yield answers
-    finally:
-        ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(ShapeEnv, "evaluate_expr", evaluate_expr))
         if choose is not None:
-            export._tensor_min_max = choose  # type: ignore[attr-defined]
+            stack.enter_context(replaced(export, "_tensor_min_max", _unasked(choose, scales)))
+        yield answers
 
 
 def _unasked(choose: Callable[..., Any], scales: bool) -> Callable[..., Any]:

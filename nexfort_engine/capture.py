@@ -76,8 +76,8 @@ class Captured:
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
-    the weights whether it is a parameter's, which the host alone changes. option_kinds: type, rank and device of the
-    option tensors, as `kind_of` says them.
+    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
+    option tensor.
     """
 
     graph: torch.fx.GraphModule
@@ -96,7 +96,7 @@ class Captured:
     sources: dict[str, str]
     modules: list[str] = field(default_factory=list)
     lasting: list[bool] = field(default_factory=list)
-    option_kinds: list[str] = field(default_factory=list)
+    option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 class _Trace:

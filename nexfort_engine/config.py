@@ -263,10 +263,15 @@ class CompileConfig:
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked and t not in _INACTIVE_TOKENS],
             "dynamic": self.dynamic,
-            "layout": "contiguous" if self.memory_format == "contiguous_format" else "free",
+            "layout": "free" if self._lays_out else "contiguous",
             "options": options,
         }
         return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def _lays_out(self) -> bool:
+        """Whether lowering chooses how images lie inside the regions."""
+        return self.memory_format != "contiguous_format"
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
@@ -277,8 +282,7 @@ class CompileConfig:
         for name in _REWRITES:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
-        innermost = self.memory_format != "contiguous_format"
-        found["nexfort.inner_channels"] = innermost and found["nexfort.upsample"]
+        found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
         found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
         return found
@@ -317,9 +321,8 @@ class CompileConfig:
             found["test_configs.force_filter_reduction_configs"] = not search
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside
         # the regions: SDXL at 1024x1024 took 37.2 ms a step so, 39.8 otherwise (H200, torch 2.11, 2026-11).
-        free = self.memory_format != "contiguous_format"
-        found["layout_optimization"] = free
-        found["force_layout_optimization"] = free and on_gpu
+        found["layout_optimization"] = self._lays_out
+        found["force_layout_optimization"] = self._lays_out and on_gpu
         return found
 
     def backend_flags(self) -> dict[str, bool]:

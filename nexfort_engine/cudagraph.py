@@ -36,7 +36,7 @@ from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
-from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten, unflatten_call
+from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten
 from .stepcall import StepCall, overlaps, places_of, separate
 
 if TYPE_CHECKING:
@@ -198,7 +198,9 @@ class StepGraphs:
             session.used, session.looked_up, session.ran_eager, session.fetched = [], [], False, False
             try:
                 with Rehearsal() if fragile() else nullcontext() as rehearsal:
-                    result = self._run(call, reads, plain)
+                    recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
+                    args, kwargs = call.arguments(flat.tensors, recordings)
+                    result = plain(*args, **kwargs)
                 break
             except ValueUsed as used:
                 try:
@@ -212,18 +214,14 @@ class StepGraphs:
                 return self._refuse(key, f"the backbone: {refusal}", call, plain)
         else:
             return self._refuse(key, "the backbone uses too many options", call, plain)
-        by_regions = places_of(session.looked_up, flat.mappings)
-        if by_regions is None:
-            self._refused[key] = "a region uses a tensor that the backbone puts into its options"
+        try:
+            used_options = _used_options(session, flat, before)
+        except Refused as refusal:
+            self._refused[key] = str(refusal)
             return result
-        own = {path: value for path, value in admitted.items() if isinstance(value, torch.Tensor)}
-        for path, value in own.items():
-            if not _equal(value, before[path]):  # a slot would be written to, and not what the caller has
-                self._refused[key] = f"the backbone writes to the tensor {readset.where(path)}"
-                return result
-        if not {*own, *by_regions} <= set(call.fed):
+        if not set(used_options) <= set(call.fed):
             known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
-            self._fed[call.spec] = list(dict.fromkeys([*known, *own, *by_regions]))
+            self._fed[call.spec] = list(dict.fromkeys(known + used_options))
             call = StepCall.of(call.spec, flat, self._fed[call.spec])
             reason, key = self._unfit(call), call.key()
             if reason:
@@ -278,14 +276,7 @@ class StepGraphs:
 
     def _refuse(self, key: Any, reason: str, call: StepCall, plain: Callable[..., Any]) -> Any:
         self._refused[key] = reason
-        self.engine.report.note(f"no CUDA graph: {reason}")
-        return call.plainly(plain)
-
-    def _run(self, call: StepCall, reads: ReadSet, plain: Callable[..., Any]) -> Any:
-        flat = call.flat
-        recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
-        args, kwargs = unflatten_call(call.spec, Leaves(flat.tensors, flat.ints, recordings))
-        return plain(*args, **kwargs)
+        return self._plainly(reason, call.plainly, (plain,), {})
 
     def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
         """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
@@ -359,6 +350,20 @@ class StepGraphs:
 
 def _serials(step: _Step) -> list[int]:
     return [b.kept.serial if b.kept is not None else 0 for b, *_ in step.bindings if b.prepares]
+
+
+def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:
+    """Where those tensors of a call's options lie that a step used.
+
+    before: what those that the backbone itself used held. Raises Refused where a graph cannot be fed with them.
+    """
+    by_regions = places_of(session.looked_up, flat.mappings)
+    if by_regions is None:
+        raise Refused("a region uses a tensor that the backbone puts into its options")
+    for path, held in before.items():
+        if not _equal(readset.look(flat.mappings, path), held):  # a slot would be written to, not what the caller has
+            raise Refused(f"the backbone writes to the tensor {readset.where(path)}")
+    return list(dict.fromkeys([*before, *by_regions]))
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

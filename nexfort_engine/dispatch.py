@@ -96,8 +96,7 @@ class Region:
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
-            # the key says nothing of tensors in the options
-            if binding.usable(flat.mappings) and not (binding.artefact.options and binding.artefact.misfit(flat)):
+            if binding.usable(flat):
                 return binding
         return None
 

@@ -137,8 +137,6 @@ def _about(x: Any, like: torch.Tensor) -> Any:
 
 _NEAREST = {aten.upsample_nearest1d.vec: 1, aten.upsample_nearest2d.vec: 2, aten.upsample_nearest3d.vec: 3}
 _EXACT = (1, 2, 4, 8)  # factors whose inverse torch's float32 index arithmetic has no rounding for
-
-
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding, aten.convolution.default)
 
 

@@ -230,9 +230,9 @@ def normalised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Type, rank and device of a tensor that is brought to be contiguous: what code is lowered for, besides sizes."""
-    return f"{tensor.dtype} {tensor.dim()} {tensor.device.type}"
+def kind_of(tensor: torch.Tensor) -> tuple[str, int, str]:
+    """dtype, rank and device type of a tensor: what code is lowered for, besides sizes and memory format."""
+    return (str(tensor.dtype), tensor.ndim, tensor.device.type)
 
 
 def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
@@ -244,4 +244,4 @@ def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
         raise Unsupported(f"a tensor of the subclass {type(tensor).__qualname__}")
     if tensor.layout is not torch.strided:
         raise Unsupported(f"a tensor of layout {tensor.layout}")
-    return (str(tensor.dtype), tensor.ndim, tensor.device.type, format_of(tensor))
+    return (*kind_of(tensor), format_of(tensor))

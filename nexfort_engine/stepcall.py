@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,13 @@ class StepCall:
         """What calls that may share a graph have in common."""
         return self.spec, tuple(map(_laid, self.tensors)), tuple(self.flat.ints), tuple(self.fed)
 
+    def arguments(self, tensors: list[torch.Tensor], mappings: Sequence[dict[Any, Any]]) -> Any:
+        """(args, kwargs) of the call with others in the place of its own tensors and mappings."""
+        return unflatten_call(self.spec, Leaves(tensors, self.flat.ints, list(mappings)))
+
     def plainly(self, plain: Callable[..., Any]) -> Any:
         """What `plain` gives for the call as it was made."""
-        args, kwargs = unflatten_call(self.spec, Leaves(self.flat.tensors, self.flat.ints, self.flat.mappings))
+        args, kwargs = self.arguments(self.flat.tensors, self.flat.mappings)
         return plain(*args, **kwargs)
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> Any:
@@ -47,7 +51,7 @@ class StepCall:
             for key in path[1:-1]:
                 inner[key] = inner = dict(inner[key])
             inner[path[-1]] = tensor
-        return unflatten_call(self.spec, Leaves(tensors[:own], self.flat.ints, mappings))
+        return self.arguments(tensors[:own], mappings)
 
 
 def places_of(tensors: list[Any], mappings: list[dict[Any, Any]]) -> list[Path] | None:
