@@ -211,7 +211,9 @@ def test_compiled_it_gives_its_own_picture_at_any_size(name: str) -> None:
 def test_transformers_too(family: str) -> None:
     quantised = nexfort_engine.quantize_pipe(pipeline(family), quant_type="int8_dynamic")
     compiled = nexfort_engine.compile_pipe(quantised, ignores=("vae",))
-    assert distance(picture(compiled), picture(quantised)) < TOLERANCE
+    # PixArt keeps its table of positions for its own size, which is the one that other files of tests compile it for
+    own = (128, 128)
+    assert distance(picture(compiled, own), picture(quantised, own)) < TOLERANCE
     found = compiled.reports["transformer"].as_dict()
     assert found["regions"] and not found["eager"]
 
