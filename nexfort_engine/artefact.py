@@ -190,6 +190,12 @@ class Binding:
         """Whether the artefact's weights are prepared in a step of its own, whose results may be kept."""
         return isinstance(self.code, PreparingCode)
 
+    @property
+    def needed(self) -> set[int]:
+        """Places of the module's weights that the code reads as they are, and not prepared alone."""
+        used = self.artefact.weights
+        return {used[i] for i in self.code.keeps} if isinstance(self.code, PreparingCode) else set(used)
+
     def prepare(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """The prepared tensors of the module's weights, for an artefact that `prepares`."""
         assert isinstance(self.code, PreparingCode)

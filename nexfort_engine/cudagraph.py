@@ -195,7 +195,8 @@ class StepGraphs:
         before: dict[Path, torch.Tensor] = {}
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
-            session.used, session.looked_up, session.ran_eager, session.fetched = [], [], False, False
+            session.used, session.looked_up = [], []
+            session.ran_eager = session.fetched = session.spares = False
             try:
                 with Rehearsal() if fragile() else nullcontext() as rehearsal:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
@@ -227,6 +228,9 @@ class StepGraphs:
             if reason:
                 self._refused[key] = reason
                 return result
+        if session.spares:
+            return result  # the next step borrows less; it is the one to look at
+        self._residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")

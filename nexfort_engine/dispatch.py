@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .artefact import Artefact, Binding
-from .loans import Layers, Loan, NotLent
+from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept, room_for
@@ -78,8 +78,9 @@ class Region:
                 due = self.due()
                 binding = self.engine.builder.obtain(self, key, flat, session)
                 weights = [] if due else self.weights()
+            kept = self._kept(binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
-                weights, loan = self._borrow(due, flat.tensors)
+                weights, loan = self._borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
         except Ineligible as reason:
@@ -87,10 +88,10 @@ class Region:
         if binding is None:
             return self.inside(plain, args, kwargs, session)
         if loan is None:
-            return self._run(binding, weights, flat, plain, args, kwargs, session)
+            return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
         session.fetched |= not loan.kept
         try:
-            return self._run(binding, weights, flat, plain, args, kwargs, session)
+            return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
         finally:
             loan.give_back()
 
@@ -100,7 +101,17 @@ class Region:
                 return binding
         return None
 
-    def _run(self, binding: Binding, weights: Any, flat: Flat, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
+    def _run(
+        self,
+        binding: Binding,
+        weights: list[torch.Tensor],
+        kept: Kept | None,
+        flat: Flat,
+        plain: Any,
+        args: Any,
+        kwargs: Any,
+        session: Session,
+    ) -> Any:
         if binding.artefact.mutated and _shared(flat.tensors, binding.artefact):
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
@@ -111,7 +122,8 @@ class Region:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
-            kept = self._kept(binding, weights, session) if binding.prepares else None
+            if binding.prepares and kept is None:
+                kept = self._prepared(binding, weights, session)
             return binding.run(weights, flat, tensors, kept)
         except torch.OutOfMemoryError:
             raise  # the host has its own remedies: unloading, tiling
@@ -122,29 +134,43 @@ class Region:
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
 
-    def _kept(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
-        """The prepared weights that are kept, if they are those of this call; they are made and kept if they can be.
+    def _kept(self, binding: Binding) -> Kept | None:
+        """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.
 
         Handed out, because another thread may let go of them at any moment (`release`).
         """
+        kept = binding.kept
+        if kept is not None and not (self.engine.keeps and kept.holds(self.engine.version(), self.slots.read())):
+            binding.kept = kept = None  # before there are others: there may be no room for both
+        return kept
+
+    def _prepared(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
+        """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
         version = self.engine.version()
-        # where not even the weights stay, there is no room for more
-        if version is None or session.fetched or not self.engine.keeps:
-            binding.kept = None
+        if version is None or not self.engine.keeps or session.capturing:  # what is made now belongs to the graph
             return None
-        own, kept = self.slots.read(), binding.kept
-        if kept is not None and kept.holds(version, own):
-            return kept
-        if session.capturing:  # what is made now belongs to the graph
-            return None
-        binding.kept = kept = None  # before there are others: there may be no room for both
         with self.engine.apart():
-            made = Kept.of(binding.prepare(weights), version, own)
-        if room_for(made.tensors):
+            tensors = binding.prepare(weights)
+            stand_ins = self._stand_ins(binding, weights)
+        made = Kept.of(tensors, version, self.slots.read(), stand_ins)
+        if room_for(tensors, self.engine.room(tensors[0].device)):
             binding.kept = made
+            session.spares |= bool(stand_ins)
         else:
             self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
         return made
+
+    def _stand_ins(self, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
+        """What lets a binding do without most of the weights that were borrowed, now that it has them prepared."""
+        due, layers = self.due(), self.layers
+        if not due or layers is None or self.parts is not None:
+            return NO_STAND_INS
+        found, own = layers.stand_ins(due, weights, binding.needed), self.slots.read()
+        for other in self.bindings:  # one for all, or what one borrowed could not be had again by the next
+            kept = other.kept
+            if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(self.engine.version(), own):
+                return kept.stand_ins
+        return found
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
@@ -207,16 +233,23 @@ class Region:
             self._inspect(raw)
         return due
 
-    def _borrow(self, due: list[Any], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Loan]:
+    def spared(self, used: Collection[int]) -> Collection[int]:
+        """Places of weights that no artefact of those used (by id) has to be lent any more."""
+        found = [set(b.kept.stand_ins) if b.kept else set() for b in self.bindings if id(b) in used]
+        return set.intersection(*found) if found else set()
+
+    def _borrow(
+        self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS
+    ) -> tuple[list[torch.Tensor], Loan]:
         """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
         raw, layers = self.slots.read(), self.layers
         assert layers is not None, "layers are due"
         device = device_of(t.device for t in itertools.chain(tensors, raw))
-        kept = layers.again(due, device)
+        kept = layers.again(due, device, stand_ins)
         if kept is not None and kept.loan is self._sound:
             return kept.given, kept.loan
         try:
-            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device)
+            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device, stand_ins)
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
         plain = self.parts.take(weights) if self.parts is not None else weights

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from . import pool
-from .artefact import Known
+from .artefact import Binding, Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
@@ -29,7 +29,7 @@ from .dispatch import Region
 from .flags import backend_scope, disabled
 from .loans import Lender
 from .lower import import_ahead
-from .modulestate import replaced_forward, structure
+from .modulestate import Slot, replaced_forward, structure
 from .prepared import Version
 from .regions import find_regions
 from .report import Report, named
@@ -157,6 +157,23 @@ class Engine:
     def version(self) -> Version:
         """What tells that no weight was changed since; None where nobody can say."""
         return self.lender.version() if self.lender is not None else None
+
+    def spared(self, used: list[Binding]) -> list[Slot]:
+        """Weights that a step which used these bindings does not need as they are, because it has them prepared."""
+        ids = {id(binding) for binding in used}
+        found, needed = [], set()
+        for region in self.regions:
+            spared = region.spared(ids)
+            for place, (table, name) in enumerate(region.slots.slots):
+                if place in spared:
+                    found.append((table, name))
+                else:
+                    needed.add((id(table), name))
+        return [(table, name) for table, name in found if (id(table), name) not in needed]
+
+    def room(self, device: torch.device) -> int:
+        """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
+        return self.lender.room(device) if self.lender is not None else 0
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""

@@ -9,7 +9,7 @@ looks at to decide is hidden from the capture (shadow.py): it always sees a resi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .modulestate import ABSENT
 from .parts import is_plain
+
+StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be lent
+NO_STAND_INS: StandIns = {}
+_SMALL = 1 << 16  # numbers of a weight of which a copy may be kept
 
 
 class NotLent(Exception):
@@ -61,6 +65,9 @@ class Lender(Protocol):
     def version(self) -> Hashable:
         """Equal as long as no weight of the network gets other numbers. None: that cannot be told now."""
 
+    def room(self, device: torch.device) -> int:
+        """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
+
     def lends(self, layer: nn.Module) -> bool:
         """Whether the layer's weights can be borrowed: it is of a kind whose code is known."""
 
@@ -78,10 +85,11 @@ class Lender(Protocol):
 class _Kept:
     """What a block borrowed and the host keeps in its place.
 
-    given: the block's weights with those on loan in their places.
+    given: the block's weights with those on loan, and what stood for those that were not, in their places.
     """
 
     device: torch.device
+    stand_ins: StandIns
     loan: Loan
     given: list[torch.Tensor]
 
@@ -144,9 +152,10 @@ class Layers:
         lent = {i: self.lender.dtype(layer, name) for layer, places in due for name, i in places.items()}
         return {i: dtype for i, dtype in lent.items() if weights[i] is not None and dtype != weights[i].dtype}
 
-    def again(self, due: list[Any], device: torch.device) -> _Kept | None:
+    def again(self, due: list[Any], device: torch.device, stand_ins: StandIns = NO_STAND_INS) -> _Kept | None:
         """What was borrowed last, taken out once more, if nothing changed since."""
-        return self.still(device) if due is self._due else None
+        last = self._last
+        return self.still(device) if last is not None and due is self._due and last.stand_ins is stand_ins else None
 
     def still(self, device: torch.device) -> _Kept | None:
         """What was borrowed last, taken out once more, if it is where it was; whether it is still due was not asked."""
@@ -157,17 +166,36 @@ class Layers:
         """The block's weights are no longer those with which something was borrowed."""
         self._last = None
 
+    def stand_ins(self, due: list[Any], weights: list[torch.Tensor], needed: Collection[int]) -> StandIns:
+        """What lets layers of these be left out of later loans, by the places of their weights.
+
+        weights: the block's, as they were borrowed. needed: places of those that are used as they are. A copy of small
+        ones will do; in the place of large ones that nobody needs stands something empty.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for _, places in due:
+            large = [i for i in places.values() if weights[i].numel() > _SMALL]
+            if large and not any(i in needed for i in large):
+                found |= {i: weights[i].new_empty(0) if i in large else weights[i].clone() for i in places.values()}
+        return found
+
     def borrow(
-        self, due: list[Any], weights: list[torch.Tensor], device: torch.device
+        self, due: list[Any], weights: list[torch.Tensor], device: torch.device, stand_ins: StandIns = NO_STAND_INS
     ) -> tuple[list[torch.Tensor], Loan]:
-        """The block's weights with those of the layers `due` on a device, until the loan ends. Raises NotLent."""
-        loan = self.lender.lend([layer for layer, _ in due], device)
+        """The block's weights with those of the layers `due` on a device, until the loan ends. Raises NotLent.
+
+        A layer is left out if something stands for each of its weights.
+        """
+        wanted = [(layer, places) for layer, places in due if not stand_ins.keys() >= set(places.values())]
+        loan = self.lender.lend([layer for layer, _ in wanted], device)
         given, keep = list(weights), loan.kept and due is self._due
-        for (_, places), tensors in zip(due, loan.tensors, strict=True):
+        for i, instead in stand_ins.items():
+            given[i] = instead
+        for (_, places), tensors in zip(wanted, loan.tensors, strict=True):
             for name, i in places.items():
                 given[i] = _laid_out(tensors[name], weights[i])
                 keep &= given[i] is tensors[name]  # nothing but what the host keeps anyway is held on to between calls
-        self._last = _Kept(device, loan, given) if keep else None
+        self._last = _Kept(device, stand_ins, loan, given) if keep else None
         return given, loan
 
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .aliases import Aliases
+from .loans import NO_STAND_INS, StandIns
 from .parts import places
 
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
@@ -162,6 +163,7 @@ class PreparingCode:
     ) -> None:
         self._code, self._before, self._weights = code, before, weights
         self._takes, self._keeps = _getter(takes), _getter(keeps)
+        self.keeps = keeps  # which of the weights it reads as they are
 
     def __call__(self, inputs: list[Any]) -> Any:
         """As `run`, with the weights prepared for this call alone."""
@@ -185,18 +187,29 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 @dataclass
 class Kept:
-    """Prepared tensors of one module, and of what they were made. serial: no two have the same."""
+    """Prepared tensors of one module, and of what they were made. serial: no two have the same.
+
+    stand_ins: for weights that the host lends, and need not lend again while these are kept.
+    """
 
     tensors: list[torch.Tensor]
     version: Version
     made_of: list[weakref.ref[Any] | None]
     places: list[Any]
+    stand_ins: StandIns
     serial: int = field(default_factory=lambda: next(_serials))
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], version: Version, weights: list[torch.Tensor]) -> Kept:
+    def of(
+        cls,
+        tensors: list[torch.Tensor],
+        version: Version,
+        weights: list[torch.Tensor],
+        stand_ins: StandIns = NO_STAND_INS,
+    ) -> Kept:
         """weights: as the module holds them, wherever the numbers are."""
-        return cls(tensors, version, [weakref.ref(w) if w is not None else None for w in weights], places(weights))
+        made_of: list[Any] = [weakref.ref(w) if w is not None else None for w in weights]
+        return cls(tensors, version, made_of, places(weights), stand_ins)
 
     def holds(self, version: Version, weights: list[torch.Tensor]) -> bool:
         """Whether they are what would be made now."""
@@ -206,11 +219,14 @@ class Kept:
         return same and places(weights) == self.places
 
 
-def room_for(tensors: list[torch.Tensor]) -> bool:
-    """Whether the device has room to keep what was just made on it, and some to spare."""
+def room_for(tensors: list[torch.Tensor], more: int) -> bool:
+    """Whether the device has room to keep what was just made on it, and some to spare.
+
+    more: bytes of it that others would give up at once, besides what is free.
+    """
     device = tensors[0].device
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + max(0, cached) > _RESERVE
+    return free + max(0, cached) + more > _RESERVE

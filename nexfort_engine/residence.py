@@ -8,7 +8,7 @@ until the step is issued, in one go rather than region by region.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +16,22 @@ import torch
 from torch import nn
 
 from .loans import Layers, Lender, NotLent
-from .modulestate import WeightSlots
+from .modulestate import Slot, WeightSlots
 
 
 class Residence:
-    """The weights of one network. root: the network. lender: the host's, where it may keep weights elsewhere."""
+    """The weights of one network.
 
-    def __init__(self, root: nn.Module, lender: Lender | None) -> None:
+    root: the network. lender: the host's, where it may keep weights elsewhere. spared: those that a step does not need
+    where they are kept, since it has them prepared; the host is not asked for them.
+    """
+
+    def __init__(self, root: nn.Module, lender: Lender | None, spared: Collection[Slot] = ()) -> None:
         besides = lender.copies if lender is not None else frozenset()
         self._slots = WeightSlots(root, besides)
         self._layers = Layers(lender, root, self._slots.names) if lender is not None else None
+        mine = {(id(table), name) for table, name in spared}
+        self._spared = [i for i, (table, name) in enumerate(self._slots.slots) if (id(table), name) in mine]
         self._seen: list[int] = []
         self._lent = False  # whether those held last are the host's
 
@@ -70,7 +76,7 @@ class Residence:
         if due is None or self._layers is None or not due:
             return due is not None
         try:
-            _, loan = self._layers.borrow(due, weights, device)
+            _, loan = self._layers.borrow(due, weights, device, {i: weights[i] for i in self._spared})
         except (NotLent, torch.OutOfMemoryError):  # a picture is not lost for want of a graph
             return False
         loan.give_back()

@@ -34,6 +34,7 @@ class Session:
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.fetched = False  # a region ran on weights that the host fetched for this call alone
+        self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
 
 
 current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)

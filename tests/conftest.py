@@ -99,6 +99,11 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _first(artefact_cache: Path) -> None:
+    """Before any other fixture sets one of its variables for a while: what that puts back is this one's then."""
+
+
 @pytest.fixture(scope="session")
 def threads() -> int:
     """Torch on a fixed number of threads, so that sums are taken in one order everywhere."""

@@ -216,6 +216,9 @@ class Host:
     def version(self) -> Any:
         return self.said
 
+    def room(self, _: torch.device) -> int:
+        return 0
+
     def lends(self, _: nn.Module) -> bool:
         return False
 
@@ -364,7 +367,7 @@ def test_without_room_they_are_made_for_each_call_and_once(
     made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, blocks = made
-    monkeypatch.setattr(dispatch, "room_for", lambda _: False)
+    monkeypatch.setattr(dispatch, "room_for", lambda *_: False)
     monkeypatch.setattr(PreparingCode, "__call__", None)
     assert agrees(engine) and agrees(engine, 1) and blocks == [0, 1, 0, 1]
     assert not any(binding.kept for region in engine.regions for binding in region.bindings)

@@ -53,6 +53,15 @@ class ComfyWeights:
             return None
         return getattr(model, "current_weight_patches_uuid", None)
 
+    def room(self, device: torch.device) -> int:
+        """What dynamic VRAM keeps in pages, which go away when somebody else needs the room."""
+        patcher = getattr(self._model(), "current_patcher", None)
+        if device.type == "cpu" or patcher is None or not hasattr(patcher, "get_free_memory"):
+            return 0
+        import comfy.model_management as management
+
+        return int(max(0, patcher.get_free_memory(device) - management.get_free_memory(device)))
+
     def lends(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.
 
