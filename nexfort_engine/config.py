@@ -276,7 +276,7 @@ class CompileConfig:
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
 
-        The latter begin with "nexfort." (passes.py). On a GPU only: that is where they were measured to win.
+        The latter begin with "nexfort." (passes/). On a GPU only: that is where they were measured to win.
         """
         found = self.inductor_options(device_type)
         for name in _REWRITES:

@@ -85,7 +85,7 @@ def lower_graph(
 ) -> None:
     """Lower a graph with its literal tensors into the empty directory `payload`.
 
-    options: Inductor settings by name, and the engine's own (passes.py). lasting: of the weights, as in Captured.
+    options: Inductor settings by name, and the engine's own (passes/). lasting: of the weights, as in Captured.
     Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)

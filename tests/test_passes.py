@@ -14,7 +14,10 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine import lower
-from nexfort_engine.passes import by_channels, by_sigmoid, gelus, group_norms, inner_channels, split, upsamplings
+from nexfort_engine.passes import split
+from nexfort_engine.passes.gelu import by_sigmoid, gelus
+from nexfort_engine.passes.group_norm import by_channels, group_norms
+from nexfort_engine.passes.upsampling import inner_channels, upsamplings
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes: a captured graph written differently, so that Inductor makes better kernels of it. Each gives equal numbers.
+
+A pass is a function of a graph that says how often it found what it is for, has a file of its own, and is one switch
+in the config. What it puts in is plain code there, run on the graph's own nodes (`writing.py`), so that reading that
+code is reading what runs. Low precision, which does not give equal numbers, is in quant/precision.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch.fx import GraphModule
+
+from ..quant.precision import low_precision
+from .gelu import gelus
+from .group_norm import group_norms
+from .upsampling import inner_channels, upsamplings
+
+PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
+PASSES: dict[str, Callable[[GraphModule], int]] = {
+    "group_norm": group_norms,
+    "inner_channels": inner_channels,
+    "upsample": upsamplings,
+    "gelu": gelus,
+    "low_precision": low_precision,
+}
+
+
+def split(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """The engine's own switches, without their prefix, and Inductor's settings."""
+    own = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
+    return own, {name: value for name, value in options.items() if not name.startswith(PREFIX)}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group norms by channels: sums that read whole rows where channels are innermost."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from .writing import fixed, in_memory, replace
+
+aten = torch.ops.aten
+
+
+def group_norms(module: GraphModule) -> int:
+    """Write group norms by channels (see `by_channels`); gives how many.
+
+    Those stay that have no dimensions behind, or any number of channels.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.group_norm.default:
+            continue
+        arguments: list[Any] = [*node.args[:5], *(None, None, 1e-5)[len(node.args[:5]) - 2 :]]
+        x, groups, weight, bias, eps = arguments
+        shape = x.meta["val"].shape
+        if len(shape) < 3 or fixed(shape[1]) is None:
+            continue
+        with module.graph.inserting_before(node):
+            tracer = GraphAppendingTracer(module.graph)
+            given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
+            written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps)
+        replace(node, written)
+        found += 1
+    return found
+
+
+def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
+    """Group norm of x (N, C, ...) in its dtype, computed in fp32 at least. weight, bias: (C) or None. like: as x is.
+
+    Mean and variance of each channel first, then of the group from those: the variance of a group is the mean of its
+    channels' variances plus the variance of its channels' means. So with channels innermost each sum reads whole rows,
+    where a sum over a group reads a few bytes of each. Then one factor and one summand for each channel, in memory of
+    their own: otherwise root and divisions are computed again for every number. With SiLU behind, 2 x 320 channels at
+    128x128 took 39 microseconds so, 52 with neither of that nor of what `_moments` does, and 110 by torch's own (fp16,
+    H200, torch 2.11, 2026-11). In operators of aten, because a graph with methods in it is not stored by the compiler.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    channels = fixed(like.shape[1])
+    assert channels is not None, "its number of channels is any"
+    each, behind = channels // groups, [1] * (like.dim() - 2)
+
+    def mean_of(values: Any) -> Any:
+        return aten.mean.dim(values, [-1], True)
+
+    wide = aten.to.dtype(x, dtype)
+    mean, variance = (aten.reshape.default(found, [-1, groups, each]) for found in _moments(x, wide, like))
+    middle = mean_of(mean)
+    apart = aten.sub.Tensor(mean, middle)
+    spread = aten.add.Tensor(mean_of(variance), mean_of(aten.mul.Tensor(apart, apart)))
+    scale = aten.expand.default(aten.rsqrt.default(aten.add.Scalar(spread, eps)), [-1, -1, each])
+    if weight is not None:
+        scale = aten.mul.Tensor(scale, aten.reshape.default(aten.to.dtype(weight, dtype), [groups, each]))
+    shift = aten.neg.default(aten.mul.Tensor(middle, scale))
+    if bias is not None:
+        shift = aten.add.Tensor(shift, aten.reshape.default(aten.to.dtype(bias, dtype), [groups, each]))
+
+    def for_channels(values: Any) -> Any:
+        each_one = in_memory(aten.reshape.default(values, [-1, channels]), [aten.sym_size.int(x, 0), channels])
+        return aten.reshape.default(each_one, [-1, channels, *behind])
+
+    result = aten.add.Tensor(aten.mul.Tensor(wide, for_channels(scale)), for_channels(shift))
+    return aten.to.dtype(result, like.dtype)
+
+
+def _moments(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
+    """Mean and variance (N, C) of each channel of x (N, C, ...), whose numbers in fp32 are `wide`.
+
+    Numbers of 16 bits are summed less the mean of a few of their channel, and squared: two sums instead of Welford's,
+    which divides for each number. What that loses where this mean is k deviations away, k^2 roundings of fp32, is lost
+    in those of 16 bits up to k = 40. It is of places far from each other, so that one number alone has to be as many
+    times further away. Numbers of fp32 have no such slack.
+    """
+    if like.dtype not in (torch.float16, torch.bfloat16):
+        variance, mean = aten.var_mean.correction(aten.flatten.using_ints(wide, 2), [2], correction=0)
+        return mean, variance
+    about = _about(x, like)
+    beside = aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 2)])
+    apart = aten.flatten.using_ints(aten.sub.Tensor(wide, beside), 2)
+    mean, square = aten.mean.dim(apart, [2]), aten.mean.dim(aten.mul.Tensor(apart, apart), [2])
+    variance = aten.clamp_min.default(aten.sub.Tensor(square, aten.mul.Tensor(mean, mean)), 0)
+    return aten.add.Tensor(about, mean), variance
+
+
+def _about(x: Any, like: torch.Tensor) -> Any:
+    """The mean (N, C) in fp32 of some numbers of x (N, C, ...): of its beginning and its middle in each dimension."""
+    some = [x]
+    for _ in range(like.dim() - 2):
+        middle = [operator.floordiv(aten.sym_size.int(one, 2), 2) for one in some]
+        some = [aten.select.int(one, 2, at) for one, half in zip(some, middle, strict=True) for at in (0, half)]
+    total = aten.to.dtype(some[0], torch.float32)
+    for one in some[1:]:
+        total = aten.add.Tensor(total, aten.to.dtype(one, torch.float32))
+    return aten.mul.Tensor(total, 1 / len(some))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the passes write graphs with, and what they ask of a value's sizes and layout."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node, Proxy
+
+aten = torch.ops.aten
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def replace(node: Node, written: Proxy) -> None:
+    """Put what was written in a node's place."""
+    written.node.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(written.node)
+    node.graph.erase_node(node)
+
+
+def fixed(size: Any) -> int | None:
+    """A size that is the same in every call, or None."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def is_channels_last(like: torch.Tensor) -> bool:
+    # the strides and not `is_contiguous`, which knows nothing of sizes that are symbols
+    strides = like.stride()
+    return like.dim() in CHANNELS_LAST and fixed(strides[1]) == 1 and fixed(strides[-1]) != 1
+
+
+def in_memory(x: Any, sizes: list[Any]) -> Any:
+    """x of these sizes as a contiguous tensor in memory: otherwise Inductor may compute it again for each reader."""
+    strides: list[Any] = [1]
+    for size in sizes[:0:-1]:
+        strides.insert(0, operator.mul(strides[0], size))
+    # as_strided asks for a tensor in memory
+    return aten.as_strided.default(aten.clone.default(x, memory_format=torch.contiguous_format), sizes, strides)
