@@ -192,9 +192,15 @@ class Binding:
 
     @property
     def needed(self) -> set[int]:
-        """Places of the module's weights that the code reads as they are, and not prepared alone."""
-        used = self.artefact.weights
-        return {used[i] for i in self.code.keeps} if isinstance(self.code, PreparingCode) else set(used)
+        """Places of the module's weights that the code reads as they are, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return {self.artefact.weights[i] for i in self.code.keeps}
+
+    @property
+    def prepared_of(self) -> set[int]:
+        """Places of the module's weights that its preparation reads, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return {self.artefact.weights[i] for i in self.code.takes}
 
     def prepare(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """The prepared tensors of the module's weights, for an artefact that `prepares`."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class _Step:
 
     check: Callable[[list[Any]], bool]
     bindings: list[tuple[Binding, Callable[[list[Any]], bool], list[float]]]
+    residence: Residence  # of the weights that the step needs where they are kept
     pointers: list[Any]
     glue: Glue
     metas: list[Any]  # of the weights
@@ -80,23 +81,24 @@ class StepGraphs:
         self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
         self._memory = GraphMemory()
-        self._residence: Residence | None = None
         self._in_use = threading.Lock()
 
     def release(self) -> bool:
         """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
         held = any(step.graph is not None for step in self._steps.values())
         self._steps.clear()
-        self._residence = None
         self._memory.give_back()
         return held
 
-    @property
-    def residence(self) -> Residence:
-        """Where the network's weights are."""
-        if self._residence is None:
-            self._residence = Residence(self.engine.root, self.engine.lender)
-        return self._residence
+    @contextmanager
+    def idle(self) -> Iterator[bool]:
+        """Whether no step is under way; then none begins inside the block."""
+        is_idle = self._in_use.acquire(blocking=False)
+        try:
+            yield is_idle
+        finally:
+            if is_idle:
+                self._in_use.release()
 
     def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """Run one step: replayed, captured, or region by region (then observed for the next time)."""
@@ -123,7 +125,7 @@ class StepGraphs:
     def _step(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         step, flat = self._steps.get(key), call.flat
         if step is not None:
-            with self.residence.held(flat.tensors[0].device) as weights:
+            with step.residence.held(flat.tensors[0].device) as weights:
                 there = weights is not None and places(weights) == step.pointers
                 if weights is not None and there and self._is_kept(step) and step.check(flat.mappings):
                     self._steps.move_to_end(key)
@@ -137,7 +139,7 @@ class StepGraphs:
                         with self.engine.apart():
                             return self._capture(key, step, call, plain, session)
             if weights is None:
-                return self._fetched(call, plain, session)
+                return self._fetched(step, call, plain, session)
             del self._steps[key]
         return self._observe(key, call, plain, session)
 
@@ -160,9 +162,7 @@ class StepGraphs:
 
     def _is_kept(self, step: _Step) -> bool:
         """Whether the prepared weights that a graph reads are still there, and made of the weights as they are."""
-        if step.graph is None:
-            return True
-        if step.kept != _serials(step):
+        if step.kept != _serials(b for b, *_ in step.bindings):
             return False
         if any(step.kept):
             return step.version == self.engine.version()
@@ -170,7 +170,7 @@ class StepGraphs:
         return not step.kept or step.version is not None or self.engine.version() is None
 
     def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
-        if not self.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
+        if not step.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
             return False
         maps = flat.mappings[:1] * 4
         return all(
@@ -180,17 +180,17 @@ class StepGraphs:
 
     # -- the ways ----------------------------------------------------------------------------------------
 
-    def _fetched(self, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _fetched(self, step: _Step, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
         result = call.plainly(plain)
-        if session.fetched or session.ran_eager or not self.residence.settle(call.tensors[0].device):
+        if session.fetched or session.ran_eager or not step.residence.settle(call.tensors[0].device):
             self.release()  # memory is short: that of graphs is the first to go
             self.engine.report.note(_ELSEWHERE)
         return result
 
     def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
-        self._residence, flat = None, call.flat  # the network may have other layers than before
+        flat = call.flat
         admitted: dict[Path, Any] = {}
         before: dict[Path, torch.Tensor] = {}
         for _ in range(_MOST_ADMISSIONS):
@@ -230,21 +230,34 @@ class StepGraphs:
                 return result
         if session.spares:
             return result  # the next step borrows less; it is the one to look at
-        self._residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
+        kept = _serials(session.used)  # before it is asked what they spare: another thread may let go of them
+        residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
-        elif session.fetched or not self.residence.settle(flat.tensors[0].device):
+        elif session.fetched or not residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
         elif rehearsal is not None and rehearsal.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, rehearsal.reason)
         else:
-            self._expect(key, call, reads, result, session)
+            self._expect(key, call, reads, result, session, residence, kept)
         return result
 
-    def _expect(self, key: Any, call: StepCall, reads: ReadSet, result: Any, session: Session) -> None:
-        """A step ran that could be captured: the next of its kind is, if all is as it is now."""
+    def _expect(
+        self,
+        key: Any,
+        call: StepCall,
+        reads: ReadSet,
+        result: Any,
+        session: Session,
+        residence: Residence,
+        kept: list[int],
+    ) -> None:
+        """A step ran that could be captured: the next of its kind is, if all is as it is now.
+
+        kept: its bindings' prepared weights by serial number, as they were before `residence` was made.
+        """
         outputs, flat = Flat(), call.flat
         try:
             rows, output = to_json(reads), flatten(result, outputs)
@@ -257,17 +270,20 @@ class StepGraphs:
         if glue.hooked:
             self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return
-        with self.residence.held(flat.tensors[0].device) as weights:
+        with residence.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return
             self._steps[key] = _Step(
                 checker(rows),
                 self._region_checks(session, flat),
+                residence,
                 places(weights),
                 glue,
                 _metas(weights),
                 output,
                 _empty(outputs.tensors, _NOWHERE),
+                kept=kept,
+                version=self.engine.version(),
             )
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
@@ -328,7 +344,8 @@ class StepGraphs:
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")
             step.graph, step.slots, step.outputs = graph, slots, outputs
-            step.kept, step.version = _serials(step), self.engine.version()
+            if step.kept != _serials(b for b, *_ in step.bindings):
+                return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
             result = self._replay(step, call.tensors)  # the first may still find that there is no memory
             self._steps[key] = step
             return result
@@ -352,8 +369,10 @@ class StepGraphs:
         return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
 
 
-def _serials(step: _Step) -> list[int]:
-    return [b.kept.serial if b.kept is not None else 0 for b, *_ in step.bindings if b.prepares]
+def _serials(bindings: Iterable[Binding]) -> list[int]:
+    """The serial numbers of the prepared weights that some bindings keep; 0 where one keeps none."""
+    each = {id(b): b for b in bindings if b.prepares}.values()
+    return [kept.serial if (kept := b.kept) is not None else 0 for b in each]
 
 
 def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:

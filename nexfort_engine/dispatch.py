@@ -140,25 +140,37 @@ class Region:
         Handed out, because another thread may let go of them at any moment (`release`).
         """
         kept = binding.kept
-        if kept is not None and not (self.engine.keeps and kept.holds(self.engine.version(), self.slots.read())):
+        if kept is not None and not (self.engine.keeps and kept.holds(self._version(), self.slots.read())):
             binding.kept = kept = None  # before there are others: there may be no room for both
         return kept
 
+    def _version(self) -> Any:
+        """The host's word for its weights, unless a layer changes them by code of which the host says nothing."""
+        return self.engine.version() if self._layers is None or self._layers.told else None
+
     def _prepared(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
         """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
-        version = self.engine.version()
+        version = self._version()
         if version is None or not self.engine.keeps or session.capturing:  # what is made now belongs to the graph
             return None
+        if session.fetched and not self.engine.room(weights[0].device):
+            return None  # where not even the weights stay, there is no room for more
         with self.engine.apart():
             tensors = binding.prepare(weights)
             stand_ins = self._stand_ins(binding, weights)
-        made = Kept.of(tensors, version, self.slots.read(), stand_ins)
-        if room_for(tensors, self.engine.room(tensors[0].device)):
+        at = None if self.parts is not None else sorted(binding.prepared_of | stand_ins.keys())
+        made = Kept.of(tensors, version, self.slots.read(), stand_ins, at)
+        # pages of weights that are asked for in each call all the same are no room
+        if self._has_room(tensors, self.engine.room if stand_ins else lambda _: 0):
             binding.kept = made
             session.spares |= bool(stand_ins)
         else:
             self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
         return made
+
+    def _has_room(self, tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
+        """Whether the device holds what was prepared, if need be without what models hold that do not run now."""
+        return room_for(tensors, more) or (self.engine.others_give_way() and room_for(tensors, more))
 
     def _stand_ins(self, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
         """What lets a binding do without most of the weights that were borrowed, now that it has them prepared."""
@@ -168,7 +180,7 @@ class Region:
         found, own = layers.stand_ins(due, weights, binding.needed), self.slots.read()
         for other in self.bindings:  # one for all, or what one borrowed could not be had again by the next
             kept = other.kept
-            if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(self.engine.version(), own):
+            if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(self._version(), own):
                 return kept.stand_ins
         return found
 
@@ -177,6 +189,9 @@ class Region:
         held = [binding for binding in self.bindings if binding.kept is not None]
         for binding in held:
             binding.kept = None
+        if held and self._layers is not None:
+            self._layers.forget()  # it holds on to what stood in for weights
+            self._sound = None
         return bool(held)
 
     def latch(self, reason: str) -> None:
@@ -235,7 +250,7 @@ class Region:
 
     def spared(self, used: Collection[int]) -> Collection[int]:
         """Places of weights that no artefact of those used (by id) has to be lent any more."""
-        found = [set(b.kept.stand_ins) if b.kept else set() for b in self.bindings if id(b) in used]
+        found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in self.bindings if id(b) in used]
         return set.intersection(*found) if found else set()
 
     def _borrow(

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], d
 
 _lock = threading.Lock()
 _installed: dict[int, tuple[nn.Module, list[int]]] = {}
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -95,6 +97,7 @@ class Engine:
         self._off: str | None = None
         self._verify_due = False
         self._model_keys: dict[str, str] = {}
+        _alive.add(self)
 
     @property
     def regions(self) -> list[Region]:
@@ -179,6 +182,15 @@ class Engine:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
         graphs = self.graphs is not None and bool(self.graphs.release())
         return any([region.release() for region in (self._table or {}).values()]) or graphs
+
+    def others_give_way(self) -> bool:
+        """Have engines that are in no step now give back what they hold. Whether one held anything."""
+        return any([other.give_way() for other in list(_alive) if other is not self])
+
+    def give_way(self) -> bool:
+        """As `release`, unless a step is under way, which may be a graph that reads what is held."""
+        with self.graphs.idle() if self.graphs is not None else contextlib.nullcontext(True) as is_idle:
+            return is_idle and self.release()
 
     # -- running -----------------------------------------------------------------------------------------
 

@@ -74,6 +74,9 @@ class Lender(Protocol):
     def due(self, layer: nn.Module) -> bool:
         """Whether the layer's own code would now do more than use its weights. Raises NotLent."""
 
+    def tells(self, layer: nn.Module) -> bool:
+        """Whether `version` tells all that changes the layer's weights as they are lent."""
+
     def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
         """The dtype that a weight has when it is lent."""
 
@@ -116,6 +119,7 @@ class Layers:
         self._seen: list[Any] = []
         self._due: list[tuple[nn.Module, dict[str, int]]] = []
         self._last: _Kept | None = None
+        self.told = True  # whether the host's version tells all that changes weights on loan
 
     def hidden(self) -> dict[int, Mapping[str, Any]]:
         """id(submodule) -> the attributes that a capture is shown in the place of its own."""
@@ -139,11 +143,13 @@ class Layers:
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """The layers that have to be borrowed now; the same list as long as nothing changed. Raises NotLent."""
         if self.resident():
+            self.told = True
             return []
         signs = list(map(dict.get, self._owns, self._names))
         if not self._seen or signs != self._seen:
             self._last = None
             self._due = [row for row in self._all if self.lender.due(row[0])]
+            self.told = all(self.lender.tells(layer) for layer, _ in self._due)
             self._seen = [list(sign) if type(sign) is list else sign for sign in signs]  # lists change in place
         return self._due
 

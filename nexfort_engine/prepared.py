@@ -151,6 +151,7 @@ class PreparingCode:
     """A loaded artefact with its preparation, called like any other: with all of its weights, and then the rest.
 
     code: the artefact after its preparation. before: the preparation. weights: how many of the inputs are weights.
+    takes, keeps: which of them each reads.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class PreparingCode:
     ) -> None:
         self._code, self._before, self._weights = code, before, weights
         self._takes, self._keeps = _getter(takes), _getter(keeps)
-        self.keeps = keeps  # which of the weights it reads as they are
+        self.takes, self.keeps = takes, keeps
 
     def __call__(self, inputs: list[Any]) -> Any:
         """As `run`, with the weights prepared for this call alone."""
@@ -189,7 +190,8 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 class Kept:
     """Prepared tensors of one module, and of what they were made. serial: no two have the same.
 
-    stand_ins: for weights that the host lends, and need not lend again while these are kept.
+    stand_ins: for weights that the host lends, and need not lend again while these are kept. at: places of the weights
+    that these are made of or stand for; None for all.
     """
 
     tensors: list[torch.Tensor]
@@ -197,6 +199,7 @@ class Kept:
     made_of: list[weakref.ref[Any] | None]
     places: list[Any]
     stand_ins: StandIns
+    at: list[int] | None = None
     serial: int = field(default_factory=lambda: next(_serials))
 
     @classmethod
@@ -206,27 +209,31 @@ class Kept:
         version: Version,
         weights: list[torch.Tensor],
         stand_ins: StandIns = NO_STAND_INS,
+        at: list[int] | None = None,
     ) -> Kept:
         """weights: as the module holds them, wherever the numbers are."""
+        weights = weights if at is None else [weights[i] for i in at]
         made_of: list[Any] = [weakref.ref(w) if w is not None else None for w in weights]
-        return cls(tensors, version, made_of, places(weights), stand_ins)
+        return cls(tensors, version, made_of, places(weights), stand_ins, at)
 
     def holds(self, version: Version, weights: list[torch.Tensor]) -> bool:
         """Whether they are what would be made now."""
+        weights = weights if self.at is None else [weights[i] for i in self.at]
         if version is None or version != self.version or len(weights) != len(self.made_of):
             return False
         same = all((ref() if ref else None) is w for ref, w in zip(self.made_of, weights, strict=True))
         return same and places(weights) == self.places
 
 
-def room_for(tensors: list[torch.Tensor], more: int) -> bool:
+def room_for(tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
     """Whether the device has room to keep what was just made on it, and some to spare.
 
-    more: bytes of it that others would give up at once, besides what is free.
+    more: bytes of it that others would give up at once, besides what is free; asked only if those do not suffice.
     """
     device = tensors[0].device
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + max(0, cached) + more > _RESERVE
+    left = free + max(0, cached)
+    return left > _RESERVE or left + more(device) > _RESERVE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,7 +22,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
 from nexfort_engine.modulestate import WeightSlots
-from nexfort_engine.prepared import LEAST, Kept, PreparingCode, take_out
+from nexfort_engine.prepared import LEAST, Kept, PreparingCode, room_for, take_out
 
 aten = torch.ops.aten
 WIDE = 256  # a weight of it squared is large enough to be prepared
@@ -371,6 +372,24 @@ def test_without_room_they_are_made_for_each_call_and_once(
     monkeypatch.setattr(PreparingCode, "__call__", None)
     assert agrees(engine) and agrees(engine, 1) and blocks == [0, 1, 0, 1]
     assert not any(binding.kept for region in engine.regions for binding in region.bindings)
+
+
+def test_others_are_asked_for_room_only_where_what_is_free_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: Any = [SimpleNamespace(device=torch.device("cuda"))]
+    free, asked = [3 << 30], []
+
+    def more(device: torch.device) -> int:
+        asked.append(device)
+        return 1 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 << 20)
+    assert room_for(kept, more) and not asked
+    free[0] = 3 << 29
+    assert room_for(kept, more) and asked == [torch.device("cuda")]
+    free[0] = 1 << 29
+    assert not room_for(kept, more)
 
 
 def test_they_hold_on_to_no_weight() -> None:

@@ -91,6 +91,13 @@ class ComfyWeights:
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
 
+    def tells(self, layer: nn.Module) -> bool:
+        """Whether nothing but ComfyUI's own patches changes the layer's weights on their way."""
+        if casts_itself(layer):
+            return False
+        functions = (*(layer.__dict__.get("weight_function") or ()), *(layer.__dict__.get("bias_function") or ()))
+        return all(type(one).__module__.startswith("comfy.") for one in functions)
+
     def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
         """The dtype that ComfyUI computes in where it is not that of the weights.
 

@@ -7,62 +7,32 @@ Where ComfyUI keeps the weights elsewhere, it is not asked again for those that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from backbones import make
-from card_memory import PAGE, PagedMemory, loaded_in_part, page, unload
-from patchers import distance, patcher_around, sample, with_lora
-from pretended_graph import Graph, pretend
+from card_memory import PAGE, loaded_in_part, unload
+from kept_weights import FP8_ERROR, O3, PACKED, Elsewhere, Paged, engine_of, is_packed, kept, packing_flux
+from patchers import distance, sample, with_lora
 
-from nexfort_engine import loans, prepared
-from nexfort_engine.config import CompileConfig
+from nexfort_engine import dispatch, loans
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
-from nexfort_engine.quant import precision, products
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
-aten = torch.ops.aten
-FP8_ERROR = 0.2
-
-
-def times_rows(x: Any, weight: Any, bias: Any, like: torch.Tensor) -> Any:
-    """The product that only a card has, by its meaning."""
-    a, b = (aten.mul.Tensor(aten.to.dtype(values, torch.float32), scale) for values, scale in (x, weight))
-    result = aten.to.dtype(aten.mm.default(a, aten.t.default(b)), like.dtype)
-    return result if bias is None else aten.add.Tensor(result, bias)
 
 
 @pytest.fixture
 def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Flux whose products are taken however small they are, and on the CPU."""
-    own = CompileConfig.lowering_options
-    more = {"nexfort.low_precision": True, "nexfort.prepare": True}
-    monkeypatch.setattr(CompileConfig, "lowering_options", lambda self, device: {**own(self, device), **more})
-    monkeypatch.setattr(products, "missing", lambda _: None)
-    monkeypatch.setattr(precision, "gain", lambda *_: 1.0)
-    monkeypatch.setattr(precision, "times_rows", times_rows)
-    monkeypatch.setattr(prepared, "LEAST", 1)
-    monkeypatch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
-    monkeypatch.setenv("NEXFORT_WORKERS", "0")
-    network = make("comfy_flux").module.bfloat16()
-    network.dtype = torch.bfloat16
-    return patcher_around(network, flux=True)
-
-
-def kept(patcher: Any) -> list[int]:
-    """The serial numbers of what is kept, for every region that keeps something."""
-    (engine,) = patcher.model.diffusion_model.__dict__[host._ENGINES].values()
-    bindings = [binding for region in engine.regions for binding in region.bindings if binding.prepares]
-    return [binding.kept.serial if binding.kept else 0 for binding in bindings]
+    return packing_flux(monkeypatch)
 
 
 def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
     patcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clone = host.attach(patcher, CompileConfig.parse("O3"))
+    clone = host.attach(patcher, O3)
     first = sample(clone)
     before = kept(clone)
     assert before and all(before) and distance(first, sample(patcher)) < FP8_ERROR
@@ -105,7 +75,7 @@ def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any) -> N
 def test_what_is_kept_goes_with_the_model(patcher: Any) -> None:
     import comfy.model_management as management
 
-    clone = host.attach(patcher, CompileConfig.parse("O3"))
+    clone = host.attach(patcher, O3)
     for last in (clone, patcher):
         sample(clone)
         sample(last)
@@ -117,142 +87,201 @@ def test_what_is_kept_goes_with_the_model(patcher: Any) -> None:
 # ---- kept elsewhere ----------------------------------------------------------------------------------------
 
 
-class Elsewhere:
-    """A compiled clone whose weights ComfyUI keeps elsewhere. asked: the layers that it was asked for, in order."""
-
-    def __init__(self, clone: Any, memory: PagedMemory | None = None) -> None:
-        self.clone, self.memory = clone, memory
-        self.asked: list[str] = []
-
-    def sampled(self, clone: Any = None) -> tuple[torch.Tensor, set[str]]:
-        """The latent, and the layers that were asked for meanwhile."""
-        self.asked.clear()
-        return sample(clone or self.clone), set(self.asked)
+@pytest.fixture(params=["all pages stay", "few pages stay"])
+def paged(request: pytest.FixtureRequest, patcher: Any, monkeypatch: pytest.MonkeyPatch) -> Paged:
+    """Under dynamic VRAM, on a card with much room and with little."""
+    found = Paged(patcher, monkeypatch)
+    if request.param == "few pages stay":
+        found.memory.fits = 2 * PAGE
+    return found
 
 
-def _asking(found: Elsewhere, patch: pytest.MonkeyPatch) -> None:
-    lend = ComfyWeights.lend
-    names = {id(layer): name for name, layer in found.clone.model.diffusion_model.named_modules()}
-
-    def noted(self: ComfyWeights, layers: list[Any], device: torch.device) -> Any:
-        found.asked += [names[id(layer)] for layer in layers]
-        return lend(self, layers, device)
-
-    patch.setattr(ComfyWeights, "lend", noted)
-
-
-def stays_paged(layers: list[Any], patch: pytest.MonkeyPatch) -> None:
-    """A patcher that loads other patches leaves the layers under dynamic VRAM, to be fetched anew."""
-    import comfy.model_patcher
-
-    kind = comfy.model_patcher.ModelPatcher
-    load = kind.load
-
-    def loaded(self: Any, *args: Any, **kwargs: Any) -> None:
-        load(self, *args, **kwargs)
-        for layer in layers:
-            layer.comfy_cast_weights, layer._v_signature = True, None
-
-    patch.setattr(kind, "load", loaded)
-
-
-@pytest.fixture(params=["offloaded", "paged", "no room for pages"])
-def elsewhere(request: pytest.FixtureRequest, patcher: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
-    """Of nothing loaded, of all under dynamic VRAM, and of that on a card with little room."""
-    clone = host.attach(patcher, CompileConfig.parse("O3"))
-    if request.param == "offloaded":
-        found, state = Elsewhere(clone), loaded_in_part(0.0)
-    else:
-        found, state = Elsewhere(clone, PagedMemory(1 << 20)), contextlib.nullcontext()
-    with state:
-        if found.memory is not None:
-            stays_paged(page(patcher, found.memory, monkeypatch), monkeypatch)
-            if request.param != "paged":
-                found.memory.fits = 2 * PAGE
-        _asking(found, monkeypatch)
-        yield found
-        unload()
-
-
-PACKED = "double_blocks.0.img_mlp.0"
-
-
-def is_packed(name: str) -> bool:
-    return name.endswith(("mlp.0", "mlp.2", "qkv", "proj", "linear1", "linear2"))
-
-
-def test_the_host_is_not_asked_again_for_what_is_kept_packed(elsewhere: Elsewhere) -> None:
-    first, asked = elsewhere.sampled()
-    assert PACKED in asked and all(kept(elsewhere.clone))
-    again, asked_again = elsewhere.sampled()
+def test_the_host_is_not_asked_again_for_what_is_kept_packed(paged: Paged) -> None:
+    first, asked = paged.sampled()
+    assert PACKED in asked and all(kept(paged.clone))
+    again, asked_again = paged.sampled()
     assert torch.equal(again, first)
     assert not [name for name in asked_again if is_packed(name)]
-    if elsewhere.memory is not None:
-        assert not +elsewhere.memory.pins, "what was taken out is given back"
+    assert not +paged.memory.pins, "what was taken out is given back"
 
 
-def test_without_stand_ins_the_picture_is_the_same(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loans.Layers, "stand_ins", lambda *_: {})
-        wanted, _ = elsewhere.sampled()
-        assert torch.equal(elsewhere.sampled()[0], wanted)
-        made = kept(elsewhere.clone)
+        wanted, _ = paged.sampled()
+        assert torch.equal(paged.sampled()[0], wanted)
+        made = kept(paged.clone)
         assert all(made)
-        (engine,) = elsewhere.clone.model.diffusion_model.__dict__[host._ENGINES].values()
-    engine.release()
+    engine_of(paged.clone).release()
     for _ in range(3):
-        assert torch.equal(elsewhere.sampled()[0], wanted)
-    assert all(kept(elsewhere.clone)) and not set(kept(elsewhere.clone)) & set(made)
+        assert torch.equal(paged.sampled()[0], wanted)
+    assert all(kept(paged.clone)) and not set(kept(paged.clone)) & set(made)
 
 
-def test_a_lora_is_seen_wherever_the_weights_are(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = elsewhere.sampled()
-    changed = with_lora(elsewhere.clone, 1.0, size=0.2)
-    found, asked = elsewhere.sampled(changed)
+def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = paged.sampled()
+    changed = with_lora(paged.clone, 1.0, size=0.2)
+    found, asked = paged.sampled(changed)
     assert PACKED in asked and distance(found, first) > FP8_ERROR
-    assert torch.equal(elsewhere.sampled(changed)[0], found)
+    assert torch.equal(paged.sampled(changed)[0], found)
     with monkeypatch.context() as patch:
         patch.setattr(ComfyWeights, "version", lambda _: None)
-        assert torch.equal(elsewhere.sampled(changed)[0], found), "as if nothing were kept"
-    assert torch.equal(elsewhere.sampled()[0], first), "and the model without it is what it was"
+        assert torch.equal(paged.sampled(changed)[0], found), "as if nothing were kept"
+    assert torch.equal(paged.sampled()[0], first), "and the model without it is what it was"
 
 
-def test_pages_of_what_is_kept_packed_may_go(elsewhere: Elsewhere) -> None:
-    first, _ = elsewhere.sampled()
-    if elsewhere.memory is None:
-        unload()
-        assert not any(kept(elsewhere.clone))
-    else:
-        elsewhere.sampled()
-        elsewhere.memory.take_away()
-    before = kept(elsewhere.clone)
-    again, asked = elsewhere.sampled()
+def test_pages_of_what_is_kept_packed_may_go(paged: Paged) -> None:
+    first, _ = paged.sampled()
+    paged.sampled()
+    paged.memory.take_away()
+    before = kept(paged.clone)
+    again, asked = paged.sampled()
     assert torch.equal(again, first)
-    assert elsewhere.memory is None or (kept(elsewhere.clone) == before and not any(map(is_packed, asked)))
+    assert kept(paged.clone) == before and not any(map(is_packed, asked))
 
 
-def test_a_graph_holds_no_pages_of_what_is_kept_packed(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch)
-    memory = PagedMemory(1 << 20)
-    found = Elsewhere(host.attach(patcher, CompileConfig.parse("O3")), memory)
-    layers = page(patcher, memory, monkeypatch)
-    stays_paged(layers, monkeypatch)
-    _asking(found, monkeypatch)
-    first = sample(found.clone, steps=4)
-    assert len(Graph.made) == 1, "captured once the weights were packed, and the others asked for by themselves"
-    memory.take_away()
-    replayed, held = Graph.replay, set()
+def test_what_is_kept_lasts_from_picture_to_picture(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI's dynamic patcher makes tiny weights anew in each load, which no packed one is made of."""
+    import comfy.utils
 
-    def watched(self: Graph) -> None:
-        held.update(page for page in range(memory.get_nr_pages()) if memory.pinned(page))
-        replayed(self)
+    found = Paged(patcher, monkeypatch)
+    norms = [(name, sub) for name, sub in patcher.model.named_modules() if name.endswith("norm")]
+    tiny = [name for name, sub in norms if getattr(sub, "weight", None) is not None]
 
-    monkeypatch.setattr(Graph, "replay", watched)
-    assert torch.equal(sample(found.clone, steps=4), first)
-    assert held and held <= pages_of([layer for layer in layers if not is_packed(layer.seed_key)])
-    assert held < pages_of(layers) and not +memory.pins
+    def load_again() -> None:
+        for name in tiny:
+            layer = comfy.utils.get_attr(patcher.model, name)
+            layer.__dict__.pop("_v", None)
+            comfy.utils.set_attr_param(patcher.model, f"{name}.weight", layer.weight.clone())
+
+    load_again()
+    found.sampled()
+    before = kept(found.clone)
+    load_again()
+    _, asked = found.sampled()
+    assert tiny and kept(found.clone) == before and not any(map(is_packed, asked))
 
 
-def pages_of(layers: list[Any]) -> set[int]:
-    places = [layer._v for layer in layers]
-    return {page for _, at, size in places for page in range(at // PAGE, (at + size - 1) // PAGE + 1)}
+def test_what_is_fetched_for_each_call_is_not_kept_where_nothing_gives_way(
+    patcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dynamic VRAM a model that does not fit leaves no more room than a step needs."""
+    found = Elsewhere(patcher, monkeypatch)
+    lend = ComfyWeights.lend
+
+    def for_this_call(*args: Any) -> Any:
+        loan = lend(*args)
+        loan.kept = False
+        return loan
+
+    monkeypatch.setattr(ComfyWeights, "lend", for_this_call)
+    with loaded_in_part(0.0):
+        first, _ = found.sampled()
+        again, asked = found.sampled()
+        assert torch.equal(again, first) and PACKED in asked and not any(kept(found.clone))
+        monkeypatch.setattr(ComfyWeights, "room", lambda *_: 1 << 40)
+        assert torch.equal(found.sampled()[0], first) and all(kept(found.clone))
+        again, asked = found.sampled()
+        assert torch.equal(again, first) and not any(map(is_packed, asked))
+        unload()
+
+
+def test_only_layers_that_code_can_do_without_are_left_out(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Paged(patcher, monkeypatch)
+    found.sampled()
+    region = next(r for r in engine_of(found.clone).regions if r.path == "double_blocks.0")
+    (binding,) = region.bindings
+    with region.resident_weights([torch.zeros(1)]) as weights:
+        due = region.due()
+        large = {i for _, at in due for i in at.values() if weights[i].numel() > 256}
+        everything = region.layers.stand_ins(due, weights, set())
+        assert large <= everything.keys() and not any(everything[i].numel() for i in large)
+        assert all(torch.equal(t, weights[i]) for i, t in everything.items() if i not in large)
+        assert not large & binding.needed
+        for one in large:  # which code still reads as it is
+            layer = next(set(at.values()) for _, at in due if one in at.values())
+            assert region.layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
+        region.parts = object()  # places would be those of the plain tensors that weights consist of
+        assert region._stand_ins(binding, weights) is loans.NO_STAND_INS
+
+
+def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = patcher.model.diffusion_model.double_blocks
+    other.img_mlp[0] = one.img_mlp[0]
+    found = Paged(patcher, monkeypatch)
+    found.sampled()
+    engine = engine_of(found.clone)
+    first, second = [r for r in engine.regions if r.path.startswith("double_blocks")]
+    table = one.img_mlp[0]._parameters
+    both, first_alone = (engine.spared([b for r in some for b in r.bindings]) for some in ((first, second), (first,)))
+    assert any(own is table for own, _ in both) and first_alone
+    assert not any(own is table for own, _ in first_alone)
+
+
+# ---- what changes weights without ComfyUI's telling ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["resident", "offloaded", "paged"])
+def test_a_function_on_a_weight_is_asked_in_each_call(
+    place: str, patcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Paged(patcher, monkeypatch) if place == "paged" else Elsewhere(patcher, monkeypatch)
+    layers = [sub for name, sub in patcher.model.named_modules() if "double_blocks.0" in name and is_packed(name)]
+    factor = [1.0]
+
+    def told_nobody(weight: torch.Tensor) -> torch.Tensor:
+        return weight * factor[0]
+
+    with loaded_in_part(0.0) if place == "offloaded" else contextlib.nullcontext(), monkeypatch.context() as patch:
+        first, _ = found.sampled()
+        load = type(patcher).load
+
+        def loaded(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            for layer in layers:
+                layer.weight_function = [told_nobody]
+
+        patch.setattr(type(patcher), "load", loaded)
+        for layer in layers:
+            layer.weight_function = [told_nobody]
+        for factor[0] in (4.0, 0.25):
+            given, _ = found.sampled()
+            engine_of(found.clone).release()
+            wanted, _ = found.sampled()
+            assert torch.equal(given, wanted) and distance(given, first) > FP8_ERROR
+        unload()
+
+
+# ---- who else needs the memory -------------------------------------------------------------------------------
+
+
+def test_what_stands_in_goes_with_the_model(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Paged(patcher, monkeypatch)
+    found.sampled()
+    found.sampled()
+    bindings = [binding for region in engine_of(found.clone).regions for binding in region.bindings if binding.kept]
+    held = [weakref.ref(t) for b in bindings for t in (*b.kept.stand_ins.values(), *b.kept.tensors) if t.numel()]
+    assert held
+    unload()
+    gc.collect()
+    assert not [one for one in held if one() is not None]
+
+
+def test_another_model_gives_way(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes a model under dynamic VRAM off the device for another one."""
+    first = Paged(patcher, monkeypatch)
+    wanted, _ = first.sampled()
+    assert all(kept(first.clone))
+    second = host.attach(packing_flux(monkeypatch), O3)
+    monkeypatch.setattr(dispatch, "room_for", lambda *_: not any(kept(first.clone)))
+    sample(second)
+    assert all(kept(second)) and not any(kept(first.clone))
+    assert torch.equal(first.sampled()[0], wanted)
+
+
+def test_pages_that_are_asked_for_in_each_call_are_no_room(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[int] = []
+    monkeypatch.setattr(dispatch, "room_for", lambda _, more: offered.append(more(torch.device("cpu"))) or True)
+    monkeypatch.setattr(dispatch.Region, "_stand_ins", lambda *_: loans.NO_STAND_INS)  # as for quantised weights
+    paged.sampled(steps=1)
+    assert offered and not any(offered)

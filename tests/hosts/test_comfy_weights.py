@@ -167,6 +167,19 @@ def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
     assert given_back == layers
 
 
+def test_room_is_what_pages_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_management
+
+    patcher = patcher_around(make("comfy_flux").module, flux=True)
+    lender, card = ComfyWeights(patcher.model), torch.device("cuda", 0)
+    assert lender.room(card) == 0, "nobody runs it"
+    patcher.model.current_patcher = patcher
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 3 << 30)
+    monkeypatch.setattr(type(patcher), "get_free_memory", lambda *_: 5 << 30)  # with what dynamic VRAM could give
+    assert lender.room(card) == 2 << 30 and lender.room(torch.device("cpu")) == 0
+    patcher.model.current_patcher = None
+
+
 # ---- dynamic VRAM --------------------------------------------------------------------------------------------
 
 

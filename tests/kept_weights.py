@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small Flux in ComfyUI whose weights are packed and kept on a CPU, and where ComfyUI keeps the others meanwhile.
+
+No test lives here. ComfyUI must have been imported (the fixture `comfyui` in conftest.py does it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backbones import make
+from card_memory import PAGE, PagedMemory, page
+from patchers import patcher_around, sample
+
+from nexfort_engine import loans, prepared
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy_weights import ComfyWeights
+from nexfort_engine.quant import precision, products
+
+aten = torch.ops.aten
+FP8_ERROR = 0.2
+O3 = CompileConfig.parse("O3")
+PACKED = "double_blocks.0.img_mlp.0"
+
+
+def _times_rows(x: Any, weight: Any, bias: Any, like: torch.Tensor) -> Any:
+    """The product that only a card has, by its meaning."""
+    a, b = (aten.mul.Tensor(aten.to.dtype(values, torch.float32), scale) for values, scale in (x, weight))
+    result = aten.to.dtype(aten.mm.default(a, aten.t.default(b)), like.dtype)
+    return result if bias is None else aten.add.Tensor(result, bias)
+
+
+def packing_flux(patch: pytest.MonkeyPatch) -> Any:
+    """A patcher of a Flux whose products are taken however small they are, and on the CPU."""
+    own = CompileConfig.lowering_options
+    more = {"nexfort.low_precision": True, "nexfort.prepare": True}
+    patch.setattr(CompileConfig, "lowering_options", lambda self, device: {**own(self, device), **more})
+    patch.setattr(products, "missing", lambda _: None)
+    patch.setattr(precision, "gain", lambda *_: 1.0)
+    patch.setattr(precision, "times_rows", _times_rows)
+    patch.setattr(prepared, "LEAST", 1)
+    patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
+    patch.setenv("NEXFORT_WORKERS", "0")
+    network = make("comfy_flux").module.bfloat16()
+    network.dtype = torch.bfloat16
+    return patcher_around(network, flux=True)
+
+
+def engine_of(patcher: Any) -> Any:
+    (engine,) = patcher.model.diffusion_model.__dict__[host._ENGINES].values()
+    return engine
+
+
+def kept(patcher: Any) -> list[int]:
+    """The serial numbers of what is kept, for every region that keeps something."""
+    bindings = [binding for region in engine_of(patcher).regions for binding in region.bindings if binding.prepares]
+    return [binding.kept.serial if binding.kept else 0 for binding in bindings]
+
+
+def is_packed(name: str) -> bool:
+    return name.endswith(("mlp.0", "mlp.2", "qkv", "proj", "linear1", "linear2"))
+
+
+def pages_of(layers: list[Any]) -> set[int]:
+    places = [layer._v for layer in layers]
+    return {page for _, at, size in places for page in range(at // PAGE, (at + size - 1) // PAGE + 1)}
+
+
+class Elsewhere:
+    """A compiled clone whose weights ComfyUI keeps elsewhere. asked: the layers that it was asked for, in order."""
+
+    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch) -> None:
+        self.clone = host.attach(patcher, O3)
+        self.asked: list[str] = []
+        lend, names = ComfyWeights.lend, {id(sub): name for name, sub in patcher.model.diffusion_model.named_modules()}
+
+        def noted(lender: ComfyWeights, layers: list[Any], device: torch.device) -> Any:
+            self.asked += [names[id(layer)] for layer in layers if id(layer) in names]
+            return lend(lender, layers, device)
+
+        patch.setattr(ComfyWeights, "lend", noted)
+
+    def sampled(self, clone: Any = None, **how: Any) -> tuple[torch.Tensor, set[str]]:
+        """The latent, and the layers that were asked for meanwhile."""
+        self.asked.clear()
+        return sample(clone or self.clone, **how), set(self.asked)
+
+
+class Paged(Elsewhere):
+    """Under dynamic VRAM, in pretended memory. layers: those that have a place there."""
+
+    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patcher, patch)
+        self.memory = PagedMemory(1 << 20)
+        self.layers = page(patcher, self.memory, patch)
+        patch.setattr(ComfyWeights, "room", lambda *_: 1 << 40)  # pages that others may have
+        self._stay(patch)
+
+    def _stay(self, patch: pytest.MonkeyPatch) -> None:
+        """A patcher that loads other patches leaves the layers under dynamic VRAM, to be fetched anew."""
+        import comfy.model_patcher
+
+        load = comfy.model_patcher.ModelPatcher.load
+
+        def loaded(patcher: Any, *args: Any, **kwargs: Any) -> None:
+            load(patcher, *args, **kwargs)
+            for layer in self.layers:
+                layer.comfy_cast_weights, layer._v_signature = True, None
+
+        patch.setattr(comfy.model_patcher.ModelPatcher, "load", loaded)
