@@ -99,9 +99,11 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _first(artefact_cache: Path) -> None:
-    """Before any other fixture sets one of its variables for a while: what that puts back is this one's then."""
+@pytest.fixture(scope="module", autouse=True)
+def _one_cache(artefact_cache: Path) -> Iterator[None]:
+    """A file whose fixtures put the tests' cache back in another order than they took it away is told so."""
+    yield
+    assert os.environ.get("NEXFORT_CACHE_DIR") == str(artefact_cache), "a test of this file left another cache"
 
 
 @pytest.fixture(scope="session")

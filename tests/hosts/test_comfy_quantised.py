@@ -33,7 +33,7 @@ Pair = tuple[Any, Any]
 
 
 @pytest.fixture
-def pair(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Pair]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
     """Makes an eager patcher of a format and its compiled clone after a first picture, from a cache of their own."""
 
     def make(form: str) -> Pair:
@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
         mine = tmp_path_factory.mktemp("quantised") / "store"
         if kind in _stores:
             shutil.copytree(_stores[kind], mine)
-        monkeypatch.setenv("NEXFORT_CACHE_DIR", str(mine))
+        patch.setenv("NEXFORT_CACHE_DIR", str(mine))
         clone = host.attach(patcher, CONFIG)
         assert distance(sample(clone), sample(patcher)) < TOLERANCE
         assert not reported(clone)["eager"], reported(clone)["eager"]
@@ -51,7 +51,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
             return make(form)
         return patcher, clone
 
-    with graphs_as_they_are(), torch.inference_mode():  # as a prompt runs
+    # in this order, so that each puts back its own; without gradients, as a prompt runs
+    with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         yield make
 
 
