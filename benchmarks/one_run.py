@@ -170,7 +170,10 @@ def use_only_efficient_attention() -> None:
 
 
 class Sampling:
-    """Euler on a backbone's inputs at one seed, with the time of each step."""
+    """Euler on a backbone's inputs at one seed, with the time of each step.
+
+    Each step is waited for, as previews wait for it; with `queued` none is, which is what ComfyUI does without previews.
+    """
 
     def __init__(self, backbone: Any, size: str) -> None:
         import torch
@@ -182,13 +185,8 @@ class Sampling:
 
     def __call__(self, model: Any, steps: int, size: Any = None, times: list[float] | None = None) -> Any:
         """The latent after so many steps; `times` gets the seconds of each but the first."""
-        import comfy.sample
-        import torch
-
         from . import card
 
-        latent = self.backbone.latent(*(size or self.size))
-        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         last = [0.0]
 
         def after(_step: int, _x0: Any, _x: Any, _total: int) -> None:
@@ -198,10 +196,32 @@ class Sampling:
                 times.append(now - last[0])
             last[0] = now
 
+        return self._sample(model, steps, size or self.size, after)
+
+    def _sample(self, model: Any, steps: int, size: Any, after: Callable[..., None]) -> Any:
+        import comfy.sample
+        import torch
+
+        latent = self.backbone.latent(*size)
+        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         return comfy.sample.sample(
             model, noise, steps, self.backbone.cfg, "euler", self.backbone.scheduler, self.positive, self.negative,
             latent, callback=after, disable_pbar=True, seed=1,
         )  # fmt: skip
+
+    def queued(self, model: Any, steps: int) -> float:
+        """Seconds a step where only the first and the last are waited for."""
+        from . import card
+
+        ends: list[float] = []
+
+        def after(step: int, _x0: Any, _x: Any, total: int) -> None:
+            if step in (0, total - 1):
+                card.settle()
+                ends.append(time.perf_counter())
+
+        self._sample(model, steps, self.size, after)
+        return (ends[-1] - ends[0]) / (steps - 1)
 
     def first(self, model: Any, size: Any = None) -> float:
         """Seconds of one picture of one step."""
@@ -238,6 +258,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         "first_s": round(first, 2),
         "ms": round(sorted(times)[len(times) // 2] * 1e3, 2),
         "ms_least": round(min(times) * 1e3, 2),
+        "ms_queued": round(sampling.queued(model, max(args.steps, 2)) * 1e3, 2),
         "peak_gib": card.peak(),
         "first_peak_gib": compiling_peak,
         "gpu": card.name(),

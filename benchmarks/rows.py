@@ -14,7 +14,7 @@ from typing import Any
 
 COLUMNS = (
     "date gpu torch commit backbone size steps way options first_s ms peak_gib first_peak_gib compiled loaded "
-    "eager_regions error_to_fp32 error_to_eager command device_gib tflops of_ceiling reason"
+    "eager_regions error_to_fp32 error_to_eager command device_gib tflops of_ceiling reason ms_queued"
 ).split()
 Row = dict[str, Any]
 _ROOT = Path(__file__).resolve().parent.parent
