@@ -30,12 +30,16 @@ REWRITES = tuple(name for name in OPTIONS if name.startswith("fuse."))
 SWITCHES: dict[str, dict[str, Any]] = {
     **{name.removeprefix("fuse."): {"options": {name: True}} for name in REWRITES},
     "fuse": {"options": dict.fromkeys(REWRITES, True)},
+    "fold": {"options": {"compile.fold": True}},
     "channels_last": {"memory_format": "channels_last"},
     "cudagraphs": {"options": {"triton.cudagraphs": True}},
     "max-autotune": {"mode": "max-autotune"},
     "O3": {"mode": "O3"},
 }
-_OFF = {"memory_format": "contiguous_format", "options": dict.fromkeys([*REWRITES, "triton.cudagraphs"], False)}
+_OFF = {
+    "memory_format": "contiguous_format",
+    "options": dict.fromkeys([*REWRITES, "compile.fold", "triton.cudagraphs"], False),
+}
 BASES: dict[str, dict[str, Any]] = {"plain": _OFF, "default": {}}
 OTHERS = {"fp32": False, "eager": False, "noise": False, "core": True, "regional": True}  # whether it compiles
 RUNGS = (

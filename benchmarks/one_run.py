@@ -172,7 +172,7 @@ def use_only_efficient_attention() -> None:
 class Sampling:
     """Euler on a backbone's inputs at one seed, with the time of each step.
 
-    Each step is waited for, as previews wait for it; with `queued` none is, which is what ComfyUI does without previews.
+    Each step is waited for, as previews wait for it; with `queued` none is, as ComfyUI does it without previews.
     """
 
     def __init__(self, backbone: Any, size: str) -> None:

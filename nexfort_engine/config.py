@@ -40,6 +40,7 @@ OPTIONS: dict[str, type] = {
     "cuda.fuse_timestep_embedding": bool,
     "triton.cudagraphs": bool,
     "compile.background": bool,
+    "compile.fold": bool,
     "fuse.group_norm": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
@@ -284,6 +285,7 @@ class CompileConfig:
             found[f"nexfort.{name}"] = on is True
         found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
+        found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
         return found
 

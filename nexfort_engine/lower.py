@@ -29,6 +29,7 @@ from .choices import whole_rows
 from .conditions import Conditions
 from .cpu_probe import remembered_probes
 from .flags import inductor_scope
+from .folding import FoldedCode, fold
 from .passes import PASSES, split
 from .prepared import PreparingCode, take_out
 
@@ -37,6 +38,7 @@ log = logging.getLogger("nexfort")
 CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
+_FOLDED = "folded.json"
 Loaded = Callable[[list[Any]], Any]
 
 
@@ -94,10 +96,9 @@ def lower_graph(
             rewrite(graph)
     before = take_out(graph, lasting) if own.get("prepare") else None
     if before is not None:
-        _inductor(before.graph, payload / _BEFORE, options, own)
+        _lowered(before.graph, payload / _BEFORE, options, own)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
-    limits = _inductor(graph, payload, options, own)
-    texts = limits.texts()
+    texts = _lowered(graph, payload, options, own)
     if texts:
         (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     if constants:
@@ -105,6 +106,21 @@ def lower_graph(
 
         tensors = {str(i): t.detach().contiguous().cpu() for i, t in enumerate(constants)}
         save_file(tensors, str(payload / CONSTANTS))
+
+
+def _lowered(
+    graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
+) -> list[str]:
+    """Lower one graph, in pieces where it repeats itself; gives how large its tensors may get."""
+    folded = fold(graph) if own.get("fold") else None
+    if folded is None:
+        return _inductor(graph, payload, options, own).texts()
+    payload.mkdir(parents=True, exist_ok=True)
+    (payload / _FOLDED).write_text(json.dumps(folded.as_json()), encoding="utf-8")
+    texts = []
+    for number, piece in enumerate(folded.pieces):
+        texts += _inductor(piece, payload / f"piece_{number}", options, own).texts()
+    return list(dict.fromkeys(texts))
 
 
 def _inductor(
@@ -182,6 +198,14 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
 
 
 def _loaded(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
+    file = payload / _FOLDED
+    if not file.exists():
+        return _code(payload, options)
+    told = json.loads(file.read_text(encoding="utf-8"))
+    return FoldedCode([_code(payload / f"piece_{number}", options) for number in range(told["pieces"])], told)
+
+
+def _code(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
     # Nothing is compiled here, so Inductor must not start its pool of compiler processes: sixteen new interpreters
     # were measured to slow the next twenty steps by a quarter.
     with inductor_scope(payload, {**options, "compile_threads": 1}), remembered_probes():

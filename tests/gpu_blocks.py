@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,16 @@ def wide(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(values * functional.gelu(gates), w[9], w[10]) + x
 
 
+LAYERS = 6
+
+
+def stack(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Such layers one after another, each with weights of its own."""
+    for i in range(0, len(w), len(w) // LAYERS):
+        x = wide(w[i : i + len(w) // LAYERS], x)
+    return x
+
+
 C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
@@ -86,6 +96,9 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
 }
 
 
+STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
+
+
 class _Lifted(nn.Module):
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -100,7 +113,7 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = BLOCKS[kind]
+    function, dtype, weights, inputs = {**BLOCKS, **STACKS}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
@@ -119,16 +132,16 @@ def captured(kind: str) -> Captured:
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")
 
 
-def lowered(folder: Path, module: str) -> dict[str, Path]:
-    """The payload of each block, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
+def lowered(folder: Path, module: str, kinds: Sequence[str] = tuple(BLOCKS)) -> dict[str, Path]:
+    """The payload of blocks, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
     answers: queue.Queue[str | None] = queue.Queue()
     with pool.Pool(1, "cuda", None) as helpers:
-        for kind in BLOCKS:
+        for kind in kinds:
             (folder / kind).mkdir()
             helpers.submit(captured(kind), folder / kind, [module], OPTIONS, "cuda:0", answers.put, _never)
-        problems = [answers.get(timeout=300) for _ in BLOCKS]
-    assert problems == [None] * len(BLOCKS), problems
-    return {kind: folder / kind / "payload" for kind in BLOCKS}
+        problems = [answers.get(timeout=300) for _ in kinds]
+    assert problems == [None] * len(kinds), problems
+    return {kind: folder / kind / "payload" for kind in kinds}
 
 
 def _never() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, OPTIONS, lowered
+from gpu_blocks import BLOCKS, LAYERS, OPTIONS, STACKS, lowered
 
 from nexfort_engine import flags, lower
 from nexfort_engine.conditions import Conditions, names
@@ -33,7 +33,7 @@ def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
-        return lowered(folder, "pretended_worker")
+        return lowered(folder, "pretended_worker", [*BLOCKS, *STACKS])
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -91,6 +91,17 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     (row,) = (kernel for kernel in kernels if "'num_warps': 2" in kernel)
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "erf" in row
     assert "fixed_config" not in _code(payloads["residual"])
+
+
+def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict[str, Path]) -> None:
+    """Sum and norm are one kernel, across the cut too; nothing is copied at it."""
+    payload = payloads["stack"]
+    told = json.loads((payload / "folded.json").read_text())
+    repeated = [piece for piece, _ in told["calls"]]
+    layer = max(set(repeated), key=repeated.count)
+    assert repeated.count(layer) >= LAYERS - 1
+    alone = _code(payloads["wide"]).count(".run(")
+    assert _code(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
 
 
 def _code(payload: Path) -> str:

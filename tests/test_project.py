@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "quant": ("quant",),
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
-    "lower": ("lower", "passes", "choices", "worker", "pool", "artefact", "selfcheck", "support"),
+    "lower": ("lower", "passes", "choices", "repeats", "folding", "worker", "pool", "artefact", "selfcheck", "support"),
     "making": ("lowering",),
     "dispatch": (
         "dispatch",
