@@ -45,26 +45,47 @@ def unload() -> None:
 
 
 class PagedMemory:
-    """A stretch of memory. fits: how many of its bytes may be resident at once.
+    """A stretch of memory. fits: how many of its bytes may be resident at once. asked_for: bytes that it was to have.
 
-    faults, pins: what was asked for, and the pins that were not given back, by place. base_addr, max_size,
-    get_nr_pages: as a ModelVBAR has them.
+    faults, pins: what was asked for, and the pins that were not given back, by place. The rest is named and behaves as
+    a ModelVBAR's: pages go from the end, down to a mark above which none is made resident; those in use stay.
     """
 
     base_addr = 0
 
-    def __init__(self, size: int, fits: int | None = None) -> None:
-        self.max_size = size
+    def __init__(self, size: int, fits: int | None = None, asked_for: int | None = None) -> None:
+        self.max_size = asked_for or size  # ComfyUI asks for ten times the model, and gets what the card has
         self.bytes = torch.zeros(size, dtype=torch.uint8)
-        self.fits = size if fits is None else fits
+        self.fits = self.get_nr_pages() * PAGE if fits is None else fits
         self.faults = 0
         self.pins: Counter[tuple[int, int]] = Counter()
         self._next = 0
         self._filled: dict[int, int] = {}  # page -> how often it was made resident
         self._resident: set[int] = set()
+        self._mark = self.get_nr_pages()
 
     def get_nr_pages(self) -> int:
-        return -(-self.max_size // PAGE)
+        return -(-self.bytes.numel() // PAGE)
+
+    def loaded_size(self) -> int:
+        return len(self._resident) * PAGE
+
+    def get_residency(self) -> list[int]:
+        return [(page in self._resident) + 2 * self.pinned(page) for page in range(self.get_nr_pages())]
+
+    def free_memory(self, size: int) -> int:
+        """Let pages of this size go from the end; the mark is where it stopped."""
+        left = wanted = -(-size // PAGE)
+        while left and self._mark:
+            self._mark -= 1
+            if self._mark in self._resident and not self.pinned(self._mark):
+                self.take_away_page(self._mark)
+                left -= 1
+        return (wanted - left) * PAGE
+
+    def prioritize(self) -> None:
+        """All of it may be resident again."""
+        self._mark = self.get_nr_pages()
 
     def place(self, size: int) -> tuple[PagedMemory, int, int]:
         """A place for `size` bytes, as `ModelVBAR.alloc` gives it."""
@@ -79,18 +100,23 @@ class PagedMemory:
         _, offset, size = place
         pages = range(offset // PAGE, (offset + size - 1) // PAGE + 1)
         new = [page for page in pages if page not in self._resident]
-        if (len(self._resident) + len(new)) * PAGE > self.fits:
+        if pages[-1] >= self._mark or (len(self._resident) + len(new)) * PAGE > self.fits:
             return None
         for page in new:
             self._resident.add(page)
             self._filled[page] = self._filled.get(page, 0) + 1
         self.pins[offset, size] += 1
-        return array.array("I", [self._filled[page] for page in pages])
+        numbers = [self._filled[page] for page in pages]
+        return array.array("I", numbers + [0] * (size // PAGE + 2 - len(numbers)))
 
     def unpin(self, place: tuple[Any, int, int]) -> None:
-        """Give a pin back."""
-        self.pins[place[1], place[2]] -= 1
-        assert self.pins[place[1], place[2]] >= 0, "a place was given back twice"
+        """Give a pin back. What lies above the mark goes with its last one."""
+        _, offset, size = place
+        self.pins[offset, size] -= 1
+        assert self.pins[offset, size] >= 0, "a place was given back twice"
+        for page in range(max(self._mark, offset // PAGE), (offset + size - 1) // PAGE + 1):
+            if page in self._resident and not self.pinned(page):
+                self.take_away_page(page)
 
     def pinned(self, page: int) -> bool:
         """Whether a place on this page is in use."""

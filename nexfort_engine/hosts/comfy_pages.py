@@ -93,10 +93,13 @@ def _runs(memory: Any, length: int, pages: dict[int, int]) -> Iterator[tuple[Pla
 
 
 def _page_length(memory: Any) -> int | None:
-    """Bytes of a page: a power of two, of which the last page may be cut short. None where the memory does not tell."""
+    """Bytes of a page. None where the memory does not tell, or holds none now.
+
+    It is asked what it holds: a memory that is larger than the card has fewer pages than its size says.
+    """
     try:
-        count, size = memory.get_nr_pages(), int(memory.max_size)
         memory.base_addr  # noqa: B018  # asked for whether it is there
-    except AttributeError:
+        length, rest = divmod(int(memory.loaded_size()), sum(flags & 1 for flags in memory.get_residency()))
+    except (AttributeError, ZeroDivisionError):
         return None
-    return 1 << (-(-size // count) - 1).bit_length()
+    return None if rest or length & (length - 1) else length  # another thread may have come between the two questions

@@ -26,7 +26,8 @@ def filled(memory: Any, sizes: list[int]) -> list[Any]:
 
 
 def memory_for(sizes: list[int]) -> PagedMemory:
-    return PagedMemory(sum(size + ALIGNED for size in sizes) + PAGE)
+    size = sum(size + ALIGNED for size in sizes) + PAGE
+    return PagedMemory(size, asked_for=10 * size)
 
 
 def given_back(layers: list[Any]) -> Pages:
@@ -69,9 +70,16 @@ def test_a_memory_that_does_not_tell_its_pages_is_asked_for_every_place() -> Non
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE, 157 * PAGE, 157 * PAGE + 8])
-def test_the_length_of_a_page_is_found(size: int) -> None:
-    length = _page_length(PagedMemory(size))
-    assert length == PAGE or (size < PAGE and length is not None and length >= size)
+@pytest.mark.parametrize("asked_for", [None, 1 << 30])
+def test_the_length_of_a_page_is_found(size: int, asked_for: int | None) -> None:
+    """However much more was asked for than the card has."""
+    memory = PagedMemory(size, asked_for=asked_for)
+    assert _page_length(memory) is None, "it holds none"
+    assert memory.fault((memory, 0, size))
+    memory.unpin((memory, 0, size))
+    assert _page_length(memory) == PAGE
+    memory.loaded_size = lambda: 3 * PAGE * memory.get_nr_pages()  # type: ignore[method-assign]  # it grew meanwhile
+    assert _page_length(memory) is None
 
 
 @given(SIZES, st.data())
