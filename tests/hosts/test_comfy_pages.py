@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from card_memory import ALIGNED, PAGE, PagedMemory
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches
+from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches, give_back
+from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
 
@@ -118,3 +121,93 @@ def test_layers_that_disagree_about_a_page_are_all_asked() -> None:
     memory.fault(first._v)
     pages = given_back([first, second])
     assert not pages.take_again() and not +memory.pins
+
+
+# ---- given back ----------------------------------------------------------------------------------------------
+
+
+@given(SIZES, st.data())
+def test_what_is_needed_stays_and_the_rest_goes(sizes: list[int], data: st.DataObject) -> None:
+    memory = memory_for(sizes)
+    layers = filled(memory, sizes)
+    needed = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
+    in_use = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
+    given_back(layers)
+    for layer in in_use:
+        memory.fault(layer._v)
+    before, pins = set(memory.resident), Counter(memory.pins)
+    left = touched([layer._v for layer in (*needed, *in_use)])
+    idle = len(before - touched([layer._v for layer in needed]))
+    found = give_back(memory, [layer._v for layer in needed])
+    if idle < 0.05 * len(before):
+        assert not found and memory.resident == before and not memory.given_back
+    else:
+        assert found == PAGE * len(before - left) and memory.resident == left
+    assert +memory.pins == +pins
+    for layer in in_use:
+        memory.unpin(layer._v)
+    assert memory.resident == (left if memory.given_back else before), "nothing goes with the last pin"
+    gone = before - memory.resident
+    for layer in layers:
+        stays = not touched([layer._v]) & gone
+        number = memory.fault(layer._v)
+        assert number is not None, "all of it may come back"
+        assert (number == layer._v_signature) == stays
+        memory.unpin(layer._v)
+
+
+def test_layers_are_told_apart_by_their_memory() -> None:
+    model, memories = nn.Sequential(*(nn.ReLU() for _ in range(4))), [PagedMemory(20 * PAGE), PagedMemory(20 * PAGE)]
+    for layer, memory in zip(model, (memories[0], memories[0], memories[1]), strict=False):
+        layer._v = memory.place(2 * PAGE)
+        assert memory.fault(layer._v)
+        memory.unpin(layer._v)
+    lender = ComfyWeights(model)
+    assert lender.do_without([model[3]]) == 0, "it has no place"
+    assert lender.do_without([model[0]]) == 2 * PAGE, "its neighbour stays, and so does what lies elsewhere"
+    assert memories[0].resident == {2, 3} and memories[1].resident == {0, 1} and not memories[1].given_back
+    assert lender.do_without(list(model)) == 4 * PAGE
+    del model, layer
+    assert lender.do_without([]) == 0, "the model is gone"
+
+
+@pytest.mark.parametrize(("idle", "goes"), [(0, False), (4, False), (5, True), (100, True)])
+def test_little_is_not_worth_it(idle: int, goes: bool) -> None:
+    """In hundredths of what is resident."""
+    memory = PagedMemory(101 * PAGE)
+    whole = memory, 0, 100 * PAGE
+    assert memory.fault(whole)
+    memory.unpin(whole)
+    assert give_back(memory, [(memory, idle * PAGE, (100 - idle) * PAGE)] if idle < 100 else []) == goes * idle * PAGE
+    assert bool(memory.given_back) == goes and memory.loaded_size() == (100 - goes * idle) * PAGE
+    faults = memory.faults
+    assert give_back(memory, [(memory, 0, 100 * PAGE)]) == 0 and memory.faults == faults, "nothing is idle"
+
+
+def test_what_is_not_resident_is_not_asked_for() -> None:
+    memory = PagedMemory(10 * PAGE)
+    assert give_back(memory, []) == 0 and not memory.given_back, "it holds nothing"
+    one = memory, 0, PAGE
+    assert memory.fault(one)
+    memory.unpin(one)
+    assert give_back(memory, [(memory, 5 * PAGE, 2 * PAGE)]) == PAGE and not memory.resident
+
+
+def test_a_memory_that_does_not_tell_its_pages_gives_nothing_back() -> None:
+    assert give_back(SimpleNamespace(), []) == 0
+
+
+def test_pages_are_let_go_of_if_giving_back_fails() -> None:
+    memory = PagedMemory(4 * PAGE)
+    both = memory, 0, 2 * PAGE
+    assert memory.fault(both)
+    memory.unpin(both)
+
+    def fails(_: int) -> int:
+        memory._mark = 0
+        raise RuntimeError
+
+    memory.free_memory = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        give_back(memory, [(memory, 0, PAGE)])
+    assert not +memory.pins and memory.resident == {0, 1}
