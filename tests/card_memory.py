@@ -87,9 +87,10 @@ class PagedMemory:
         self.given_back.append((wanted - left) * PAGE)
         return self.given_back[-1]
 
-    def prioritize(self) -> None:
-        """All of it may be resident again."""
-        self._mark = self.get_nr_pages()
+    def set_watermark(self, size: int) -> None:
+        """Nothing above this many bytes may be resident; less than now is not needed here."""
+        assert size % PAGE == 0 and self._mark * PAGE <= size
+        self._mark = min(size // PAGE, self.get_nr_pages())
 
     def place(self, size: int) -> tuple[PagedMemory, int, int]:
         """A place for `size` bytes, as `ModelVBAR.alloc` gives it."""
@@ -137,6 +138,16 @@ class PagedMemory:
         assert not +self.pins, "pages are taken away while they are in use"
         self.resident.clear()
         self.bytes.fill_(0x7F)  # as floats: large numbers, which no picture survives
+
+
+class OlderPagedMemory(PagedMemory):
+    """As comfy-aimdo 0.3 has it, ComfyUI 0.20's: the mark is raised by what a model does that is loaded."""
+
+    set_watermark = property()  # type: ignore[assignment]
+
+    def prioritize(self) -> None:
+        """All of it may be resident again, and before that of other models."""
+        self._mark = self.get_nr_pages()
 
 
 def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[Any]:

@@ -90,9 +90,17 @@ def give_back(memory: Any, needed: list[Place]) -> int:
         # pages go from the end, those in use excepted, and it waits for the device before the first
         return int(memory.free_memory(memory.loaded_size()))
     finally:
-        memory.prioritize()  # the mark above which nothing may be resident went down: what is held would go after all
+        _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
         for place in held:
             model_vbar.vbar_unpin(place)
+
+
+def _raise_mark(memory: Any, length: int) -> None:
+    """Let all of a memory be resident again: giving back lowered the mark above which nothing may be."""
+    if hasattr(memory, "set_watermark"):
+        memory.set_watermark(memory.get_nr_pages() * length)
+    else:  # of older versions; it puts the model before others too, which loading it did already
+        memory.prioritize()
 
 
 def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from card_memory import ALIGNED, PAGE, PagedMemory
+from card_memory import ALIGNED, PAGE, OlderPagedMemory, PagedMemory
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -28,9 +28,9 @@ def filled(memory: Any, sizes: list[int]) -> list[Any]:
     return layers
 
 
-def memory_for(sizes: list[int]) -> PagedMemory:
+def memory_for(sizes: list[int], kind: type[PagedMemory] = PagedMemory) -> PagedMemory:
     size = sum(size + ALIGNED for size in sizes) + PAGE
-    return PagedMemory(size, asked_for=10 * size)
+    return kind(size, asked_for=10 * size)
 
 
 def given_back(layers: list[Any]) -> Pages:
@@ -126,9 +126,9 @@ def test_layers_that_disagree_about_a_page_are_all_asked() -> None:
 # ---- given back ----------------------------------------------------------------------------------------------
 
 
-@given(SIZES, st.data())
-def test_what_is_needed_stays_and_the_rest_goes(sizes: list[int], data: st.DataObject) -> None:
-    memory = memory_for(sizes)
+@given(SIZES, st.sampled_from([PagedMemory, OlderPagedMemory]), st.data())
+def test_what_is_needed_stays_and_the_rest_goes(sizes: list[int], kind: type[PagedMemory], data: st.DataObject) -> None:
+    memory = memory_for(sizes, kind)
     layers = filled(memory, sizes)
     needed = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
     in_use = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
