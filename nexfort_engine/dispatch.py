@@ -164,6 +164,7 @@ class Region:
         if self._has_room(tensors, self.engine.room if stand_ins else lambda _: 0):
             binding.kept = made
             session.spares |= bool(stand_ins)
+            self.engine.held_twice |= bool(stand_ins)
         else:
             self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
         return made

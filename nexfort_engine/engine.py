@@ -28,7 +28,7 @@ from .config import CompileConfig
 from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
-from .loans import Lender
+from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, replaced_forward, structure
 from .prepared import Version
@@ -91,6 +91,7 @@ class Engine:
         self.report = Report(config, str(store.root))
         self.known = known or Known()
         self.keeps = True  # prepared weights, where there is room
+        self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
@@ -178,6 +179,19 @@ class Engine:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
         return self.lender.room(device) if self.lender is not None else 0
 
+    def _hold_once(self) -> None:
+        """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
+
+        Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
+        """
+        if not self.held_twice or self.lender is None:
+            return
+        self.held_twice = False
+        kept = [binding for region in self.regions for binding in region.bindings if binding.kept is not None]
+        layers = layers_in(self.root, self.spared(kept))
+        if layers and (given := self.lender.do_without(layers)):
+            log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", self.name, given >> 20)
+
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
         graphs = self.graphs is not None and bool(self.graphs.release())
@@ -249,6 +263,8 @@ class Engine:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
             Verifier(self, graphs=kept[2]).run(session.root[0], *kept[:2])
+            self.held_twice = True  # eager code asked the host for all weights
+        self._hold_once()
         return result
 
     def _kept(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool] | None:

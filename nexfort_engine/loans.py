@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .modulestate import ABSENT
+from .modulestate import ABSENT, Slot
 from .parts import is_plain
 
 StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be lent
@@ -67,6 +67,12 @@ class Lender(Protocol):
 
     def room(self, device: torch.device) -> int:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
+
+    def do_without(self, layers: list[nn.Module]) -> int:
+        """Give back what is held of a device for these layers alone, if it is worth it: nobody will ask for it soon.
+
+        Returns bytes. Who borrows from them all the same gets what they hold, as if they had not been lent before.
+        """
 
     def lends(self, layer: nn.Module) -> bool:
         """Whether the layer's weights can be borrowed: it is of a kind whose code is known."""
@@ -211,6 +217,13 @@ class Layers:
         for i in (i for _, places in due for i in places.values()):
             found[i] = _blank(weights[i], dtypes.get(i, weights[i].dtype), device)
         return found
+
+
+def layers_in(root: nn.Module, slots: Collection[Slot]) -> list[nn.Module]:
+    """The layers of a network all of whose weights lie in these slots."""
+    there = {(id(table), name) for table, name in slots}
+    rows = [(sub, [(id(sub._parameters), name) for name in _weights_of(sub)]) for sub in root.modules()]
+    return [sub for sub, own in rows if own and there.issuperset(own)]
 
 
 def _blank(own: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Planner:
 
     def calls(self, session: Session) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
-        session.planned = True
+        session.planned = self.engine.held_twice = True  # the backbone's own code asks the host for all weights
         if session.root is None or not self.engine.config.dynamic:
             return []
         call, args, kwargs = session.root

@@ -45,26 +45,52 @@ def unload() -> None:
 
 
 class PagedMemory:
-    """A stretch of memory. fits: how many of its bytes may be resident at once.
+    """A stretch of memory. fits: how many of its bytes may be resident at once. asked_for: bytes that it was to have.
 
-    faults, pins: what was asked for, and the pins that were not given back, by place. base_addr, max_size,
-    get_nr_pages: as a ModelVBAR has them.
+    faults, pins: what was asked for, and the pins that were not given back, by place. resident: its pages that are.
+    filled: for each page how often it was made so. given_back: bytes, each time that some were to go. The rest is named
+    and behaves as a ModelVBAR's: pages go from the end, down to a mark above which none is made resident; those in use
+    stay.
     """
 
     base_addr = 0
 
-    def __init__(self, size: int, fits: int | None = None) -> None:
-        self.max_size = size
+    def __init__(self, size: int, fits: int | None = None, asked_for: int | None = None) -> None:
+        self.max_size = asked_for or size  # ComfyUI asks for ten times the model, and gets what the card has
         self.bytes = torch.zeros(size, dtype=torch.uint8)
-        self.fits = size if fits is None else fits
+        self.fits = self.get_nr_pages() * PAGE if fits is None else fits
         self.faults = 0
         self.pins: Counter[tuple[int, int]] = Counter()
         self._next = 0
-        self._filled: dict[int, int] = {}  # page -> how often it was made resident
-        self._resident: set[int] = set()
+        self.filled: Counter[int] = Counter()
+        self.resident: set[int] = set()
+        self.given_back: list[int] = []
+        self._mark = self.get_nr_pages()
 
     def get_nr_pages(self) -> int:
-        return -(-self.max_size // PAGE)
+        return -(-self.bytes.numel() // PAGE)
+
+    def loaded_size(self) -> int:
+        return len(self.resident) * PAGE
+
+    def get_residency(self) -> list[int]:
+        return [(page in self.resident) + 2 * self.pinned(page) for page in range(self.get_nr_pages())]
+
+    def free_memory(self, size: int) -> int:
+        """Let pages of this size go from the end; the mark is where it stopped."""
+        left = wanted = -(-size // PAGE)
+        while left and self._mark:
+            self._mark -= 1
+            if self._mark in self.resident and not self.pinned(self._mark):
+                self.take_away_page(self._mark)
+                left -= 1
+        self.given_back.append((wanted - left) * PAGE)
+        return self.given_back[-1]
+
+    def set_watermark(self, size: int) -> None:
+        """Nothing above this many bytes may be resident; less than now is not needed here."""
+        assert size % PAGE == 0 and self._mark * PAGE <= size
+        self._mark = min(size // PAGE, self.get_nr_pages())
 
     def place(self, size: int) -> tuple[PagedMemory, int, int]:
         """A place for `size` bytes, as `ModelVBAR.alloc` gives it."""
@@ -78,19 +104,24 @@ class PagedMemory:
         self.faults += 1
         _, offset, size = place
         pages = range(offset // PAGE, (offset + size - 1) // PAGE + 1)
-        new = [page for page in pages if page not in self._resident]
-        if (len(self._resident) + len(new)) * PAGE > self.fits:
+        new = [page for page in pages if page not in self.resident]
+        if pages[-1] >= self._mark or (len(self.resident) + len(new)) * PAGE > self.fits:
             return None
         for page in new:
-            self._resident.add(page)
-            self._filled[page] = self._filled.get(page, 0) + 1
+            self.resident.add(page)
+            self.filled[page] += 1
         self.pins[offset, size] += 1
-        return array.array("I", [self._filled[page] for page in pages])
+        numbers = [self.filled[page] for page in pages]
+        return array.array("I", numbers + [0] * (size // PAGE + 2 - len(numbers)))
 
     def unpin(self, place: tuple[Any, int, int]) -> None:
-        """Give a pin back."""
-        self.pins[place[1], place[2]] -= 1
-        assert self.pins[place[1], place[2]] >= 0, "a place was given back twice"
+        """Give a pin back. What lies above the mark goes with its last one."""
+        _, offset, size = place
+        self.pins[offset, size] -= 1
+        assert self.pins[offset, size] >= 0, "a place was given back twice"
+        for page in range(max(self._mark, offset // PAGE), (offset + size - 1) // PAGE + 1):
+            if page in self.resident and not self.pinned(page):
+                self.take_away_page(page)
 
     def pinned(self, page: int) -> bool:
         """Whether a place on this page is in use."""
@@ -99,14 +130,24 @@ class PagedMemory:
     def take_away_page(self, page: int) -> None:
         """Somebody else needs the memory of this page."""
         assert not self.pinned(page), "a page is taken away while it is in use"
-        self._resident.discard(page)
+        self.resident.discard(page)
         self.bytes[page * PAGE : (page + 1) * PAGE] = 0x7F
 
     def take_away(self) -> None:
         """Somebody else needs the memory: every page goes, and with it what lay there."""
         assert not +self.pins, "pages are taken away while they are in use"
-        self._resident.clear()
+        self.resident.clear()
         self.bytes.fill_(0x7F)  # as floats: large numbers, which no picture survives
+
+
+class OlderPagedMemory(PagedMemory):
+    """As comfy-aimdo 0.3 has it, ComfyUI 0.20's: the mark is raised by what a model does that is loaded."""
+
+    set_watermark = property()  # type: ignore[assignment]
+
+    def prioritize(self) -> None:
+        """All of it may be resident again, and before that of other models."""
+        self._mark = self.get_nr_pages()
 
 
 def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[Any]:
@@ -121,8 +162,8 @@ def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[A
 
     from nexfort_engine.hosts import comfy_weights
 
-    patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", memory.fault)
-    patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", memory.unpin)
+    patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda place: place[0].fault(place))
+    patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda place: place[0].unpin(place))
     patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda at, _device: at[0].bytes[at[1] : at[1] + at[2]])
     patch.setattr(comfy.pinned_memory, "get_pin", lambda *_, **__: None)
     patch.setattr(comfy.pinned_memory, "pin_memory", lambda *_, **__: False)

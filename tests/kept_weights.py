@@ -90,14 +90,20 @@ class Elsewhere:
 
 
 class Paged(Elsewhere):
-    """Under dynamic VRAM, in pretended memory. layers: those that have a place there."""
+    """Under dynamic VRAM, in pretended memory. layers: those that have a place there. others: the pages of those that
+    are not packed."""
 
     def __init__(self, patcher: Any, patch: pytest.MonkeyPatch) -> None:
         super().__init__(patcher, patch)
         self.memory = PagedMemory(1 << 20)
         self.layers = page(patcher, self.memory, patch)
+        self.others = pages_of([layer for layer in self.layers if not is_packed(layer.seed_key)])
         patch.setattr(ComfyWeights, "room", lambda *_: 1 << 40)  # pages that others may have
         self._stay(patch)
+
+    def pages_of(self, names: set[str]) -> set[int]:
+        """Of layers, by their names in the network."""
+        return pages_of([layer for layer in self.layers if layer.seed_key.removeprefix("diffusion_model.") in names])
 
     def _stay(self, patch: pytest.MonkeyPatch) -> None:
         """A patcher that loads other patches leaves the layers under dynamic VRAM, to be fetched anew."""
@@ -107,7 +113,7 @@ class Paged(Elsewhere):
 
         def loaded(patcher: Any, *args: Any, **kwargs: Any) -> None:
             load(patcher, *args, **kwargs)
-            for layer in self.layers:
+            for layer in self.layers if patcher.model is self.clone.model else ():
                 layer.comfy_cast_weights, layer._v_signature = True, None
 
         patch.setattr(comfy.model_patcher.ModelPatcher, "load", loaded)

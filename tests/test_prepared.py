@@ -21,6 +21,7 @@ from nexfort_engine.artefact import Binding
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
+from nexfort_engine.loans import layers_in
 from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.prepared import LEAST, Kept, PreparingCode, room_for, take_out
 
@@ -201,6 +202,13 @@ def test_any_graph_computes_what_it_did(program: list[tuple[int, int, int]]) -> 
     found = module(*[values[i] for i in taken.keeps], *prepared, values[2])
     assert len(prepared) == taken.gives
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_layer_is_spared_if_all_of_its_weights_are() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    slots = [(root[0]._parameters, "weight"), (root[0]._parameters, "bias")]
+    slots += [(root[1]._parameters, "bias"), (root[3]._parameters, "weight")]
+    assert layers_in(root, slots) == [root[0], root[3]] and not layers_in(root, [])
 
 
 # ---- how long they are kept --------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Each layer has a place in a stretch of memory whose pages go away when something
 (`vbar_fault`) makes its pages resident, pins them, and tells a number for each: another number than before means that
 the page went away in between, and with it what it held. Each question costs as much as the launch of a kernel, and a
 block has many more layers than runs of pages: it is the runs that are asked for.
+
+Pages that nobody asks for any more stay until somebody else needs the room, or until they are given back (`give_back`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from operator import contains, is_
 from typing import Any
 
 Place = tuple[Any, int, int]  # (memory, address, bytes), as ComfyUI keeps it in a layer's `_v`
+_LEAST = 0.05  # of what a memory holds: for less nobody should wait until the device has done all it was told
 
 
 class Pages:
@@ -64,6 +67,42 @@ class Pages:
         self._held.clear()
 
 
+def give_back(memory: Any, needed: list[Place]) -> int:
+    """Give back the pages of a memory that none of the needed places touches, if they are worth it. Returns bytes.
+
+    Those of the needed places are held meanwhile: they stay as they are, and are not read anew. Whoever asks for one of
+    the others later is told another number, and fills it again.
+    """
+    from comfy_aimdo import model_vbar
+
+    length = _page_length(memory)
+    if length is None:
+        return 0
+    resident = {page for page, flags in enumerate(memory.get_residency()) if flags & 1}
+    wanted = resident.intersection(page for place in needed for page in _pages_of(place, length))
+    if len(resident) - len(wanted) < _LEAST * len(resident):
+        return 0
+    held = []
+    try:
+        for place, _ in _runs(memory, length, dict.fromkeys(wanted, 0)):
+            if model_vbar.vbar_fault(place) is not None:
+                held.append(place)
+        # pages go from the end, those in use excepted, and it waits for the device before the first
+        return int(memory.free_memory(memory.loaded_size()))
+    finally:
+        _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
+        for place in held:
+            model_vbar.vbar_unpin(place)
+
+
+def _raise_mark(memory: Any, length: int) -> None:
+    """Let all of a memory be resident again: giving back lowered the mark above which nothing may be."""
+    if hasattr(memory, "set_watermark"):
+        memory.set_watermark(memory.get_nr_pages() * length)
+    else:  # of older versions; it puts the model before others too, which loading it did already
+        memory.prioritize()
+
+
 def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:
     """Places that together touch the same pages, one for each run of them, with the pages' numbers.
 
@@ -73,15 +112,21 @@ def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:
     memories = {id(place[0]): place[0] for place, _ in filled}
     lengths = {key: _page_length(memory) for key, memory in memories.items()}
     pages_of: dict[int, dict[int, int]] = {key: {} for key in memories}  # page -> its number
-    for (memory, address, size), numbers in filled:
-        length, pages = lengths[id(memory)], pages_of[id(memory)]
+    for place, numbers in filled:
+        length, pages = lengths[id(place[0])], pages_of[id(place[0])]
         if length is None:
             return as_they_are
-        first, last = (address - memory.base_addr) // length, (address - memory.base_addr + max(1, size) - 1) // length
-        for page, number in zip(range(first, last + 1), numbers, strict=False):  # numbers has room to spare
+        for page, number in zip(_pages_of(place, length), numbers, strict=False):  # numbers has room to spare
             if pages.setdefault(page, number) != number:
                 return as_they_are
     return [found for key, memory in memories.items() for found in _runs(memory, lengths[key] or 0, pages_of[key])]
+
+
+def _pages_of(place: Place, length: int) -> range:
+    """The pages that a place touches."""
+    memory, address, size = place
+    start = address - memory.base_addr
+    return range(start // length, (start + max(1, size) - 1) // length + 1)
 
 
 def _runs(memory: Any, length: int, pages: dict[int, int]) -> Iterator[tuple[Place, bytes]]:
@@ -93,10 +138,13 @@ def _runs(memory: Any, length: int, pages: dict[int, int]) -> Iterator[tuple[Pla
 
 
 def _page_length(memory: Any) -> int | None:
-    """Bytes of a page: a power of two, of which the last page may be cut short. None where the memory does not tell."""
+    """Bytes of a page. None where the memory does not tell, or holds none now.
+
+    It is asked what it holds: a memory that is larger than the card has fewer pages than its size says.
+    """
     try:
-        count, size = memory.get_nr_pages(), int(memory.max_size)
         memory.base_addr  # noqa: B018  # asked for whether it is there
-    except AttributeError:
+        length, rest = divmod(int(memory.loaded_size()), sum(flags & 1 for flags in memory.get_residency()))
+    except (AttributeError, ZeroDivisionError):
         return None
-    return 1 << (-(-size // count) - 1).bit_length()
+    return None if rest or length & (length - 1) else length  # another thread may have come between the two questions

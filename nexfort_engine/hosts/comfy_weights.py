@@ -22,7 +22,7 @@ from torch import nn
 from ..loans import NotLent
 from ..modulestate import ABSENT
 from .comfy_own_casts import OwnCasts, casts_itself
-from .comfy_pages import Pages
+from .comfy_pages import Pages, give_back
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
@@ -61,6 +61,14 @@ class ComfyWeights:
         import comfy.model_management as management
 
         return int(max(0, patcher.get_free_memory(device) - management.get_free_memory(device)))
+
+    def do_without(self, layers: list[nn.Module]) -> int:
+        """Give back the pages in which no other layer of the model has its place."""
+        model, idle = self._model(), set(map(id, layers))
+        paged = [sub for sub in (model.modules() if model is not None else ()) if "_v" in sub.__dict__]
+        memories = {id(sub._v[0]): sub._v[0] for sub in paged if id(sub) in idle}
+        needed = [sub._v for sub in paged if id(sub) not in idle]
+        return sum(give_back(one, [place for place in needed if place[0] is one]) for one in memories.values())
 
     def lends(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.

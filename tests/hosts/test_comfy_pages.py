@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from card_memory import ALIGNED, PAGE, PagedMemory
+from card_memory import ALIGNED, PAGE, OlderPagedMemory, PagedMemory
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches
+from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches, give_back
+from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
 
@@ -25,8 +28,9 @@ def filled(memory: Any, sizes: list[int]) -> list[Any]:
     return layers
 
 
-def memory_for(sizes: list[int]) -> PagedMemory:
-    return PagedMemory(sum(size + ALIGNED for size in sizes) + PAGE)
+def memory_for(sizes: list[int], kind: type[PagedMemory] = PagedMemory) -> PagedMemory:
+    size = sum(size + ALIGNED for size in sizes) + PAGE
+    return kind(size, asked_for=10 * size)
 
 
 def given_back(layers: list[Any]) -> Pages:
@@ -69,9 +73,16 @@ def test_a_memory_that_does_not_tell_its_pages_is_asked_for_every_place() -> Non
 
 
 @pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE, 157 * PAGE, 157 * PAGE + 8])
-def test_the_length_of_a_page_is_found(size: int) -> None:
-    length = _page_length(PagedMemory(size))
-    assert length == PAGE or (size < PAGE and length is not None and length >= size)
+@pytest.mark.parametrize("asked_for", [None, 1 << 30])
+def test_the_length_of_a_page_is_found(size: int, asked_for: int | None) -> None:
+    """However much more was asked for than the card has."""
+    memory = PagedMemory(size, asked_for=asked_for)
+    assert _page_length(memory) is None, "it holds none"
+    assert memory.fault((memory, 0, size))
+    memory.unpin((memory, 0, size))
+    assert _page_length(memory) == PAGE
+    memory.loaded_size = lambda: 3 * PAGE * memory.get_nr_pages()  # type: ignore[method-assign]  # it grew meanwhile
+    assert _page_length(memory) is None
 
 
 @given(SIZES, st.data())
@@ -110,3 +121,93 @@ def test_layers_that_disagree_about_a_page_are_all_asked() -> None:
     memory.fault(first._v)
     pages = given_back([first, second])
     assert not pages.take_again() and not +memory.pins
+
+
+# ---- given back ----------------------------------------------------------------------------------------------
+
+
+@given(SIZES, st.sampled_from([PagedMemory, OlderPagedMemory]), st.data())
+def test_what_is_needed_stays_and_the_rest_goes(sizes: list[int], kind: type[PagedMemory], data: st.DataObject) -> None:
+    memory = memory_for(sizes, kind)
+    layers = filled(memory, sizes)
+    needed = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
+    in_use = data.draw(st.lists(st.sampled_from(layers), unique_by=id))
+    given_back(layers)
+    for layer in in_use:
+        memory.fault(layer._v)
+    before, pins = set(memory.resident), Counter(memory.pins)
+    left = touched([layer._v for layer in (*needed, *in_use)])
+    idle = len(before - touched([layer._v for layer in needed]))
+    found = give_back(memory, [layer._v for layer in needed])
+    if idle < 0.05 * len(before):
+        assert not found and memory.resident == before and not memory.given_back
+    else:
+        assert found == PAGE * len(before - left) and memory.resident == left
+    assert +memory.pins == +pins
+    for layer in in_use:
+        memory.unpin(layer._v)
+    assert memory.resident == (left if memory.given_back else before), "nothing goes with the last pin"
+    gone = before - memory.resident
+    for layer in layers:
+        stays = not touched([layer._v]) & gone
+        number = memory.fault(layer._v)
+        assert number is not None, "all of it may come back"
+        assert (number == layer._v_signature) == stays
+        memory.unpin(layer._v)
+
+
+def test_layers_are_told_apart_by_their_memory() -> None:
+    model, memories = nn.Sequential(*(nn.ReLU() for _ in range(4))), [PagedMemory(20 * PAGE), PagedMemory(20 * PAGE)]
+    for layer, memory in zip(model, (memories[0], memories[0], memories[1]), strict=False):
+        layer._v = memory.place(2 * PAGE)
+        assert memory.fault(layer._v)
+        memory.unpin(layer._v)
+    lender = ComfyWeights(model)
+    assert lender.do_without([model[3]]) == 0, "it has no place"
+    assert lender.do_without([model[0]]) == 2 * PAGE, "its neighbour stays, and so does what lies elsewhere"
+    assert memories[0].resident == {2, 3} and memories[1].resident == {0, 1} and not memories[1].given_back
+    assert lender.do_without(list(model)) == 4 * PAGE
+    del model, layer
+    assert lender.do_without([]) == 0, "the model is gone"
+
+
+@pytest.mark.parametrize(("idle", "goes"), [(0, False), (4, False), (5, True), (100, True)])
+def test_little_is_not_worth_it(idle: int, goes: bool) -> None:
+    """In hundredths of what is resident."""
+    memory = PagedMemory(101 * PAGE)
+    whole = memory, 0, 100 * PAGE
+    assert memory.fault(whole)
+    memory.unpin(whole)
+    assert give_back(memory, [(memory, idle * PAGE, (100 - idle) * PAGE)] if idle < 100 else []) == goes * idle * PAGE
+    assert bool(memory.given_back) == goes and memory.loaded_size() == (100 - goes * idle) * PAGE
+    faults = memory.faults
+    assert give_back(memory, [(memory, 0, 100 * PAGE)]) == 0 and memory.faults == faults, "nothing is idle"
+
+
+def test_what_is_not_resident_is_not_asked_for() -> None:
+    memory = PagedMemory(10 * PAGE)
+    assert give_back(memory, []) == 0 and not memory.given_back, "it holds nothing"
+    one = memory, 0, PAGE
+    assert memory.fault(one)
+    memory.unpin(one)
+    assert give_back(memory, [(memory, 5 * PAGE, 2 * PAGE)]) == PAGE and not memory.resident
+
+
+def test_a_memory_that_does_not_tell_its_pages_gives_nothing_back() -> None:
+    assert give_back(SimpleNamespace(), []) == 0
+
+
+def test_pages_are_let_go_of_if_giving_back_fails() -> None:
+    memory = PagedMemory(4 * PAGE)
+    both = memory, 0, 2 * PAGE
+    assert memory.fault(both)
+    memory.unpin(both)
+
+    def fails(_: int) -> int:
+        memory._mark = 0
+        raise RuntimeError
+
+    memory.free_memory = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        give_back(memory, [(memory, 0, PAGE)])
+    assert not +memory.pins and memory.resident == {0, 1}

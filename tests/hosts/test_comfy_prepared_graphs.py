@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from card_memory import PAGE
-from kept_weights import O3, Paged, engine_of, is_packed, kept, packing_flux, pages_of
+from kept_weights import O3, Paged, engine_of, kept, packing_flux, pages_of
 from patchers import sample
 from pretended_graph import Graph, pretend
 
@@ -85,8 +85,7 @@ def test_a_graph_holds_no_pages_of_what_is_kept_packed(watched: Watched) -> None
     watched.memory.take_away()
     assert torch.equal(sample(watched.clone, steps=4), first)
     watched.check()
-    others = pages_of([layer for layer in watched.layers if not is_packed(layer.seed_key)])
-    assert all(read and held <= others and held < pages_of(watched.layers) for read, held in watched.replays)
+    assert all(read and held <= watched.others and held < pages_of(watched.layers) for read, held in watched.replays)
 
 
 @pytest.mark.parametrize("first", [2, 3])
@@ -167,6 +166,54 @@ def test_a_graph_survives_that_another_kind_is_packed(watched: Watched) -> None:
     before = watched.observed
     sample(watched.clone, steps=3, cfg=1.0)
     assert watched.observed == before and len(Graph.made) == 1
+
+
+def test_pages_are_given_back_before_a_graph_is_made_and_it_keeps_its_own(watched: Watched) -> None:
+    """Also when another kind of call is packed meanwhile."""
+    memory, found = watched.memory, []
+    free = memory.free_memory
+    memory.free_memory = lambda size: found.append((len(Graph.made), bool(watched.replays))) or free(size)  # type: ignore[method-assign]
+    first = sample(watched.clone, steps=4, cfg=1.0)
+    left = set(memory.resident)
+    assert found == [(0, False)] and len(Graph.made) == 1
+    assert all(read and held == left for read, held in watched.replays), "the graph needs all that is left"
+    filled = {page: memory.filled[page] for page in left}
+    sample(watched.clone, steps=1, cfg=1.0, edit=masked)
+    assert found == [(0, False), (1, True)] and memory.resident == left
+    before = len(watched.replays)
+    assert torch.equal(sample(watched.clone, steps=4, cfg=1.0), first)
+    assert len(watched.replays) == before + 4, "at once, and in every step"
+    assert {page: memory.filled[page] for page in left} == filled, "nothing was read again"
+    watched.check()
+
+
+def test_a_kind_of_call_that_is_not_packed_any_more_keeps_no_pages(watched: Watched) -> None:
+    sample(watched.clone, steps=3, cfg=1.0)
+    left = set(watched.memory.resident)
+    sample(watched.clone, steps=3, cfg=1.0, edit=masked)
+    engine_of(watched.clone).release()
+    sample(watched.clone, steps=3, cfg=1.0)
+    assert sum(map(bool, kept(watched.clone))) < len(kept(watched.clone)) and watched.memory.resident == left
+
+
+def test_a_graph_whose_pages_were_given_back_is_not_replayed_on_others(watched: Watched) -> None:
+    first = sample(watched.clone, steps=4)
+    before = len(watched.replays)
+    assert engine_of(watched.clone).lender.do_without(watched.layers) and not watched.memory.resident
+    assert torch.equal(sample(watched.clone, steps=4), first)
+    assert len(watched.replays) == before + 3, "not in the first step"
+    watched.check()
+
+
+def test_a_lora_has_a_graph_made_after_pages_were_given_back(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample(watched.clone, steps=4)
+    left, graphs = set(watched.memory.resident), len(Graph.made)
+    monkeypatch.setattr(ComfyWeights, "version", lambda _: "with a LoRA")
+    watched.fetched_anew()
+    sample(watched.clone, steps=5)
+    assert len(watched.memory.given_back) == 2 and watched.memory.resident == left
+    assert len(Graph.made) == graphs + 1
+    watched.check()
 
 
 def test_kinds_of_calls_share_what_stands_in(watched: Watched) -> None:

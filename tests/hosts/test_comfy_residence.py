@@ -52,7 +52,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Paged:
 def test_pages_that_stay_are_held_and_hold_the_weights(paged: Paged) -> None:
     assert paged.addresses() is None, "nothing was fetched yet"
     assert paged.residence.settle(CPU) and paged.free()
-    first, end = paged.memory.bytes.data_ptr(), paged.memory.bytes.data_ptr() + paged.memory.max_size
+    first, end = paged.memory.bytes.data_ptr(), paged.memory.bytes.data_ptr() + paged.memory.bytes.numel()
     assert all(first <= at < end for at in paged.addresses() or [0]), "a weight that does not lie in the pages"
     wanted = [weight.clone() for weight in paged.network.parameters()]
     with paged.residence.held(CPU) as weights:
