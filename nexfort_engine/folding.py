@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
 
@@ -79,6 +80,8 @@ def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
 
     None where it repeats nothing, or holds what can't be cut: in-place operators, results that are sizes.
     """
+    if sum(node.op == "call_function" for node in module.graph.nodes) < least:
+        return None
     _fill(module.graph)
     nodes = _operators(module.graph)
     if nodes is None:
@@ -94,11 +97,12 @@ def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
 
 def _fill(graph: Graph) -> None:
     """Give the calls that passes put in their values without numbers."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda part: part.meta["val"])
-            tensors = [part.meta["val"] for part in tensors_of(node) if isinstance(part.meta["val"], torch.Tensor)]
-            with tensors[0].fake_mode if tensors else nullcontext(), torch.no_grad():  # type: ignore[attr-defined]
+    values = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    with mode or nullcontext(), torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                args, kwargs = map_arg((node.args, node.kwargs), lambda part: part.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -155,6 +155,21 @@ def test_a_layer_that_is_another_parts_the_rest_in_two() -> None:
         assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
 
 
+def test_what_passes_put_in_has_values_too(probe: Probe) -> None:
+    """Calls that make a tensor of nothing among them."""
+    graph = probe.captured.graph.graph
+    first = next(node for node in graph.nodes if node.op == "call_function")
+    with graph.inserting_before(first):
+        made_of_nothing = graph.call_function(aten.arange.default, (4,), {"device": torch.device("cpu")})
+        graph.call_function(aten.add.Tensor, (made_of_nothing, made_of_nothing))
+    try:
+        assert fold(probe.captured.graph) is not None
+        assert isinstance(made_of_nothing.meta["val"], torch._subclasses.FakeTensor)
+    finally:
+        graph.eliminate_dead_code()
+        probe.captured.graph.recompile()
+
+
 class Writing(Stack):
     """One whose rows are changed in place, so that a piece's input would be."""
 
