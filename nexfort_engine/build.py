@@ -25,7 +25,7 @@ from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
 from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
-from .finding import Finder, Wanted
+from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
 from .lowering import WATCH, Job, await_left, lower_all
 from .planning import Planner, ghost
@@ -118,12 +118,12 @@ class Builder:
         binding, misfit = self.finder.bind(wanted)
         if binding is None and await_left(self.engine.cancel):
             binding, misfit = self.finder.bind(wanted)
-        if binding is None and not session.planned and self._may_make(wanted, misfit):
+        if binding is None and not session.planned and self.may_make(wanted, misfit):
             found = self.planner.calls(session)
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
             binding, misfit = self._make_planned(wanted, misfit, found)
-        elif binding is None and self._may_make(wanted, misfit, first=session.planned):
+        elif binding is None and self.may_make(wanted, misfit, first=session.planned):
             if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
                 return None, _PENDING
             binding = self._make(wanted, misfit)
@@ -152,11 +152,11 @@ class Builder:
         self._make_all(found)
         binding, again = self.finder.bind(wanted)
         misfit = misfit or again
-        if binding is None and self._may_make(wanted, misfit, first=True):
+        if binding is None and self.may_make(wanted, misfit, first=True):
             binding = self._make(wanted, misfit)
         return binding, misfit
 
-    def _may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
+    def may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
@@ -174,16 +174,17 @@ class Builder:
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
         wanted.why = why = _why(wanted, misfit)
-        if self._has_many(wanted):
+        if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
             self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
             return None
         self.compile([wanted])
         return self.finder.bind(wanted)[0]
 
-    def _has_many(self, wanted: Wanted) -> bool:
+    def has_many(self, wanted: Wanted, coming: int = 0) -> bool:
+        """Whether there are as many artefacts as there may be, with so many that are under way."""
         stored = len(self.artefacts.get(wanted.primary, ()))
-        return self._made[wanted.primary] >= MOST_VARIANTS or stored >= _MOST_STORED
+        return self._made[wanted.primary] + coming >= MOST_VARIANTS or stored + coming >= _MOST_STORED
 
     def wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
         """What a region needs for a call, with the key under which artefacts for it are kept."""
@@ -211,36 +212,46 @@ class Builder:
     # -- making ------------------------------------------------------------------------------------------
 
     def _make_all(self, found: list[Wanted]) -> None:
-        """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave."""
+        """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave.
+
+        What the capture of the first says is enough to tell. Lowering them in turn would be waiting for one worker.
+        """
         while found:
             wave: dict[str, Wanted] = {}
             rest = []
+            others = _Others(self)
             for wanted in found:
                 binding, misfit = self.finder.bind(wanted)
-                if binding is not None or not self._may_make(wanted, misfit):
+                if binding is not None or not self.may_make(wanted, misfit):
                     continue
                 wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
                 if wanted.primary in wave:
                     rest.append(wanted)
-                elif not self._has_many(wanted):
+                    others.add(wanted, misfit)
+                elif not self.has_many(wanted):
                     wave[wanted.primary] = wanted
             if not wave:
                 return
-            self.compile(list(wave.values()))
+            self.compile(list(wave.values()), others)
             found = rest
 
-    def compile(self, wanted: list[Wanted]) -> None:
-        """Capture and lower; what fails is refused with its reason. The host may cancel in between."""
+    def compile(self, wanted: list[Wanted], others: _Others | None = None) -> None:
+        """Capture and lower; what fails is refused with its reason. The host may cancel in between.
+
+        others: what is made with them where a capture shows that its artefact will not serve it.
+        """
         remember_in(self.engine.store.root)
-        by_job = {}
-        jobs = []
-        for want in wanted:
-            device = _device_of(want)
+        by_job: dict[int, Wanted] = {}
+
+        def job_of(want: Wanted) -> Job:
             size = sum(1 for _ in want.region.module.modules())
             capture_it = functools.partial(self._capture, want)
-            job = Job(want.region.path, capture_it, self.engine.store, want.primary, device.type, size)
+            job = Job(want.region.path, capture_it, self.engine.store, want.primary, _device_of(want).type, size)
             by_job[id(job)] = want
-            jobs.append(job)
+            return job
+
+        def more(job: Job, manifest: dict[str, Any]) -> list[Job]:
+            return [job_of(want) for want in others.after(job.primary, manifest)] if others is not None else []
 
         def done(job: Job) -> None:
             want = by_job[id(job)]
@@ -255,7 +266,7 @@ class Builder:
         began = time.perf_counter()
         try:
             with self.engine.apart():
-                lower_all(jobs, self.finder.options, self._cancel, done)
+                lower_all([job_of(want) for want in wanted], self.finder.options, self._cancel, done, more)
         finally:
             self.engine.report.made(time.perf_counter() - began)
 
@@ -314,6 +325,38 @@ class Builder:
         if reason == CHANGES_GIVEN:
             self._changing[_code_of(wanted)] += 1
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+
+class _Others:
+    """Calls that wait for what others of their structure get, because it may serve them too."""
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self._waiting: dict[str, list[tuple[Wanted, Misfit | None]]] = {}
+        self._captured: dict[str, list[Artefact]] = {}
+
+    def add(self, wanted: Wanted, misfit: Misfit | None) -> None:
+        """misfit: why artefacts that are there already do not serve it."""
+        self._waiting.setdefault(wanted.primary, []).append((wanted, misfit))
+
+    def after(self, primary: str, manifest: dict[str, Any]) -> list[Wanted]:
+        """After a capture of their structure: one call that it does not serve, nor those before; its own is next."""
+        captured = self._captured.setdefault(primary, [])
+        waiting = self._waiting.get(primary, [])
+        if waiting:
+            captured.append(Artefact("", primary, manifest))
+        while waiting:
+            wanted, nearest = waiting.pop(0)
+            hidden = wanted.region.hidden()
+            misfits = [misfit_of(artefact, wanted, hidden) for artefact in captured]
+            for misfit in misfits:
+                nearest = nearer(nearest, misfit) if misfit is not None else nearest
+            if None in misfits or self._builder.has_many(wanted, len(captured)):
+                continue
+            if self._builder.may_make(wanted, nearest):
+                wanted.why = _why(wanted, nearest) if wanted.region.bindings else None
+                return [wanted]
+        return []
 
 
 def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:

@@ -22,7 +22,7 @@ from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region
-from .modulestate import matches_text
+from .modulestate import Hidden, matches_text
 from .quant import products
 from .report import named
 from .signature import Flat
@@ -62,11 +62,9 @@ class Finder:
         nearest: Misfit | None = None
         hidden = region.hidden()
         for artefact in self._candidates(wanted):
-            misfit = artefact.misfit(wanted.flat)
-            if (misfit is None or misfit.sizes) and not matches_text(region.module, artefact.reads, hidden):
-                misfit = Misfit("an attribute of the block differs from the captured one")
+            misfit = misfit_of(artefact, wanted, hidden)
             if misfit is not None:
-                nearest = _nearer(nearest, misfit)
+                nearest = nearer(nearest, misfit)
             elif self._has_code(artefact, wanted):
                 binding = Binding(artefact, region.module, hidden)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
@@ -162,7 +160,15 @@ class Finder:
         return options
 
 
-def _nearer(one: Misfit | None, other: Misfit) -> Misfit:
+def misfit_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Misfit | None:
+    """Why an artefact of the same primary key, whose code need not be there, may not serve a call; None if it may."""
+    misfit = artefact.misfit(wanted.flat)
+    if (misfit is None or misfit.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
+        return Misfit("an attribute of the block differs from the captured one")
+    return misfit
+
+
+def nearer(one: Misfit | None, other: Misfit) -> Misfit:
     """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
     if one is None:
         return other

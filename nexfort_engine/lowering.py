@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -56,22 +57,27 @@ class Job:
     finished: threading.Event = field(default_factory=threading.Event)
 
 
+More = Callable[[Job, dict[str, Any]], list[Job]]
+
+
 def lower_all(
     jobs: list[Job],
     options: Callable[[str], dict[str, object]],
     cancel: Callable[[], None],
     done: Callable[[Job], None],
+    more: More = lambda _job, _manifest: [],
 ) -> None:
     """Make every job's artefact. `done` is called on this thread for each as it ends.
 
-    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through.
+    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through. more: further
+    jobs for the same device, for each that was captured, with its manifest: what the capture brought to light.
     """
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
             tracker.at_once = max(1, workers)
             with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
-                _run(group, options, cancel, done, tracker, helpers)
+                _run(group, options, cancel, done, more, tracker, helpers)
 
 
 def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
@@ -86,20 +92,26 @@ def _run(
     options: Callable[[str], dict[str, object]],
     cancel: Callable[[], None],
     done: Callable[[Job], None],
+    more: More,
     tracker: Tracker,
     helpers: pool.Pool | None,
 ) -> None:
     running: list[Job] = []
+    waiting = deque(jobs)
 
     def collect(job: Job) -> None:
         job.seconds = time.perf_counter() - job.began
         done(job)
         tracker.step(job.name, job.seconds)
 
-    for job in jobs:
+    while waiting:
+        job = waiting.popleft()
         cancel()
         job.began = time.perf_counter()
         captured = _captured(job)
+        if captured is not None and (further := more(job, captured[1])):
+            waiting.extend(further)
+            tracker.add(len(further))
         if captured is None:
             collect(job)
         elif helpers is not None and pool.portable(captured[0].modules):

@@ -2,7 +2,9 @@
 """Lowering several graphs at once in worker processes, largest first, as many as the machine holds.
 
 Workers live as long as one batch of lowerings, and may be started a little before it: an idle one would keep memory
-that the next picture wants. On a small machine, or for one graph, lowering stays in the process.
+that the next picture wants. What stays for a while is the process that forks them, which holds the imported compiler
+and nothing else, because a pipeline compiles its next part soon after. On a small machine, or for one graph, lowering
+stays in the process.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,9 @@ _MOST = 16
 _MEMORY = 1 << 30  # bytes of main memory that one worker may need; forked ones share most of it
 _DEVICE_MEMORY = 1 << 30
 _PATIENCE = 600.0  # seconds after which workers that are not needed end
+_KEPT = 60.0  # seconds that the process which forks them stays after the last of them ended
+_LOOK = 1.0  # seconds between two looks at whether there is memory for it
+_SHORT = 2 << 30  # bytes of main memory below which it goes at once; it holds 0.4 GiB by itself
 
 
 def count_for(jobs: int, device: str) -> int:
@@ -146,7 +152,12 @@ class Pool:
         self._queue: queue.Queue[Any] = queue.Queue()
         self.device, self.probes = device, probes
         # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
-        lines, self._processes = _forked(workers, device) if sys.platform == "linux" else _spawned(workers)
+        self._forker = _Forker.lent(device) if sys.platform == "linux" else None
+        self._processes: list[subprocess.Popen[str]] = []
+        if self._forker is not None:
+            lines = self._forker.lines(workers)
+        else:
+            lines, self._processes = _spawned(workers)
         self._serving = len(lines)
         self._lock = threading.Lock()
         for line in lines:
@@ -204,6 +215,8 @@ class Pool:
         if last:
             for process in self._processes:
                 _end(process)
+            if self._forker is not None:
+                self._forker.give_back()
 
     @staticmethod
     def _fed(line: _Line, item: Any) -> bool:
@@ -220,18 +233,81 @@ class Pool:
         return True
 
 
-def _forked(count: int, device: str) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
-    """Workers that one process forks, each on a socket of its own."""
-    pairs = [socket.socketpair() for _ in range(count)]
-    theirs = [end.fileno() for _, end in pairs]
-    process = _started([FORK, device, *map(str, theirs)], pass_fds=theirs)
-    for _, end in pairs:
-        end.close()
-    lines = []
-    for ours, _ in pairs:
-        lines.append(_Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
-        ours.close()  # the streams keep it open
-    return lines, [process]
+class _Forker:
+    """The process that has imported the compiler and forks workers. It never holds a device.
+
+    One serves all batches for a kind of device that follow each other. It ends when nothing was asked of it for a
+    while, when memory gets short, for another kind of device, and with this process.
+    """
+
+    _lock = threading.Lock()
+    _current: _Forker | None = None
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = _started([FORK, device, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        self._users = 0
+        self._wanted = threading.Event()  # one for each time that it is idle
+
+    @classmethod
+    def lent(cls, device: str) -> _Forker:
+        """The one that is there, or a new one; until it is given back."""
+        with cls._lock:
+            found = cls._current
+            if found is None or found.device != device or found._process.poll() is not None:
+                if found is not None and not found._users:
+                    found._end()
+                found = cls._current = cls(device)
+            found._users += 1
+            found._wanted.set()
+            return found
+
+    def give_back(self) -> None:
+        """One of those that use it has no worker left."""
+        cls = type(self)
+        with cls._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if cls._current is not self:
+                self._end()
+                return
+            self._wanted = threading.Event()
+            threading.Thread(target=self._stay, args=(self._wanted,), name="nexfort-forker", daemon=True).start()
+
+    def _stay(self, wanted: threading.Event) -> None:
+        """End it, unless it is wanted again before."""
+        deadline = time.monotonic() + _KEPT
+        while time.monotonic() < deadline and _free_memory() >= _SHORT:
+            if wanted.wait(min(_LOOK, _KEPT)):
+                return
+        cls = type(self)
+        with cls._lock:
+            if not wanted.is_set():
+                wanted.set()
+                self._end()
+                if cls._current is self:
+                    cls._current = None
+
+    def _end(self) -> None:
+        self._wanted.set()
+        self._control.close()
+        if self._process.poll() is None:  # or its number may be another's by now
+            _end(self._process)
+
+    def lines(self, count: int) -> list[_Line]:
+        """Lines to so many new workers."""
+        lines = []
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                with contextlib.suppress(OSError):  # it is gone; the line ends then, and whoever asks learns of it
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                # the streams keep it open
+                lines.append(_Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
+        return lines
 
 
 def _spawned(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:

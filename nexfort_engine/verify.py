@@ -33,7 +33,7 @@ from .quant.linear import holds_quantised
 from .report import counted, named
 from .session import entered
 from .shadow import Shadow
-from .signature import Flat, Unsupported, changeable, flatten_call, of_its_own
+from .signature import Flat, Unsupported, changeable, flatten_call, format_of, of_its_own
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -141,7 +141,7 @@ class Verifier:
             row["distance"] = max(row["distance"], apart)
             if apart > EQUAL and not (apart <= LOW_PRECISION and _in_fp8(artefact)):
                 self._judge(region, row, apart, self._errors(region, given, words, ours, result))
-        return result
+        return _laid_as(result, ours)
 
     def _judge(self, region: Region, row: dict[str, Any], apart: float, errors: _Errors) -> None:
         """Judge one call of a region that is not equal: the worst counts. One over the budget is latched to eager."""
@@ -175,6 +175,14 @@ class Verifier:
         # error of n numbers is itself a sample.
         most = FACTOR * max(eager, rounding) * (1 + 3 / math.sqrt(2 * numbers))
         return _Errors(distance(ours, wide), eager, most)
+
+
+def _laid_as(result: Any, other: Any) -> Any:
+    """A result in the memory format of another, so that what follows is asked of the artefact that runs in a step."""
+    both = [result, other]
+    if any(type(t) is not torch.Tensor for t in both) or result.shape != other.shape:
+        return result
+    return result if format_of(result) == format_of(other) else torch.empty_like(other).copy_(result)
 
 
 @dataclass(frozen=True)

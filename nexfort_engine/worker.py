@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lowering worker: `python -m nexfort_engine.worker`, one job a line on standard input, one answer a line on output.
 
-With `--fork`, a device and the numbers of open sockets it imports the compiler once and forks a worker for each socket.
+With `--fork`, a device and the number of an open socket it imports the compiler once, and forks a worker for each
+socket that it is sent there.
 
 A job names a file with a pickled graph (written by `pack`, in a private directory of the same user), the directory the
 payload goes to, and the settings. Nothing of the host is imported here; operators come from installed packages only.
@@ -14,11 +15,13 @@ import gc
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -155,8 +158,8 @@ def _make_patterns(device: str) -> None:
         _sfdp_init(of)
 
 
-def _fork(device: str, sockets: list[int]) -> int:
-    """One worker for each socket; ends when they have."""
+def _fork(device: str, control: int) -> int:
+    """One worker for each socket that comes over the socket `control`; ends when that is closed and they have ended."""
     try:
         _warm_up(device)
         warm = True
@@ -164,27 +167,31 @@ def _fork(device: str, sockets: list[int]) -> int:
         # it was to save time; workers that start anew find the problem again if it is one, and answer with it
         warm = False
     gc.freeze()  # a collection in a worker would copy the pages that it shares
-    for own in sockets:
-        if os.fork():
-            continue
-        status = 1
-        try:
-            for other in sockets:
-                if other != own:
-                    os.close(other)
-            if not warm or (device == "cuda" and torch.cuda._is_in_bad_fork()):
-                # in the second case some import asked the CUDA runtime for its devices: no forked process can use them
-                os.execv(sys.executable, [sys.executable, "-m", __spec__.name, LINE, str(own)])
-            _serve_socket(own)
-            status = 0
-        finally:
-            os._exit(status)
-    for own in sockets:
-        os.close(own)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that end
+    with socket.socket(fileno=control) as line:
+        while sockets := socket.recv_fds(line, 1, 1)[1]:
+            if not os.fork():
+                _begin(sockets[0], line, device, warm)
+            os.close(sockets[0])
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
     return 0
+
+
+def _begin(own: int, control: socket.socket, device: str, warm: bool) -> NoReturn:
+    """Be a worker, in a process that was just forked from one that is warm or failed to be."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers that it starts are waited for
+        control.close()
+        if not warm or (device == "cuda" and torch.cuda._is_in_bad_fork()):
+            # in the second case some import asked the CUDA runtime for its devices: no forked process can use them
+            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, LINE, str(own)])
+        _serve_socket(own)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def _serve_socket(number: int) -> None:
@@ -196,11 +203,11 @@ def main(arguments: list[str]) -> int:
     if hasattr(os, "nice") and arguments[:1] != [LINE]:  # that one was forked from one that did so
         os.nice(_NICENESS)
     if arguments[:1] == [FORK]:
-        return _fork(arguments[1], [int(number) for number in arguments[2:]])
+        return _fork(arguments[1], int(arguments[2]))
     _import_compiler()
     if arguments[:1] == [LINE]:
         _serve_socket(int(arguments[1]))
-        return 0
+        os._exit(0)  # at once, as workers that were forked end
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # compilers print to standard output; answers must stay readable
     serve(sys.stdin, answers)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from nexfort_engine.config import CompileConfig
+
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
     major=9,
@@ -69,6 +71,18 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaUtils, "__init__", _no_library)
     patch.setattr(driver, "_default", None)
     patch.setattr(driver, "_active", None)
+
+
+def norms_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """On the CPU too eager group norms give contiguous tensors, and those of graphs are rewritten."""
+    group_norm, options = torch.group_norm, CompileConfig.lowering_options
+
+    def contiguous(*args: Any, **kwargs: Any) -> Any:
+        result = group_norm(*args, **kwargs)
+        return result.contiguous() if type(result) is torch.Tensor else result  # in a trace it is none
+
+    patch.setattr(torch, "group_norm", contiguous)
+    patch.setattr(CompileConfig, "lowering_options", lambda *a: {**options(*a), "nexfort.group_norm": True})
 
 
 def _asked(*_: object) -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -49,11 +51,13 @@ def _payload_agrees(folder: Path, probe: Probe) -> None:
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Afterwards no worker is left."""
+    """The processes that were started, as in a process that had none. Afterwards none of them is left."""
     started: list[Any] = []
     start = pool._started
     monkeypatch.setattr(pool, "_started", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    monkeypatch.setattr(pool._Forker, "_current", None)
     yield started
+    monkeypatch.setattr(pool, "_free_memory", lambda: 0)  # nothing stays
     deadline = time.monotonic() + 20
     while any(process.poll() is None for process in started):
         assert time.monotonic() < deadline, "a worker is still running"
@@ -109,17 +113,19 @@ def test_workers_that_are_expected_are_taken_once(
 ) -> None:
     monkeypatch.setenv(pool.VARIABLE, "1")
     pool.expect("cpu", tmp_path)
+    expected = pool._expected
     pool.expect("cpu", tmp_path)
-    assert len(gone) == 1
-    with pool.taken(1, "cpu", tmp_path), pool.taken(1, "cpu", tmp_path):
-        assert len(gone) == 2
+    assert pool._expected is expected is not None and len(gone) == 1
+    with pool.taken(1, "cpu", tmp_path) as first, pool.taken(1, "cpu", tmp_path) as second:
+        assert first is expected and second is not expected
     pool.expect("cpu", tmp_path)
-    with pool.taken(1, "cpu", tmp_path / "another"):
-        assert len(gone) == 4, "they were started for another store"
+    expected = pool._expected
+    with pool.taken(1, "cpu", tmp_path / "another") as other:
+        assert other is not expected and other.probes == tmp_path / "another"
     pool.expect("cpu", tmp_path)
     pool.dismiss()
     pool.dismiss()
-    assert len(gone) == 5
+    assert pool._expected is None
 
 
 def test_workers_are_expected_where_nothing_is_stored_for_the_model(
@@ -141,12 +147,99 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     with torch.no_grad():
         again(torch.ones(2, 8))
     assert again.report.as_dict()["artefacts_loaded"] == 1 and not again._nexfort_engine.store._copies._unused
+    assert pool._expected is None
     wider = nexfort_compile(torch.nn.Linear(8, 9).eval().requires_grad_(False))
-    assert len(gone) == 2
+    assert pool._expected is not None
     monkeypatch.setenv(pool.VARIABLE, "0")
     with torch.no_grad():
         wider(torch.ones(2, 8))
     assert pool._expected is None, "after a first step nobody waits any more"
+
+
+forks = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked from one process here")
+
+
+def _below(process: Any) -> list[int]:
+    """The processes that one has forked and that are still there."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(file.read_text().rpartition(")")[2].split()[1]) == process.pid:
+                found.append(int(file.parent.name))
+    return found
+
+
+@forks
+def test_what_forks_workers_stays_for_the_next_batch_and_its_workers_do_not(
+    gone: list[Any], tmp_path: Path, artefact_cache: Path
+) -> None:
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x())
+    with pool.Pool(2, "cpu", artefact_cache) as helpers:
+        assert _lowered(helpers, tmp_path / "one", probe) is None
+        with pool.Pool(1, "cpu", artefact_cache) as beside:
+            assert _lowered(beside, tmp_path / "beside", probe) is None
+            assert len(_below(gone[0])) == 3
+    assert _soon(lambda: not _below(gone[0])), "a worker keeps memory that the next picture wants"
+    with pool.Pool(1, "cpu", tmp_path) as helpers:
+        assert _lowered(helpers, tmp_path / "two", probe) is None
+        assert len(_below(gone[0])) == 1
+    assert _soon(lambda: not _below(gone[0]))
+    assert len(gone) == 1 and gone[0].poll() is None
+    _payload_agrees(tmp_path / "two", probe)
+    with pool.Pool(1, "cuda", None):
+        assert len(gone) == 2 and gone[0].poll() is not None, "it was for another kind of device"
+
+
+@forks
+def test_what_forks_workers_ends_when_nothing_is_asked_of_it(
+    gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pool, "_KEPT", 1.0)
+    for _ in range(2):
+        with pool.Pool(1, "cpu", None):
+            with pool.Pool(1, "cpu", None):
+                pass
+            time.sleep(2)  # longer than it would stay after the first, or after one of two
+            assert len(gone) == 1 and gone[0].poll() is None
+        assert _soon(lambda: pool._Forker._current is None or not pool._Forker._current._users)
+    assert _soon(lambda: gone[0].poll() is not None)
+    with pool.Pool(1, "cpu", None):
+        assert len(gone) == 2
+
+
+@forks
+@pytest.mark.parametrize("why", ["memory is short", "it was killed"])
+def test_one_that_had_to_end_is_replaced(why: str, gone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool.Pool(1, "cpu", None):
+        pass
+    if why == "it was killed":
+        os.killpg(gone[0].pid, signal.SIGKILL)
+    else:
+        monkeypatch.setattr(pool, "_free_memory", lambda: pool._SHORT - 1)
+    assert _soon(lambda: gone[0].poll() is not None)
+    monkeypatch.undo()
+    with pool.Pool(1, "cpu", None):
+        assert pool._Forker._current is not None
+        now = pool._Forker._current._process
+        assert now is not gone[0] and now.poll() is None
+    os.killpg(now.pid, signal.SIGKILL)
+
+
+@forks
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with a worker"])
+def test_nothing_outlives_a_process_that_is_killed(busy: bool) -> None:
+    code = (
+        "import os, signal, time; from nexfort_engine import pool; "
+        "helpers = pool.Pool(1, 'cpu', None); "
+        f"{busy} or helpers.close(); "
+        "print(pool._Forker._current._process.pid, flush=True); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(pool.__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=root)
+    assert ended.returncode == -signal.SIGKILL
+    file = Path(f"/proc/{int(ended.stdout)}/stat")
+    assert _soon(lambda: not file.exists() or file.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def test_without_device_is_undone() -> None:

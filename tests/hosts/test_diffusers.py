@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_gpu import norms_as_on_a_gpu
 from subjects import graphs_as_they_are
 
 import nexfort_engine
+from nexfort_engine import build as builds
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compiled import CompiledModule
 
@@ -214,6 +216,30 @@ def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_th
     new = compiled.reports["unet"].since(mark)
     assert not new["variants"] and not new["eager"]
     assert not new["artefacts_compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "sd21"])
+def test_a_part_is_compiled_in_one_batch_and_nothing_after_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a GPU's group norms leave images in another layout, and blocks differ in nothing but `1` and `1.0`."""
+    pytest.importorskip("transformers")
+    from benchmarks.random_pipelines import RECIPES, build
+
+    norms_as_on_a_gpu(monkeypatch)
+    monkeypatch.setitem(RECIPES[family].parts["unet"].tiny, "layers_per_block", 2)  # has one like the middle's
+    pipe = build(f"tiny:{family}", torch.device("cpu"), torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    assert type(pipe.unet.mid_block.resnets[0].output_scale_factor) is int
+    batches, lower_all = [], builds.lower_all
+    monkeypatch.setattr(builds, "lower_all", lambda jobs, *a: batches.append(jobs) or lower_all(jobs, *a))
+    compiled = nexfort_engine.compile_pipe(pipe, options={"memory_format": "channels_last"})
+    for part in (compiled.unet, compiled.vae.decoder):
+        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    assert distance(picture(compiled, (64, 64)), picture(pipe, (64, 64))) < TOLERANCE
+    assert len(batches) == 2, [[job.name for job in jobs] for jobs in batches]
+    for part in ("unet", "vae.decoder"):
+        report = compiled.reports[part].as_dict()
+        assert report["artefacts_compiled"] and not report["eager"] and not report["variants"]
 
 
 def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
