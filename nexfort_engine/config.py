@@ -45,6 +45,7 @@ OPTIONS: dict[str, type] = {
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
+    "fuse.linear_gelu": bool,
     "quant.keep_weights": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
@@ -76,7 +77,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {

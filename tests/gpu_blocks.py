@@ -43,6 +43,16 @@ def feed_forward(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(functional.gelu(functional.linear(x, w[0], w[1])), w[2], w[3])
 
 
+def gelus(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """A feed-forward with GELU's tanh form, and a gated one, whose GELU is multiplied by something in its kernel."""
+    h = functional.layer_norm(x, [x.shape[-1]], w[0], w[1])
+    more = functional.gelu(functional.linear(h, w[2], w[3]), approximate="tanh")
+    gated = functional.gelu(functional.linear(h, w[2], w[3]), approximate="tanh") * functional.linear(h, w[4], w[5])
+    return (
+        x + functional.linear(functional.dropout(more, 0.1, False), w[6], w[7]) + functional.linear(gated, w[6], w[7])
+    )
+
+
 def wide(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     """Self-attention and a gated feed-forward of a width whose rows have a kernel to themselves."""
     batch, tokens, width = x.shape
@@ -80,6 +90,12 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         torch.bfloat16,
         [(D,), (D,), (3 * D, D), (D, D), (D,), (D,), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,)],
         [((2, 4096, D), (0, 1)), ((), ())],
+    ),
+    "gelus": (
+        gelus,
+        torch.bfloat16,
+        [(D,), (D,), *[(4 * D, D), (4 * D,)] * 2, (D, 4 * D), (D,)],
+        [((2, 4096, D), (0, 1))],
     ),
     "wide": (
         wide,

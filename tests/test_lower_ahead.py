@@ -84,6 +84,12 @@ def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads
     assert told == {"takes": [0, 2], "keeps": [1, 3], "gives": 4}
 
 
+def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: dict[str, Path]) -> None:
+    call = _code(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
+    assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1
+    assert call.count("extern_kernels.addmm(") == 4 and call.count(".run(") == 3, "a norm, the gated one's, a sum"
+
+
 def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None:
     """4096 numbers of a GELU, brought to fp8, on two warps; what is summed over no row keeps Inductor's rule."""
     code = _code(payloads["feed_forward"])

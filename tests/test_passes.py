@@ -17,6 +17,7 @@ from nexfort_engine import lower
 from nexfort_engine.passes import split
 from nexfort_engine.passes.gelu import by_sigmoid, gelus
 from nexfort_engine.passes.group_norm import by_channels, group_norms
+from nexfort_engine.passes.linear_gelu import linear_gelus
 from nexfort_engine.passes.upsampling import inner_channels, upsamplings
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
@@ -199,6 +200,18 @@ def test_gelu_by_a_sigmoid_is_as_near_to_the_truth_as_torch_s(
     # the truth, too, loses what is far below zero: (1 + tanh) / 2 in float64
     slack = 1e-15 * x.double().abs().max() + 3e-7 * truth.norm() * (dtype == torch.float32)
     assert (found.double() - truth).norm() <= 1.1 * (theirs.double() - truth).norm() + slack
+
+
+def test_a_product_computes_gelu_where_it_stays_in_16_bits_on_a_gpu_and_a_product_reads_it() -> None:
+    from gpu_blocks import captured
+
+    graph = captured("gelus").graph
+    assert linear_gelus(graph) == 1 and linear_gelus(graph) == 0
+    graph.graph.lint()
+    left = [node for node in graph.graph.nodes if node.target is torch.ops.aten.gelu.default]
+    assert len(left) == 1 and next(iter(left[0].users)).target is torch.ops.aten.mul.Tensor
+    on_cpu = block_of(lambda b, h: b.linear(functional.gelu(b.linear(h), approximate="tanh")))
+    assert linear_gelus(Probe(on_cpu, torch.randn(2, 5, 8)).captured.graph) == 0
 
 
 def test_only_the_tanh_form_is_rewritten() -> None:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from ..quant.precision import low_precision
 from .gelu import gelus
 from .group_norm import LaidOut, group_norms
+from .linear_gelu import linear_gelus
 from .upsampling import inner_channels, upsamplings
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
@@ -23,8 +24,9 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "group_norm": group_norms,
     "inner_channels": inner_channels,
     "upsample": upsamplings,
-    "gelu": gelus,
     "low_precision": low_precision,
+    "linear_gelu": linear_gelus,  # of those that are not brought to low precision
+    "gelu": gelus,
 }
 
 
