@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graph memory: what CUDA graphs hold of the device, and how it comes back.
 
-With torch's own allocator graphs of one engine share a pool, which goes with them. With cudaMallocAsync the driver
+With torch's own allocator graphs of one engine share a pool, which goes with the last of them; a capture into one whose
+graphs are gone fails if somebody still has a tensor of it. With cudaMallocAsync the driver
 keeps it for graphs to come until it is trimmed; and there a tensor that a capture made must go while that is captured,
 or its destructor ends the process.
 """
@@ -12,6 +13,7 @@ import logging
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,14 +35,17 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._graphs: list[weakref.ref[Any]] = []  # those that were captured into it
         self._device: int | None = None  # where something was captured since the last time it was given back
 
     @contextmanager
     def captured(self, graph: Any) -> Iterator[None]:
         """What this thread launches inside the block goes into the graph, on the current device."""
         global _capturing
-        if self._pool is None:
+        self._graphs = [ref for ref in self._graphs if ref() is not None]
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.append(weakref.ref(graph))
         self._device = torch.cuda.current_device()
         with _lock:
             _capturing += 1
@@ -48,6 +53,9 @@ class GraphMemory:
             # what is collected may be another engine's graph, and ending one ends a capture that is under way
             with without_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 yield
+        except BaseException:
+            self._graphs.pop()  # it holds no pool, whoever holds on to it
+            raise
         finally:
             with _lock:
                 _capturing -= 1
@@ -58,7 +66,8 @@ class GraphMemory:
 
     def give_back(self) -> None:
         """The graphs are gone: let the device have their memory."""
-        self._pool, device, self._device = None, self._device, None
+        self._pool, self._graphs = None, []
+        device, self._device = self._device, None
         if device is None or not fragile():
             return
         with _lock:

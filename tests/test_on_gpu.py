@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import nexfort_engine
+from nexfort_engine.graphmemory import GraphMemory
 from nexfort_engine.passes.linear_gelu import product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("artefact_cache")]
@@ -198,3 +199,14 @@ def test_a_product_that_computes_gelu_is_nearer_to_the_truth_than_both_apart(
     found = product(x, weight, bias, like=x)
     assert found.shape == theirs.shape and found.dtype == dtype
     assert (found - truth).norm() <= 1.1 * (theirs - truth).norm()
+
+
+def test_a_graph_is_captured_after_the_last_one_went_and_left_a_tensor() -> None:
+    memory, x = GraphMemory(), torch.ones(1 << 20, device="cuda")
+    with memory.captured(graph := torch.cuda.CUDAGraph()):
+        left = x + 1
+    del graph
+    with memory.captured(graph := torch.cuda.CUDAGraph()):
+        made = x + 2
+    graph.replay()
+    assert float(made.sum()) == 3 << 20 and left.shape == made.shape
