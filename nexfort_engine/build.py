@@ -181,6 +181,10 @@ class Builder:
         self.compile([wanted])
         return self.finder.bind(wanted)[0]
 
+    def made(self, primary: str) -> int:
+        """How many artefacts of a structure were made here."""
+        return self._made[primary]
+
     def has_many(self, wanted: Wanted, coming: int = 0) -> bool:
         """Whether there are as many artefacts as there may be, with so many that are under way."""
         stored = len(self.artefacts.get(wanted.primary, ()))
@@ -334,10 +338,12 @@ class _Others:
         self._builder = builder
         self._waiting: dict[str, list[tuple[Wanted, Misfit | None]]] = {}
         self._captured: dict[str, list[Artefact]] = {}
+        self._made: dict[str, int] = {}  # how many there were of each structure before
 
     def add(self, wanted: Wanted, misfit: Misfit | None) -> None:
         """misfit: why artefacts that are there already do not serve it."""
         self._waiting.setdefault(wanted.primary, []).append((wanted, misfit))
+        self._made.setdefault(wanted.primary, self._builder.made(wanted.primary))
 
     def after(self, primary: str, manifest: dict[str, Any]) -> list[Wanted]:
         """After a capture of their structure: one call that it does not serve, nor those before; its own is next."""
@@ -351,7 +357,8 @@ class _Others:
             misfits = [misfit_of(artefact, wanted, hidden) for artefact in captured]
             for misfit in misfits:
                 nearest = nearer(nearest, misfit) if misfit is not None else nearest
-            if None in misfits or self._builder.has_many(wanted, len(captured)):
+            coming = len(captured) - (self._builder.made(primary) - self._made[primary])  # some are there already
+            if None in misfits or self._builder.has_many(wanted, coming):
                 continue
             if self._builder.may_make(wanted, nearest):
                 wanted.why = _why(wanted, nearest) if wanted.region.bindings else None

@@ -28,6 +28,7 @@ from .config import CompileConfig
 from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
+from .graphmemory import is_capturing
 from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, replaced_forward, structure
@@ -184,12 +185,19 @@ class Engine:
 
         Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
         """
-        if not self.held_twice or self.lender is None:
+        if (
+            not self.held_twice or self.lender is None or is_capturing()
+        ):  # no capture bears that the device is waited for
             return
         self.held_twice = False
         kept = [binding for region in self.regions for binding in region.bindings if binding.kept is not None]
         layers = layers_in(self.root, self.spared(kept))
-        if layers and (given := self.lender.do_without(layers)):
+        try:
+            given = self.lender.do_without(layers) if layers else 0
+        except Exception as error:  # of the host; the step has its result
+            self.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
+            return
+        if given:
             log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", self.name, given >> 20)
 
     def release(self) -> bool:

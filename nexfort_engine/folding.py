@@ -157,7 +157,7 @@ class _Cutter:
                 continue  # nobody reads it
             takes = _taken(calls)
             own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]), key=str)
-            handed_on = {at for at in gives if any(self._is_handed_on(nodes[at]) for nodes in calls)}
+            handed_on = {at for at in gives if any(_is_handed_on(nodes, at) for nodes in calls)}
             self.pieces.append(_piece(calls, takes, {symbol: symbols[symbol][2] for symbol in own}, gives, handed_on))
             for time, nodes in enumerate(calls):
                 taken = [numbers[given[time]] for given in takes] + [sizes[symbol] for symbol in own]
@@ -169,10 +169,6 @@ class _Cutter:
         places = [symbols[symbol][:2] for symbol in used]
         return Folded(self.pieces, places, self.calls, [numbers[node] for node in output.args[0]])
 
-    @staticmethod
-    def _is_handed_on(node: Node) -> bool:
-        return any(user.op != "output" for user in _readers(node))
-
     def _given(self, calls: list[Nodes]) -> list[int]:
         """Places in the sequence of what somebody outside of one call of it uses."""
         found = set()
@@ -180,6 +176,11 @@ class _Cutter:
             mine = set(nodes)
             found |= {at for at, node in enumerate(nodes) if not mine >= set(_readers(node))}
         return sorted(found)
+
+
+def _is_handed_on(nodes: Nodes, at: int) -> bool:
+    mine = set(nodes)
+    return any(user.op != "output" and user not in mine for user in _readers(nodes[at]))
 
 
 def _rows(calls: list[Nodes]) -> Iterator[tuple[Node, list[tuple[Node, ...]]]]:
@@ -246,7 +247,7 @@ def _piece(
     graph, nodes, there = Graph(), calls[0], dict[Any, Node]()
     for number, parts in enumerate(takes):
         there[parts] = graph.placeholder(f"value_{number}")
-        there[parts].meta["val"] = parts[0].meta["val"]
+        there[parts].meta["val"] = _of_its_own(parts[0].meta["val"])
     sizes = {}
     for symbol, size in symbols.items():
         place = graph.placeholder(f"size_{symbol}")
@@ -275,6 +276,15 @@ def _piece(
             results[number].meta["val"] = nodes[at].meta["val"]
     graph.output(tuple(results))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def _of_its_own(value: torch.Tensor) -> torch.Tensor:
+    """A value like this one that shares no memory with any: what is one in the first call need not be in the next.
+
+    A result that is a look at an input is told by memory alone, and would be one at the wrong input.
+    """
+    with value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _computed(expression: Any, sizes: dict[Any, Proxy]) -> Any:

@@ -81,6 +81,11 @@ class GraphMemory:
             self.give_back()
 
 
+def is_capturing() -> bool:
+    """Whether some thread of this process captures now."""
+    return _capturing > 0
+
+
 def fragile() -> bool:
     """Whether the allocator is one with which a capture that fails ends the process."""
     return torch.cuda.get_allocator_backend() == "cudaMallocAsync"

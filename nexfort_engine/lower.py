@@ -38,7 +38,7 @@ log = logging.getLogger("nexfort")
 CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
-_FOLDED = "folded.json"
+_FOLDED, _PIECE = "folded.json", "piece_"
 Loaded = Callable[[list[Any]], Any]
 
 
@@ -112,21 +112,38 @@ def _lowered(
     graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
 ) -> list[str]:
     """Lower one graph, in pieces where it repeats itself; gives how large its tensors may get."""
-    folded = fold(graph) if own.get("fold") else None
-    if folded is None:
-        return _inductor(graph, payload, options, own).texts()
-    payload.mkdir(parents=True, exist_ok=True)
+    # begun before the pieces: what is asked of sizes is noted once, and pieces that fail have asked it too
+    limits = Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
+    if not (own.get("fold") and _lowered_in_pieces(graph, payload, options, own)):
+        _inductor(graph, payload, options, own)
+    return limits.texts()
+
+
+def _lowered_in_pieces(
+    graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
+) -> bool:
+    """Whether the graph repeats itself and was lowered so."""
+    try:
+        folded = fold(graph)
+        if folded is None:
+            return False
+        payload.mkdir(parents=True, exist_ok=True)
+        for number, piece in enumerate(folded.pieces):
+            _inductor(piece, payload / f"{_PIECE}{number}", options, own)
+    except Exception:
+        # pieces are to save time: what goes wrong with them is no reason to run eager, the whole may do
+        log.warning("Nexfort: a graph could not be lowered in pieces, and is lowered as a whole", exc_info=True)
+        for place in payload.glob(f"{_PIECE}*"):
+            shutil.rmtree(place, ignore_errors=True)
+        return False
     (payload / _FOLDED).write_text(json.dumps(folded.as_json()), encoding="utf-8")
-    texts = []
-    for number, piece in enumerate(folded.pieces):
-        texts += _inductor(piece, payload / f"piece_{number}", options, own).texts()
-    return list(dict.fromkeys(texts))
+    return True
 
 
 def _inductor(
     graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
-) -> Limits:
-    """Lower one graph into a directory; gives how large its tensors may get."""
+) -> None:
+    """Lower one graph into a directory."""
     for node in graph.graph.nodes:
         # Inductor looks for the capture's shape environment under this name alone. Without it every size is made
         # anew from the example, and two sizes that happen to be equal there become one.
@@ -137,7 +154,6 @@ def _inductor(
     from torch._inductor import standalone_compile
 
     rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
-    limits = Limits(inputs)
     with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
@@ -145,7 +161,6 @@ def _inductor(
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks"):
         shutil.rmtree(payload / name, ignore_errors=True)
-    return limits
 
 
 def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
@@ -202,7 +217,7 @@ def _loaded(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
     if not file.exists():
         return _code(payload, options)
     told = json.loads(file.read_text(encoding="utf-8"))
-    return FoldedCode([_code(payload / f"piece_{number}", options) for number in range(told["pieces"])], told)
+    return FoldedCode([_code(payload / f"{_PIECE}{number}", options) for number in range(told["pieces"])], told)
 
 
 def _code(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:

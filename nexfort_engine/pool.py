@@ -155,7 +155,11 @@ class Pool:
         self._forker = _Forker.lent(device) if sys.platform == "linux" else None
         self._processes: list[subprocess.Popen[str]] = []
         if self._forker is not None:
-            lines = self._forker.lines(workers)
+            try:
+                lines = self._forker.lines(workers)
+            except BaseException:
+                self._forker.give_back()
+                raise
         else:
             lines, self._processes = _spawned(workers)
         self._serving = len(lines)

@@ -61,9 +61,11 @@ def _repeated(nodes: Nodes, costs: dict[Node, int]) -> tuple[int, int, int] | No
         # the first time may be fed otherwise than the others, from what is before the repetition
         while times >= _LEAST_TIMES and not _fits(nodes, places, first, period, times):
             times -= 1
-        borders = [costs[nodes[at - 1]] for at in (first, first + period * times) if at]
-        if times >= _LEAST_TIMES and max(cut := costs[nodes[first + period - 1]], *borders) < _NEVER:
-            found.append((cut, -times, first))
+        if times < _LEAST_TIMES:
+            continue
+        cuts = [costs[nodes[at - 1]] for at in range(first, first + period * times + 1, period) if at]
+        if max(cuts) < _NEVER:
+            found.append((costs[nodes[first + period - 1]], -times, first))
     if not found:
         return None
     _, times, first = min(found)

@@ -170,6 +170,67 @@ def test_what_passes_put_in_has_values_too(probe: Probe) -> None:
         probe.captured.graph.recompile()
 
 
+class Remembering(nn.Module):
+    """Layers that are given what the one before was given, too; for the first both are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2 * DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            y = functional.gelu(first(functional.layer_norm(x * 2, [WIDE])) + before)
+            keep = x.view(x.shape)
+            for part in (functional.silu(y), torch.tanh(y)):
+                y = y + second(part) * part.sigmoid() + part.relu() * functional.silu(part)
+            x, before = keep + y, keep
+        return x + before
+
+
+def test_two_inputs_that_are_one_tensor_in_the_first_call_are_two_in_the_next(tmp_path: Path) -> None:
+    """Lowering tells by memory that a result is a look at an input."""
+    block, x, payload = made(Remembering), call()[1], tmp_path / "payload"
+    probe = Probe(block, x)
+    folded = fold(probe.captured.graph)
+    assert folded is not None and len(folded.calls) >= DEPTH
+    for piece in folded.pieces:
+        values = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        assert len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
+    options = CompileConfig.parse("O2").lowering_options("cpu")
+    lower.lower(probe.captured, payload, options)
+    code = lower.load(payload, options, [], len(probe.captured.weights))
+    assert isinstance(lower._loaded(payload, {}), FoldedCode)
+    weights = [WeightSlots(block).read()[i] for i in probe.captured.weights]
+    for rows in (7, 3):
+        x = torch.randn(2, rows, WIDE, generator=torch.Generator().manual_seed(rows))
+        assert torch.allclose(code([*weights, x])[0], block(x), rtol=1e-4, atol=1e-5)
+
+
+class Showing(Stack):
+    """One that gives an image of each layer, as the caller would have had it, and reads it on itself."""
+
+    def forward(self, image: torch.Tensor, prompt: torch.Tensor) -> Any:
+        x, shown = self.into(image.flatten(2).transpose(1, 2)), []
+        for layer in self.layers:
+            x = layer(x, prompt)
+            shown.append(x.transpose(1, 2).unflatten(2, image.shape[2:]) * 2)
+            x = x + shown[-1].mean((2, 3)).unsqueeze(1)
+        return x, tuple(shown)
+
+
+def test_results_that_no_other_piece_takes_lie_as_they_did() -> None:
+    probe = Probe(made(Showing), *call())
+    folded = fold(probe.captured.graph)
+    assert folded is not None
+    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    found, wanted = as_code(folded)(*weights, *call()), probe.captured.graph(*weights, *call())
+    assert len(found) == DEPTH + 1 and not wanted[1].is_contiguous()
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+
+
 class Writing(Stack):
     """One whose rows are changed in place, so that a piece's input would be."""
 
@@ -197,17 +258,13 @@ def test_what_no_call_needs_any_more_is_given_up() -> None:
     assert result.tolist() == [3.0] * 3 and [ref() is not None for ref in seen] == [False, False, True]
 
 
-@pytest.mark.parametrize("in_a_worker", [False, True])
-def test_pieces_are_lowered_and_loaded_as_one_artefact(tmp_path: Path, in_a_worker: bool) -> None:
+def test_pieces_are_lowered_in_a_worker_and_loaded_as_one_artefact(tmp_path: Path) -> None:
     block = made(Stack)
     probe, payload = Probe(block, *call()), tmp_path / "payload"
     options = CompileConfig.parse("O2").lowering_options("cpu")
-    if in_a_worker:
-        (tmp_path / "graph").write_bytes(worker.pack(probe.captured))
-        job = {"modules": [], "probes": None, "device": "cpu", "file": str(tmp_path / "graph")}
-        worker.work({**job, "payload": str(payload), "options": options})
-    else:
-        lower.lower(probe.captured, payload, options)
+    (tmp_path / "graph").write_bytes(worker.pack(probe.captured))
+    job = {"modules": [], "probes": None, "device": "cpu", "file": str(tmp_path / "graph")}
+    worker.work({**job, "payload": str(payload), "options": options})
     told = json.loads((payload / "folded.json").read_text())
     assert told["pieces"] == len(list(payload.glob("piece_*"))) == 3
     code = lower.load(payload, options, [], len(probe.captured.weights))
@@ -217,16 +274,53 @@ def test_pieces_are_lowered_and_loaded_as_one_artefact(tmp_path: Path, in_a_work
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) and found.stride() == wanted.stride()
 
 
+class Noted:
+    """In the place of Limits: what pieces asked of sizes before one failed is not asked again."""
+
+    made = 0
+
+    def __init__(self, inputs: list[Any]) -> None:
+        Noted.made += 1
+
+    def texts(self) -> list[str]:
+        return ["s0 <= 7"]
+
+
+@pytest.mark.parametrize("breaks", ["fold", "_inductor"])
+def test_what_cannot_be_lowered_in_pieces_is_lowered_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: str
+) -> None:
+    asked = []
+
+    def broken(graph: Any, place: Path = Path(), *_: Any) -> Any:
+        asked.append(place.name)
+        if breaks == "fold" or place.name == "piece_1":
+            raise RuntimeError("a piece")
+        place.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(lower, "_inductor", broken if breaks == "_inductor" else lambda _, place, *__: place.mkdir())
+    if breaks == "fold":
+        monkeypatch.setattr(lower, "fold", broken)
+    monkeypatch.setattr(lower, "Limits", Noted)
+    Noted.made = 0
+    payload = tmp_path / "payload"
+    lower.lower(Probe(made(Stack), *call()).captured, payload, CompileConfig.parse("O2").lowering_options("cpu"))
+    assert asked == (["piece_0", "piece_1", "payload"] if breaks == "_inductor" else [""])
+    assert Noted.made == 1 and json.loads((payload / "limits.json").read_text()) == ["s0 <= 7"]
+    assert "could not be lowered in pieces" in caplog.text
+    assert not list(payload.glob("piece_*")) and not (payload / "folded.json").exists()
+
+
 def test_a_network_is_compiled_so_by_itself_and_the_option_turns_it_off() -> None:
-    net, found = made(Twice), {}
-    for on in (True, False):
-        model = compiled(net, options={"options": {"compile.fold": on}})
-        for size in SIZES:
-            assert torch.allclose(model(*call(*size)), net(*call(*size)), rtol=1e-4, atol=1e-5)
-        report = model.report.as_dict()
-        assert report["artefacts_compiled"] == 1 and not report["eager"]
-        found[on] = (store_at().find(report["artefacts"][0]["key"]).payload / "folded.json").exists()
-    assert found == {True: True, False: False}
+    net = made(Twice)
+    model = compiled(net)
+    for size in SIZES:
+        assert torch.allclose(model(*call(*size)), net(*call(*size)), rtol=1e-4, atol=1e-5)
+    report = model.report.as_dict()
+    assert report["artefacts_compiled"] == 1 and not report["eager"]
+    assert (store_at().find(report["artefacts"][0]["key"]).payload / "folded.json").exists()
+    off = CompileConfig.parse({"options": {"compile.fold": False}})
+    assert off.lowering_options("cpu")["nexfort.fold"] is False and off.lowering_key() != CompileConfig().lowering_key()
 
 
 # ---- any graph ---------------------------------------------------------------------------------------------

@@ -263,6 +263,31 @@ def agrees(engine: Engine, seed: int = 0) -> bool:
         return torch.allclose(found, root(x(seed=seed)), atol=1e-5)
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
+    made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    """Giving back waits for the device, which ends a capture: then it is done another time."""
+    from nexfort_engine import engine as module
+
+    engine, host, _ = made
+    asked = []
+
+    def do_without(layers: list[nn.Module]) -> int:
+        asked.append(layers)
+        raise RuntimeError("Fault failed")
+
+    monkeypatch.setattr(module, "layers_in", lambda root, _: [root])
+    monkeypatch.setattr(module, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(host, "do_without", do_without, raising=False)
+    engine.held_twice = True
+    assert agrees(engine)
+    assert engine.held_twice is capturing and len(asked) == (not capturing)
+    assert any("not given back (RuntimeError: Fault failed)" in note for note in engine.report.as_dict()["notes"]) is (
+        not capturing
+    )
+
+
 def test_they_are_made_once_for_each_block(made: tuple[Engine, Host, list[int]]) -> None:
     engine, _, blocks = made
     assert all(agrees(engine, seed) for seed in range(3))

@@ -90,9 +90,11 @@ def give_back(memory: Any, needed: list[Place]) -> int:
         # pages go from the end, those in use excepted, and it waits for the device before the first
         return int(memory.free_memory(memory.loaded_size()))
     finally:
-        _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
-        for place in held:
-            model_vbar.vbar_unpin(place)
+        try:
+            _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
+        finally:
+            for place in held:
+                model_vbar.vbar_unpin(place)
 
 
 def _raise_mark(memory: Any, length: int) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes: a captured graph written differently, so that Inductor makes better kernels of it. Each gives equal numbers.
+"""Passes: a captured graph written differently, so that Inductor makes better kernels of it. Each gives equal numbers,
+but for what is rounded less often.
 
 A pass is a function of a graph that says how often it found what it is for, has a file of its own, and is one switch
 in the config. What it puts in is plain code there, run on the graph's own nodes (`writing.py`), so that reading that
