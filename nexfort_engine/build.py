@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
 from .cache.key import environment_parts, primary_key
@@ -250,7 +248,7 @@ class Builder:
         def job_of(want: Wanted) -> Job:
             size = sum(1 for _ in want.region.module.modules())
             capture_it = functools.partial(self._capture, want)
-            job = Job(want.region.path, capture_it, self.engine.store, want.primary, _device_of(want).type, size)
+            job = Job(want.region.path, capture_it, self.engine.store, want.primary, want.device.type, size)
             by_job[id(job)] = want
             return job
 
@@ -283,12 +281,12 @@ class Builder:
         region = wanted.region
         weights, layers = None, region.layers
         if layers is not None:
-            weights = layers.examples(region.slots.read(), _device_of(wanted))
+            weights = layers.examples(region.slots.read(), wanted.device)
         captured = capture(
             region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=region.hidden()
         )
-        driver, info = self.engine.made_for(region, _device_of(wanted))
-        if self.finder.options(_device_of(wanted).type).get("nexfort.low_precision"):
+        driver, info = self.engine.made_for(region, wanted.device)
+        if self.finder.options(wanted.device.type).get("nexfort.low_precision"):
             info["products"] = precision.told(captured.graph)
         return captured, manifest_of(captured, region.kind, driver, info)
 
@@ -377,8 +375,3 @@ def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
 def _code_of(wanted: Wanted) -> str:
     kind = type(wanted.region.module)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _device_of(wanted: Wanted) -> torch.device:
-    given = [device for *_, device in wanted.example.tensors]
-    return device_of(given + [weight.device for weight in wanted.region.slots.read()])

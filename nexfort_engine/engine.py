@@ -185,9 +185,9 @@ class Engine:
 
         Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
         """
-        if (
-            not self.held_twice or self.lender is None or is_capturing()
-        ):  # no capture bears that the device is waited for
+        if not self.held_twice or self.lender is None:
+            return
+        if is_capturing():  # giving back waits for the device, which no capture bears: after another step
             return
         self.held_twice = False
         kept = [binding for region in self.regions for binding in region.bindings if binding.kept is not None]

@@ -21,7 +21,7 @@ from .cache.key import driver_problem
 from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
-from .dispatch import Region
+from .dispatch import Region, device_of
 from .modulestate import Hidden, matches_text
 from .quant import products
 from .report import named
@@ -43,6 +43,12 @@ class Wanted:
     example: Example
     flat: Flat
     why: str | None = None  # why it needs a further one, for the report
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        given = [device for *_, device in self.example.tensors]
+        return device_of(given + [weight.device for weight in self.region.slots.read()])
 
 
 class Finder:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
 
+from .prepared import getter
 from .repeats import Nodes, segments_of, tensors_of
 
 LEAST_SAVED = 100  # operators that need not be lowered; one layer of a transformer has about 50, and takes a second
@@ -58,8 +59,7 @@ class FoldedCode:
             if value not in self._output:
                 over.setdefault(number, []).append(value)
         self._calls = [
-            (pieces[piece], operator.itemgetter(*takes) if len(takes) > 1 else _only(takes), over.get(number, []))
-            for number, (piece, takes) in enumerate(told["calls"])
+            (pieces[piece], getter(takes), over.get(number, [])) for number, (piece, takes) in enumerate(told["calls"])
         ]
 
     def __call__(self, *inputs: Any) -> list[Any]:
@@ -69,10 +69,6 @@ class FoldedCode:
             for value in over:  # the last call that needs it was made: its memory is free for the next
                 values[value] = None
         return [values[i] for i in self._output]
-
-
-def _only(takes: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    return lambda values: tuple(values[i] for i in takes)
 
 
 def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
@@ -134,7 +130,7 @@ def _operators(graph: Graph) -> list[Node] | None:
 
 @dataclass
 class _Cutter:
-    """Makes the pieces of a graph. segments: as `_segments` gives them."""
+    """Makes the pieces of a graph. segments: as `segments_of` gives them."""
 
     graph: Graph
     segments: list[list[Nodes]]
@@ -152,13 +148,12 @@ class _Cutter:
         sizes = {symbol: len(inputs) + i for i, symbol in enumerate(used)}
         count = len(inputs) + len(used)
         for calls in self.segments:
-            gives = self._given(calls)
+            gives = _given(calls)
             if not gives:
                 continue  # nobody reads it
             takes = _taken(calls)
             own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]), key=str)
-            handed_on = {at for at in gives if any(_is_handed_on(nodes, at) for nodes in calls)}
-            self.pieces.append(_piece(calls, takes, {symbol: symbols[symbol][2] for symbol in own}, gives, handed_on))
+            self.pieces.append(_piece(calls, takes, {symbol: symbols[symbol][2] for symbol in own}, gives))
             for time, nodes in enumerate(calls):
                 taken = [numbers[given[time]] for given in takes] + [sizes[symbol] for symbol in own]
                 self.calls.append((len(self.pieces) - 1, taken))
@@ -169,18 +164,17 @@ class _Cutter:
         places = [symbols[symbol][:2] for symbol in used]
         return Folded(self.pieces, places, self.calls, [numbers[node] for node in output.args[0]])
 
-    def _given(self, calls: list[Nodes]) -> list[int]:
-        """Places in the sequence of what somebody outside of one call of it uses."""
-        found = set()
-        for nodes in calls:
-            mine = set(nodes)
-            found |= {at for at, node in enumerate(nodes) if not mine >= set(_readers(node))}
-        return sorted(found)
 
-
-def _is_handed_on(nodes: Nodes, at: int) -> bool:
-    mine = set(nodes)
-    return any(user.op != "output" and user not in mine for user in _readers(nodes[at]))
+def _given(calls: list[Nodes]) -> dict[int, bool]:
+    """Places in the sequence of what somebody outside of one call of it uses, and whether another piece does."""
+    found: dict[int, bool] = {}
+    for nodes in calls:
+        mine = set(nodes)
+        for at, node in enumerate(nodes):
+            for user in _readers(node):
+                if user not in mine:
+                    found[at] = found.get(at, False) or user.op != "output"
+    return dict(sorted(found.items()))
 
 
 def _rows(calls: list[Nodes]) -> Iterator[tuple[Node, list[tuple[Node, ...]]]]:
@@ -234,16 +228,9 @@ def _free_symbols(nodes: Any) -> set[Any]:
 
 
 def _piece(
-    calls: list[Nodes],
-    takes: list[tuple[Node, ...]],
-    symbols: dict[Any, torch.SymInt],
-    gives: list[int],
-    handed_on: set[int],
+    calls: list[Nodes], takes: list[tuple[Node, ...]], symbols: dict[Any, torch.SymInt], gives: dict[int, bool]
 ) -> GraphModule:
-    """A graph of its own of what is called.
-
-    takes: what it is given from outside. gives: places of what is wanted. handed_on: those that other pieces take.
-    """
+    """A graph of its own of what is called. takes: what it is given from outside. gives: as `_given` has it."""
     graph, nodes, there = Graph(), calls[0], dict[Any, Node]()
     for number, parts in enumerate(takes):
         there[parts] = graph.placeholder(f"value_{number}")
@@ -268,12 +255,14 @@ def _piece(
         args, kwargs = map_arg((node.args, node.kwargs), of)
         there[node] = graph.create_node("call_function", node.target, args, kwargs, node.name)
         there[node].meta.update(node.meta)
-    results = [there[nodes[at]] for at in gives]
-    for number, at in enumerate(gives):
-        if at in handed_on:
+    results = []
+    for at, is_handed_on in gives.items():
+        result = there[nodes[at]]
+        if is_handed_on:
             # a trace of the piece may find an operator's result to lie otherwise; who takes it was promised a matrix
-            results[number] = graph.call_function(torch.ops.aten.contiguous.default, (results[number],))
-            results[number].meta["val"] = nodes[at].meta["val"]
+            result = graph.call_function(torch.ops.aten.contiguous.default, (result,))
+            result.meta["val"] = nodes[at].meta["val"]
+        results.append(result)
     graph.output(tuple(results))
     return GraphModule(torch.nn.Module(), graph)
 

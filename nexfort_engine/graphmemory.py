@@ -2,9 +2,9 @@
 """Graph memory: what CUDA graphs hold of the device, and how it comes back.
 
 With torch's own allocator graphs of one engine share a pool, which goes with the last of them; a capture into one whose
-graphs are gone fails if somebody still has a tensor of it. With cudaMallocAsync the driver
-keeps it for graphs to come until it is trimmed; and there a tensor that a capture made must go while that is captured,
-or its destructor ends the process.
+graphs are gone fails if somebody still has a tensor of it. With cudaMallocAsync the driver keeps it for graphs to come
+until it is trimmed; and there a tensor that a capture made must go while that is captured, or its destructor ends the
+process.
 """
 
 from __future__ import annotations

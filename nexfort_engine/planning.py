@@ -105,15 +105,11 @@ class Planner:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
-                options = self.engine.config.lowering_options(_device_type(flat))
+                options = self.engine.config.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
         with laid_out(options):
             return region.inside(plain, args, kwargs, session)
-
-
-def _device_type(flat: Flat) -> str:
-    return next((t.device.type for t in flat.tensors if t.device.type != "cpu"), "cpu")
 
 
 def ghost(example: Example) -> Flat:

@@ -163,7 +163,7 @@ class PreparingCode:
         keeps: list[int],
     ) -> None:
         self._code, self._before, self._weights = code, before, weights
-        self._takes, self._keeps = _getter(takes), _getter(keeps)
+        self._takes, self._keeps = getter(takes), getter(keeps)
         self.takes, self.keeps = takes, keeps
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -179,7 +179,8 @@ class PreparingCode:
         return self._code([*self._keeps(inputs), *prepared, *inputs[self._weights :]])
 
 
-def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+def getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes these places of a list."""
     if len(places) == 1:
         only = places[0]
         return lambda inputs: (inputs[only],)

@@ -7,8 +7,9 @@ are wired: each takes either what its own time gave, at the same place, or somet
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +56,12 @@ def _repeated(nodes: Nodes, costs: dict[Node, int]) -> tuple[int, int, int] | No
         return None
     covered, begin, period = best
     places = {node: i for i, node in enumerate(nodes)}
+    kinds = functools.cache(lambda node: _kind(node.meta["val"]))  # sizes as texts: most of the time goes there
     found = []
     for first in range(begin, begin + period):
         times = (begin + covered - first) // period
         # the first time may be fed otherwise than the others, from what is before the repetition
-        while times >= _LEAST_TIMES and not _fits(nodes, places, first, period, times):
+        while times >= _LEAST_TIMES and not _fits(nodes, places, kinds, first, period, times):
             times -= 1
         if times < _LEAST_TIMES:
             continue
@@ -102,13 +104,15 @@ def _kind(value: Any) -> Any:
     return value.dtype, value.device, str(list(value.shape)), str(list(value.stride())), str(value.storage_offset())
 
 
-def _fits(nodes: Nodes, places: dict[Node, int], first: int, period: int, times: int) -> bool:
-    """Whether the sequences are wired alike inside, and what they take from outside is of the same kind."""
+def _fits(
+    nodes: Nodes, places: dict[Node, int], kinds: Callable[[Node], Any], first: int, period: int, times: int
+) -> bool:
+    """Whether the sequences are wired alike inside, and what they take from outside is of the same kind (`kinds`)."""
     for offset in range(period):
         rows = [tensors_of(nodes[first + offset + period * time]) for time in range(times)]
         for parts in zip(*rows, strict=True):
             inside = {_inside(places, part, first + period * time, period) for time, part in enumerate(parts)}
-            if len(inside) != 1 or (inside == {None} and len({_kind(part.meta["val"]) for part in parts}) != 1):
+            if len(inside) != 1 or (inside == {None} and len(set(map(kinds, parts))) != 1):
                 return False
             if inside == {None} and not isinstance(parts[0].meta["val"], torch.Tensor):
                 return False
