@@ -42,6 +42,7 @@ OPTIONS: dict[str, type] = {
     "compile.background": bool,
     "compile.fold": bool,
     "fuse.group_norm": bool,
+    "fuse.images": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
@@ -77,7 +78,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
+_REWRITES = ("group_norm", "images", "upsample", "whole_rows", "gelu", "linear_gelu")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
@@ -148,7 +149,9 @@ class CompileConfig:
             fields["tokens"] = _parse_mode(fields.pop("mode"))
         if "memory_format" in fields:
             # str() turns torch.channels_last into "torch.channels_last" without importing torch here
-            fields["memory_format"] = str(fields["memory_format"]).removeprefix("torch.")
+            name = str(fields["memory_format"])
+            plain = name.removeprefix("torch.")
+            fields["memory_format"] = plain if plain in MEMORY_FORMATS else name
         if "options" in fields:
             fields["options"] = _parse_options(fields["options"])
         return cls(**fields)
@@ -275,6 +278,13 @@ class CompileConfig:
         """Whether lowering chooses how images lie inside the regions."""
         return self.memory_format != "contiguous_format"
 
+    def lays_images(self, device_type: str) -> bool:
+        """Whether images lie with channels innermost between the regions too, on "cuda" or "cpu"."""
+        return self._lays_out and self._rewrites("images", device_type)
+
+    def _rewrites(self, name: str, device_type: str) -> bool:
+        return device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast") is True
+
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
 
@@ -282,8 +292,8 @@ class CompileConfig:
         """
         found = self.inductor_options(device_type)
         for name in _REWRITES:
-            on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
-            found[f"nexfort.{name}"] = on is True
+            found[f"nexfort.{name}"] = self._rewrites(name, device_type)
+        found["nexfort.images"] = self.lays_images(device_type)
         found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
         found["nexfort.fold"] = self.option("compile.fold", True) is True

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Proxy
 from torch.fx.proxy import GraphAppendingTracer
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from .writing import fixed, in_memory, replace
 
@@ -38,22 +36,6 @@ def group_norms(module: GraphModule) -> int:
         replace(node, written)
         found += 1
     return found
-
-
-class LaidOut(TorchFunctionMode):
-    """Inside the block what eager's group norms give lies in memory as `by_channels` leaves it: as x does.
-
-    Eager's own is contiguous on a GPU. What follows would be called with another memory format than behind an artefact.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func is functional.group_norm or func is torch.group_norm:
-            x = args[0] if args else kwargs["input"]
-            if type(result) is torch.Tensor and result.dim() > 2 and result.stride() != x.stride():
-                return torch.empty_like(x, dtype=result.dtype).copy_(result)
-        return result
 
 
 def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
@@ -105,7 +87,8 @@ def _moments(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
     if like.dtype not in (torch.float16, torch.bfloat16):
         variance, mean = aten.var_mean.correction(aten.flatten.using_ints(wide, 2), [2], correction=0)
         return mean, variance
-    about = _about(x, like)
+    # in memory, or it would be computed again for each number, and the numbers less it be put there instead
+    about = in_memory(_about(x, like), [aten.sym_size.int(x, 0), like.shape[1]])
     beside = aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 2)])
     apart = aten.flatten.using_ints(aten.sub.Tensor(wide, beside), 2)
     mean, square = aten.mean.dim(apart, [2]), aten.mean.dim(aten.mul.Tensor(apart, apart), [2])
