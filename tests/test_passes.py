@@ -22,6 +22,7 @@ from nexfort_engine.passes.images import images
 from nexfort_engine.passes.linear_gelu import linear_gelus
 from nexfort_engine.passes.upsampling import inner_channels, upsamplings
 
+aten = torch.ops.aten
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
 
@@ -97,6 +98,33 @@ def test_those_with_dimensions_behind_are_rewritten_and_the_graph_can_be_stored(
         y = torch.randn(size)
         (found,) = code([block.norm.weight, block.norm.bias, y])
         assert error(found, block(y).double()) < 1e-5, size
+
+
+TOKENS = {
+    "moved": lambda image: image.movedim(1, 3).flatten(1, 2).contiguous(),
+    "permuted": lambda image: image.permute(0, 2, 3, 1).reshape(image.shape[0], -1, image.shape[1]),
+    "transposed": lambda image: image.flatten(2).transpose(1, 2),
+}
+IMAGES = {
+    "as channels": lambda image: image.flatten(2),
+    "columns first": lambda image: image.permute(0, 3, 2, 1).flatten(1, 2),
+    "both": lambda image: image.flatten(2).transpose(1, 2) + image.mean(),
+}
+
+
+@pytest.mark.parametrize("kind", [*TOKENS, *IMAGES])
+def test_what_attention_takes_as_tokens_is_normed_as_tokens(kind: str) -> None:
+    """Where that is all that is used of the norm, in whatever steps its code gets there."""
+    norm, form = nn.GroupNorm(2, 8), {**TOKENS, **IMAGES}[kind]
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    block = block_of(lambda self, x: form(self.norm(x)) * 2, norm=norm)
+    graph = Probe(block, torch.randn(2, 8, 6, 5)).captured.graph
+    assert group_norms(graph) == 1
+    normed = [node for node in graph.graph.nodes if node.target is aten.to.dtype][-1]
+    assert (normed.args[0].args[0].args[0].target is aten.flatten.using_ints) == (kind in TOKENS), "three dimensions"
+    for sizes in ((6, 5), (4, 7)):
+        y = torch.randn(2, 8, *sizes)
+        assert error(graph(norm.weight, norm.bias, y)[0], block(y).double()) < 1e-5
 
 
 def test_one_without_weights_whose_channels_are_free_stays() -> None:
