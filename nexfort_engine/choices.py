@@ -29,7 +29,6 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
     from torch._inductor import choices
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
     from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.scheduler import ForeachKernelSchedulerNode
     from torch._inductor.virtualized import V
 
     def length_of(features: Any) -> int | None:
@@ -55,22 +54,6 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
             fixed = FixedTritonConfig({"XBLOCK": 1, "num_warps": warps, "num_stages": 1})
             return {**kernel_kwargs, "fixed_config": fixed}
 
-    grouped = ForeachKernelSchedulerNode._default_group_nodes_for_combo_kernels
-
-    def apart(scheduler: Any) -> list[list[Any]]:
-        """Kernels that may share a launch: not those over rows, which would need the same number of warps."""
-        return [[node for node in group if not _is_over_rows(node)] for group in grouped(scheduler)]
-
     # for one row at a time Inductor would leave a dimension out, and fail where a kernel computes with indices
-    with (
-        V.set_choices_handler(WholeRows()),
-        replaced(TritonKernel, "want_no_x_dim", lambda _: False),
-        replaced(ForeachKernelSchedulerNode, "group_algorithm_for_combo_kernels", apart),
-    ):
+    with V.set_choices_handler(WholeRows()), replaced(TritonKernel, "want_no_x_dim", lambda _: False):
         yield
-
-
-def _is_over_rows(node: Any) -> bool:
-    """Whether a kernel sums over rows that are long enough for a choice of their own."""
-    length = node.group[1][1] if node.is_reduction() else None
-    return bool(getattr(length, "is_number", False) and length >= _SHORTEST_ROW)  # type: ignore[operator]

@@ -43,7 +43,6 @@ OPTIONS: dict[str, type] = {
     "compile.fold": bool,
     "fuse.group_norm": bool,
     "fuse.images": bool,
-    "fuse.launches": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
@@ -333,9 +332,6 @@ class CompileConfig:
             found["shape_padding"] = search
             # the setting above leaves small reductions several; this takes one of them by rule
             found["test_configs.force_filter_reduction_configs"] = not search
-        # Small kernels that do not depend on each other share a launch: the sums of a norm, weights laid out anew.
-        found["combo_kernels"] = self._rewrites("launches", device_type)
-        found["combo_kernels_autotune"] = 0  # as above
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside
         # the regions: SDXL at 1024x1024 took 37.2 ms a step so, 39.8 otherwise (H200, torch 2.11, 2026-11).
         found["layout_optimization"] = self._lays_out

@@ -62,7 +62,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 17)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 16)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -431,11 +431,3 @@ def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
     off = {"options": {f"fuse.{name}": False}}
     assert on(off, "cuda") is False and on({"mode": "jit", "options": {f"fuse.{name}": True}}, "cuda") is True
     assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
-
-
-def test_kernels_share_launches_on_a_gpu_unless_the_user_says_otherwise():
-    def on(asked, device="cuda"):
-        return CompileConfig.parse(asked).lowering_options(device)["combo_kernels"]
-
-    assert on("O2") and on("O3") and on("max-autotune") and not on("O2", "cpu") and not on("jit")
-    assert not on({"options": {"fuse.launches": False}})
