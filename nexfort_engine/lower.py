@@ -10,6 +10,7 @@ This file does not decide what is lowered (dispatch.py) nor where it is kept (ca
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -40,6 +41,12 @@ _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
 _FOLDED, _PIECE = "folded.json", "piece_"
 Loaded = Callable[[list[Any]], Any]
+Works = Sequence[Callable[[], list[str]]]
+
+
+def in_turn(works: Works) -> list[list[str]]:
+    """What each gives, one after another."""
+    return [work() for work in works]
 
 
 class LoweringFailed(Exception):
@@ -84,10 +91,12 @@ def lower_graph(
     payload: Path,
     options: Mapping[str, object],
     lasting: Sequence[bool] = (),
+    each: Callable[[Works], list[list[str]]] = in_turn,
 ) -> None:
     """Lower a graph with its literal tensors into the empty directory `payload`.
 
-    options: Inductor settings by name, and the engine's own (passes/). lasting: of the weights, as in Captured.
+    options: Inductor settings by name, and the engine's own (passes/). lasting: of the weights, as in Captured. each:
+    does the parts of the work, which need nothing of each other, and gives what they give.
     Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)
@@ -96,9 +105,9 @@ def lower_graph(
             rewrite(graph)
     before = take_out(graph, lasting) if own.get("prepare") else None
     if before is not None:
-        _lowered(before.graph, payload / _BEFORE, options, own)
+        _lowered(before.graph, payload / _BEFORE, options, own, each)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
-    texts = _lowered(graph, payload, options, own)
+    texts = _lowered(graph, payload, options, own, each)
     if texts:
         (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     if constants:
@@ -109,35 +118,47 @@ def lower_graph(
 
 
 def _lowered(
-    graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
+    graph: torch.fx.GraphModule,
+    payload: Path,
+    options: Mapping[str, object],
+    own: Mapping[str, object],
+    each: Callable[[Works], list[list[str]]],
 ) -> list[str]:
     """Lower one graph, in pieces where it repeats itself; gives how large its tensors may get."""
     # begun before the pieces: what is asked of sizes is noted once, and pieces that fail have asked it too
     limits = Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
-    if not (own.get("fold") and _lowered_in_pieces(graph, payload, options, own)):
-        _inductor(graph, payload, options, own)
-    return limits.texts()
+
+    def lowered(one: torch.fx.GraphModule, place: Path) -> list[str]:
+        _inductor(one, place, options, own)
+        return limits.texts()
+
+    found = _lowered_in_pieces(graph, payload, lowered, each) if own.get("fold") else None
+    texts = [*(found or ()), lowered(graph, payload) if found is None else limits.texts()]
+    return list(dict.fromkeys(text for some in texts for text in some))
 
 
 def _lowered_in_pieces(
-    graph: torch.fx.GraphModule, payload: Path, options: Mapping[str, object], own: Mapping[str, object]
-) -> bool:
-    """Whether the graph repeats itself and was lowered so."""
+    graph: torch.fx.GraphModule,
+    payload: Path,
+    lowered: Callable[[torch.fx.GraphModule, Path], list[str]],
+    each: Callable[[Works], list[list[str]]],
+) -> list[list[str]] | None:
+    """Lower the pieces of a graph that repeats itself; gives what `lowered` gives of each. None: it was not done so."""
     try:
         folded = fold(graph)
         if folded is None:
-            return False
+            return None
         payload.mkdir(parents=True, exist_ok=True)
-        for number, piece in enumerate(folded.pieces):
-            _inductor(piece, payload / f"{_PIECE}{number}", options, own)
+        places = [payload / f"{_PIECE}{number}" for number in range(len(folded.pieces))]
+        found = each([functools.partial(lowered, *one) for one in zip(folded.pieces, places, strict=True)])
     except Exception:
         # pieces are to save time: what goes wrong with them is no reason to run eager, the whole may do
         log.warning("Nexfort: a graph could not be lowered in pieces, and is lowered as a whole", exc_info=True)
         for place in payload.glob(f"{_PIECE}*"):
             shutil.rmtree(place, ignore_errors=True)
-        return False
+        return None
     (payload / _FOLDED).write_text(json.dumps(folded.as_json()), encoding="utf-8")
-    return True
+    return found
 
 
 def _inductor(

@@ -82,9 +82,14 @@ def lower_all(
 
 def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
     groups: dict[str, list[Job]] = {}
-    for job in sorted(jobs, key=lambda job: -job.weight):  # the largest first: the last to end decides
+    for job in _largest_first(jobs):
         groups.setdefault(job.device, []).append(job)
     return groups
+
+
+def _largest_first(jobs: list[Job]) -> list[Job]:
+    """The order to begin in: the last to end decides how long all take."""
+    return sorted(jobs, key=lambda job: -job.weight)
 
 
 def _run(
@@ -110,7 +115,7 @@ def _run(
         job.began = time.perf_counter()
         captured = _captured(job)
         if captured is not None and (further := more(job, captured[1])):
-            waiting.extend(further)
+            waiting = deque(_largest_first([*waiting, *further]))
             tracker.add(len(further))
         if captured is None:
             collect(job)

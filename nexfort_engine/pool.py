@@ -32,6 +32,7 @@ log = logging.getLogger("nexfort")
 
 VARIABLE = "NEXFORT_WORKERS"
 _MOST = 16
+_MANY = 8  # workers; where the machine holds so many, the pieces of one graph are lowered at once, too
 _MEMORY = 1 << 30  # bytes of main memory that one worker may need; forked ones share most of it
 _DEVICE_MEMORY = 1 << 30
 _PATIENCE = 600.0  # seconds after which workers that are not needed end
@@ -205,6 +206,7 @@ class Pool:
             "options": options,
             "device": device,
             "probes": str(self.probes or ""),
+            "spread": self._workers >= _MANY,
         }
         self._queue.put((job, then, instead))
 

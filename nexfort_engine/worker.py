@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -86,7 +87,54 @@ def work(job: dict[str, Any]) -> None:
     with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
-        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting)
+        # in the last two cases this process holds a device, which none that it forks could use
+        alone = not job["spread"] or FORK not in sys.argv or device.index or lower.measures(job["options"])
+        each = lower.in_turn if alone else in_forks
+        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
+
+
+def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives, run at once: the first here, the others in processes that are forked from this one.
+
+    Only where this process has one thread and no device. What is given has to be what JSON can hold. Raises what the
+    first raises, or a RuntimeError with the failure of another; all have ended then.
+    """
+    children = []
+    for work in works[1:]:
+        theirs, ours = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(theirs)
+            _answer(work, ours)
+        os.close(ours)
+        children.append((child, theirs))
+    try:
+        results = [work() for work in works[:1]]
+    finally:
+        answers = []
+        for child, theirs in children:
+            with os.fdopen(theirs, encoding="utf-8") as stream:
+                answers.append(stream.read())
+            os.waitpid(child, 0)
+    for text in answers:
+        answer = json.loads(text) if text else {"error": "a process that was forked ended without an answer"}
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        results.append(answer["result"])
+    return results
+
+
+def _answer(work: Callable[[], Any], to: int) -> NoReturn:
+    """Be a process that does one thing, says what came of it, and ends."""
+    try:
+        try:
+            answer = {"result": work()}
+        except Exception as error:
+            answer = {"error": named(error)}
+        with os.fdopen(to, "w", encoding="utf-8") as stream:
+            json.dump(answer, stream)
+    finally:
+        os._exit(0)
 
 
 def serve(jobs: IO[str], answers: IO[str]) -> None:

@@ -253,7 +253,7 @@ def test_pieces_are_lowered_in_a_worker_and_loaded_as_one_artefact(tmp_path: Pat
     probe, payload = Probe(block, *call()), tmp_path / "payload"
     options = CompileConfig.parse("O2").lowering_options("cpu")
     (tmp_path / "graph").write_bytes(worker.pack(probe.captured))
-    job = {"modules": [], "probes": None, "device": "cpu", "file": str(tmp_path / "graph")}
+    job = {"modules": [], "probes": None, "device": "cpu", "spread": False, "file": str(tmp_path / "graph")}
     worker.work({**job, "payload": str(payload), "options": options})
     told = json.loads((payload / "folded.json").read_text())
     assert told["pieces"] == len(list(payload.glob("piece_*"))) == 3

@@ -9,6 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import weakref
 from collections.abc import Callable
@@ -240,6 +241,38 @@ def test_nothing_outlives_a_process_that_is_killed(busy: bool) -> None:
     assert ended.returncode == -signal.SIGKILL
     file = Path(f"/proc/{int(ended.stdout)}/stat")
     assert _soon(lambda: not file.exists() or file.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@forks
+def test_parts_of_a_work_are_done_in_processes_of_their_own() -> None:
+    """From a process with one thread, as a worker is: who does them, what they give, and what goes wrong."""
+    code = """
+        import os, signal
+        from nexfort_engine.worker import in_forks
+
+        def failing():
+            raise ValueError("a part")
+
+        def reason(works):
+            try:
+                in_forks(works)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+
+        own = os.getpid()
+        ids = in_forks([os.getpid] * 3)
+        assert ids[0] == own and len(set(ids)) == 3, ids
+        assert in_forks([lambda: ["a"], lambda: ["b", 1]]) == [["a"], ["b", 1]] and in_forks([]) == []
+        assert "a part" in reason([os.getpid, failing]) and "a part" in reason([failing, os.getpid])
+        assert "without an answer" in reason([os.getpid, lambda: os.kill(os.getpid(), signal.SIGKILL)])
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            print("none is left")
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1])
+    assert done.stdout == "none is left\n", done.stderr
 
 
 def test_without_device_is_undone() -> None:

@@ -155,7 +155,7 @@ def test_an_artefact_with_a_preparation_is_called_like_any_other(tmp_path: Path,
     options: Mapping[str, object] = {"nexfort.prepare": True}
     if in_a_worker:
         (tmp_path / "graph").write_bytes(worker.pack(probe.captured))
-        job = {"modules": [], "probes": None, "device": "cpu", "file": str(tmp_path / "graph")}
+        job = {"modules": [], "probes": None, "device": "cpu", "spread": False, "file": str(tmp_path / "graph")}
         worker.work({**job, "payload": str(payload), "options": options})
     else:
         lower.lower(probe.captured, payload, options)
