@@ -9,7 +9,6 @@ a view of it, or as a result in the hands of the caller.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,21 +30,17 @@ class Aliases:
 
     def __init__(self, graph: Graph) -> None:
         self._above: dict[Node, Node] = {}
-        taken: list[Node] = []
         written: list[Node] = []
         given: list[Node] = []
         for node in graph.nodes:
-            if node.op == "placeholder":
-                taken.append(node)
-            elif node.op == "output":
+            if node.op == "output":
                 given += node.all_input_nodes
             elif node.op == "call_function":
                 for other in _may_be(node):
                     self._above[self._set_of(node)] = self._set_of(other)
                 written += _written_by(node)
         self._written = {self._set_of(node) for node in written}
-        self._taken = {self._set_of(node) for node in taken}
-        self._given = Counter(self._set_of(node) for node in given)
+        self._given = {self._set_of(node) for node in given}
 
     def _set_of(self, node: Node) -> Node:
         while (above := self._above.get(node, node)) is not node:
@@ -59,11 +54,6 @@ class Aliases:
     def is_given(self, node: Node) -> bool:
         """Whether the value's memory is among the graph's results, so that its caller may write to it."""
         return self._set_of(node) in self._given
-
-    def is_alone(self, result: Node) -> bool:
-        """Whether a result's memory is no input's, no other result's, and nothing writes to it."""
-        own = self._set_of(result)
-        return own not in self._taken and own not in self._written and self._given[own] == 1
 
 
 def _may_be(node: Node) -> list[Node]:

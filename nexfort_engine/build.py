@@ -29,7 +29,7 @@ from .lowering import WATCH, Job, await_left, lower_all
 from .planning import Planner, ghost
 from .quant import precision
 from .report import named
-from .signature import Flat, changeable
+from .signature import Flat, changeable, normalised
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -192,11 +192,7 @@ class Builder:
         """What a region needs for a call, with the key under which artefacts for it are kept."""
         metas = region.metas(flat)
         plain = Flat()
-        plain.tensors, plain.ints, plain.mappings = (
-            list(map(region.formats.laid, flat.tensors)),
-            flat.ints,
-            flat.mappings,
-        )
+        plain.tensors, plain.ints, plain.mappings = [normalised(t) for t in flat.tensors], flat.ints, flat.mappings
         return Wanted(region, self._primary(region, spec, flat, metas), Example.of(spec, plain), flat)
 
     def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any]) -> str:

@@ -42,7 +42,6 @@ OPTIONS: dict[str, type] = {
     "compile.background": bool,
     "compile.fold": bool,
     "fuse.group_norm": bool,
-    "fuse.images": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
@@ -78,7 +77,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "images", "upsample", "whole_rows", "gelu", "linear_gelu")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
@@ -278,13 +277,6 @@ class CompileConfig:
         """Whether lowering chooses how images lie inside the regions."""
         return self.memory_format != "contiguous_format"
 
-    def lays_images(self, device_type: str) -> bool:
-        """Whether images lie with channels innermost between the regions too, on "cuda" or "cpu"."""
-        return self._lays_out and self._rewrites("images", device_type)
-
-    def _rewrites(self, name: str, device_type: str) -> bool:
-        return device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast") is True
-
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
 
@@ -292,8 +284,8 @@ class CompileConfig:
         """
         found = self.inductor_options(device_type)
         for name in _REWRITES:
-            found[f"nexfort.{name}"] = self._rewrites(name, device_type)
-        found["nexfort.images"] = self.lays_images(device_type)
+            on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
+            found[f"nexfort.{name}"] = on is True
         found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
         found["nexfort.fold"] = self.option("compile.fold", True) is True

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .formats import Formats
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
@@ -27,7 +26,7 @@ from .prepared import Kept, room_for
 from .readset import Refused, look
 from .regions import RegionSpec
 from .report import named
-from .signature import Flat, Unsupported, flatten_call, tensor_kind
+from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,7 +45,6 @@ class Region:
         self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
         self.slots = WeightSlots(self.module, engine.besides)
-        self.formats = Formats(self.module, engine.config.lays_images)
         self.bindings: list[Binding] = []
         self.known: dict[Any, list[Binding]] = {}
         self.declined: dict[Any, list[tuple[Callable[[list[Any]], bool], str]]] = {}
@@ -122,7 +120,7 @@ class Region:
         session.used.append(binding)
         if binding.artefact.options:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
-        tensors = list(map(self.formats.laid, flat.tensors))
+        tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
         try:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
@@ -377,7 +375,7 @@ class Region:
 
     def metas(self, flat: Flat) -> list[tuple[str, int, str, str]]:
         """The tensors' part of the signature. Raises Unsupported."""
-        return [(*tensor_kind(t), self.formats.of(t)) for t in flat.tensors]
+        return [tensor_meta(t) for t in flat.tensors]
 
     def carries(self) -> str | None:
         """Hooks and the like that keep the block from being captured or replaced now."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from .dispatch import Ineligible, Region
 from .modulestate import INTERNAL
+from .passes import laid_out
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, of_its_own
 
@@ -91,8 +92,11 @@ class Planner:
         return found
 
     def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
-        """Note what a region is called with, and run it eagerly."""
-        flat = Flat()
+        """Note what a region is called with, and run it eagerly.
+
+        What follows has to see results that lie in memory as those of the artefact that will run there.
+        """
+        flat, options = Flat(), {}
         try:
             spec = flatten_call(args, kwargs, flat)
             if not region.due():
@@ -101,9 +105,11 @@ class Planner:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
+                options = self.engine.config.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        return region.inside(plain, args, kwargs, session)
+        with laid_out(options):
+            return region.inside(plain, args, kwargs, session)
 
 
 def ghost(example: Example) -> Flat:

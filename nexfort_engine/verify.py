@@ -29,12 +29,11 @@ import torch
 from .artefact import Artefact
 from .dispatch import Ineligible, Region
 from .flags import backend_scope
-from .formats import format_of
 from .quant.linear import holds_quantised
 from .report import counted, named
 from .session import entered
 from .shadow import Shadow
-from .signature import Flat, Unsupported, changeable, flatten_call, of_its_own
+from .signature import Flat, Unsupported, changeable, flatten_call, format_of, of_its_own
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -27,6 +27,11 @@ def residual(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
     return x + functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding=1)
 
 
+def innermost(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """A residual block whose image (N, H, W, C) has its channels innermost."""
+    return residual(w, x.permute(0, 3, 1, 2), embedding)
+
+
 def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
@@ -84,6 +89,12 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         torch.half,
         [(C,), (C,), (C, C, 3, 3), (C,), (C, E), (C,), (C,), (C,), (C, C, 3, 3), (C,)],
         [((2, C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
+    ),
+    "innermost": (
+        innermost,
+        torch.half,
+        [(C,), (C,), (C, C, 3, 3), (C,), (C, E), (C,), (C,), (C,), (C, C, 3, 3), (C,)],
+        [((2, 64, 64, C), (0, 1, 2)), ((2, E), (0,))],
     ),
     "transformer": (
         transformer,

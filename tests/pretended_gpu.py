@@ -82,9 +82,7 @@ def norms_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
         return result.contiguous() if type(result) is torch.Tensor else result  # in a trace it is none
 
     patch.setattr(torch, "group_norm", contiguous)
-    changed = {"nexfort.group_norm": True, "nexfort.images": True}
-    patch.setattr(CompileConfig, "lowering_options", lambda *a: {**options(*a), **changed})
-    patch.setattr(CompileConfig, "lays_images", lambda *_: True)
+    patch.setattr(CompileConfig, "lowering_options", lambda *a: {**options(*a), "nexfort.group_norm": True})
 
 
 def _asked(*_: object) -> None:

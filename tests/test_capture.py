@@ -22,7 +22,7 @@ from nexfort_engine import artefact as artefacts
 from nexfort_engine import capture as capture_module
 from nexfort_engine.capture import Example, capture, spec_key
 from nexfort_engine.readset import Refused
-from nexfort_engine.signature import Flat, flatten_call, tensor_kind
+from nexfort_engine.signature import Flat, flatten_call, tensor_meta
 
 # ---- structure ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ def test_the_key_of_a_call_holds_no_size() -> None:
     def key(*args: Any) -> list[Any]:
         flat = Flat()
         spec = flatten_call(args, {}, flat)
-        return spec_key(spec, flat, [tensor_kind(t) for t in flat.tensors])
+        return spec_key(spec, flat, [tensor_meta(t) for t in flat.tensors])
 
     assert key(x(), (4, 8)) == key(x(3, 9), (5, 9))
     calls = ((x(),), (x().half(),), (x()[0],), (x(), None), (x(), 1), (x(), True))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,12 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     (row,) = (kernel for kernel in kernels if "'num_warps': 2" in kernel)
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "reciprocal" in row
     assert "fixed_config" not in _code(payloads["residual"])
+
+
+@pytest.mark.parametrize("kind", ["residual", "innermost"])
+def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: dict[str, Path]) -> None:
+    sizes = re.findall(r"empty_strided_cuda\(\(([^)]*)\), .*torch.float32\)", _code(payloads[kind]))
+    assert sizes and not [text for text in sizes if "*" in text], sizes
 
 
 def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict[str, Path]) -> None:

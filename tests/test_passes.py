@@ -11,18 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from probe import Probe, block_of
-from torch import nn
 from torch.nn import functional
 
 from nexfort_engine import lower
 from nexfort_engine.passes import split
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
 from nexfort_engine.passes.group_norm import by_channels, group_norms
-from nexfort_engine.passes.images import images
 from nexfort_engine.passes.linear_gelu import linear_gelus
 from nexfort_engine.passes.upsampling import inner_channels, upsamplings
 
-aten = torch.ops.aten
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
 
@@ -98,33 +95,6 @@ def test_those_with_dimensions_behind_are_rewritten_and_the_graph_can_be_stored(
         y = torch.randn(size)
         (found,) = code([block.norm.weight, block.norm.bias, y])
         assert error(found, block(y).double()) < 1e-5, size
-
-
-TOKENS = {
-    "moved": lambda image: image.movedim(1, 3).flatten(1, 2).contiguous(),
-    "permuted": lambda image: image.permute(0, 2, 3, 1).reshape(image.shape[0], -1, image.shape[1]),
-    "transposed": lambda image: image.flatten(2).transpose(1, 2),
-}
-IMAGES = {
-    "as channels": lambda image: image.flatten(2),
-    "columns first": lambda image: image.permute(0, 3, 2, 1).flatten(1, 2),
-    "both": lambda image: image.flatten(2).transpose(1, 2) + image.mean(),
-}
-
-
-@pytest.mark.parametrize("kind", [*TOKENS, *IMAGES])
-def test_what_attention_takes_as_tokens_is_normed_as_tokens(kind: str) -> None:
-    """Where that is all that is used of the norm, in whatever steps its code gets there."""
-    norm, form = nn.GroupNorm(2, 8), {**TOKENS, **IMAGES}[kind]
-    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
-    block = block_of(lambda self, x: form(self.norm(x)) * 2, norm=norm)
-    graph = Probe(block, torch.randn(2, 8, 6, 5)).captured.graph
-    assert group_norms(graph) == 1
-    normed = [node for node in graph.graph.nodes if node.target is aten.to.dtype][-1]
-    assert (normed.args[0].args[0].args[0].target is aten.flatten.using_ints) == (kind in TOKENS), "three dimensions"
-    for sizes in ((6, 5), (4, 7)):
-        y = torch.randn(2, 8, *sizes)
-        assert error(graph(norm.weight, norm.bias, y)[0], block(y).double()) < 1e-5
 
 
 def test_one_without_weights_whose_channels_are_free_stays() -> None:
@@ -208,61 +178,6 @@ def test_channels_come_innermost_before_what_only_a_convolution_reads(
         y = torch.randn(2, 4, height, width).contiguous(memory_format=format)
         for one, other in zip(code([block.conv.weight, block.conv.bias, y, *to]), block(y, *to), strict=True):
             assert error(one, other.double()) < 1e-6 and one.stride() == other.stride()
-
-
-# ---- images between regions ---------------------------------------------------------------------------------
-
-
-class Residual(nn.Module):
-    """A residual block, and besides its image results that are none: a map of it, few channels, its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.conv, self.few = nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, 1, 1), nn.Conv2d(64, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        h = x + self.conv(functional.silu(self.norm(x)))
-        tokens = h.flatten(2).transpose(1, 2)
-        return h, self.few(h), (tokens @ tokens.transpose(1, 2))[:, None], x.view_as(x), h.add_(1)
-
-
-class Attended(nn.Module):
-    """The end of a UNet's attention: no convolution, and an order that is asked for in vain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.GroupNorm(4, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, channels, height, width = x.shape
-        h = self.linear(self.norm(x).permute(0, 2, 3, 1).reshape(batch, height * width, channels))
-        return h.reshape(batch, height, width, channels).permute(0, 3, 1, 2).contiguous() + x
-
-
-@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
-def test_images_leave_a_block_with_channels_innermost_and_nothing_else_does(
-    tmp_path: Path, format: torch.memory_format
-) -> None:
-    torch.manual_seed(0)
-    block = Attended().eval().requires_grad_(False)
-    x = torch.randn(2, 64, 6, 5).contiguous(memory_format=format)
-    graph = Probe(block, x).captured.graph
-    assert images(graph) == 1 and images(graph) == 0
-    lower.lower_graph(graph, [], tmp_path / "payload", {})
-    code = lower.load(tmp_path / "payload", {}, [], 4)
-    for sizes in ((6, 5), (9, 7)):
-        y = torch.randn(2, 64, *sizes).contiguous(memory_format=format)
-        (found,) = code([block.norm.weight, block.norm.bias, block.linear.weight, block.linear.bias, y])
-        assert found.is_contiguous(memory_format=torch.channels_last) and error(found, block(y).double()) < 1e-6
-
-
-def test_what_may_be_memory_of_another_value_stays_as_it_is() -> None:
-    """Results that are one tensor, or the input, or written to: a copy would not be seen to change."""
-    block, x = Residual().eval().requires_grad_(False), torch.randn(2, 64, 6, 5)
-    graph = Probe(block, x).captured.graph
-    before = [node.name for node in graph.graph.output_node().all_input_nodes]
-    assert images(graph) == 0
-    assert [node.name for node in graph.graph.output_node().all_input_nodes] == before
 
 
 # ---- GELU --------------------------------------------------------------------------------------------------

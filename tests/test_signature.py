@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from nexfort_engine.formats import format_of  # noqa: E402
 from nexfort_engine.signature import (  # noqa: E402
     Flat,
     Leaves,
     Unsupported,
     flatten,
     flatten_call,
+    format_of,
+    normalised,
     of_its_own,
     spec_text,
-    tensor_kind,
+    tensor_meta,
     unflatten,
     unflatten_call,
 )
@@ -212,10 +213,21 @@ def test_the_text_of_a_spec_holds_no_address() -> None:
 
 
 def test_sizes_are_no_part_of_a_tensor_s_signature() -> None:
-    assert tensor_kind(torch.ones(2, 3)) == tensor_kind(torch.ones(5, 7)) == ("torch.float32", 2, "cpu")
-    assert tensor_kind(torch.nn.Parameter(T)) == tensor_kind(T)
+    assert tensor_meta(torch.ones(2, 3)) == tensor_meta(torch.ones(5, 7)) == ("torch.float32", 2, "cpu", "c")
+    assert tensor_meta(torch.nn.Parameter(T)) == tensor_meta(T)
     for other in (torch.ones(2, 3, 1), torch.ones(2, 3).half(), torch.ones(2, 3).int(), T.to("meta")):
-        assert tensor_kind(other) != tensor_kind(T)
+        assert tensor_meta(other) != tensor_meta(T)
+
+
+def test_only_memory_formats_that_code_is_made_for_are_told_apart() -> None:
+    image = torch.randn(2, 8, 4, 4)
+    last = image.to(memory_format=torch.channels_last)
+    assert (format_of(image), format_of(last)) == ("c", "l")
+    assert format_of(torch.randn(2, 8, 3, 4, 4).to(memory_format=torch.channels_last_3d)) == "l"
+    assert format_of(image.permute(0, 2, 3, 1)) == format_of(T.t()) == "c"
+    assert format_of(torch.randn(2, 1, 4, 4).to(memory_format=torch.channels_last)) == "c", "it is both"
+    assert normalised(last) is last and normalised(image) is image
+    assert normalised(T.t()).is_contiguous() and torch.equal(normalised(T.t()), T.t())
 
 
 def test_a_copy_lies_in_memory_as_the_tensor_does() -> None:
@@ -237,9 +249,9 @@ def test_tensors_that_are_not_plain_data_are_refused() -> None:
         pass
 
     with pytest.raises(Unsupported, match="Odd"):
-        tensor_kind(T.as_subclass(Odd))
+        tensor_meta(T.as_subclass(Odd))
     with pytest.raises(Unsupported, match="sparse"):
-        tensor_kind(T.to_sparse())
+        tensor_meta(T.to_sparse())
 
 
 def test_not_a_number_is_found_again() -> None:

@@ -10,19 +10,18 @@ code is reading what runs. Low precision, which does not give equal numbers, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.fx import GraphModule
 
 from ..quant.precision import low_precision
 from .gelu import gelus
-from .group_norm import group_norms
-from .images import images
+from .group_norm import LaidOut, group_norms
 from .linear_gelu import linear_gelus
 from .upsampling import inner_channels, upsamplings
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
 PASSES: dict[str, Callable[[GraphModule], int]] = {
-    "images": images,
     "group_norm": group_norms,
     "inner_channels": inner_channels,
     "upsample": upsamplings,
@@ -36,3 +35,8 @@ def split(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, o
     """The engine's own switches, without their prefix, and Inductor's settings."""
     own = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     return own, {name: value for name, value in options.items() if not name.startswith(PREFIX)}
+
+
+def laid_out(options: Mapping[str, object]) -> AbstractContextManager[object]:
+    """Inside the block eager results lie in memory as those of graphs that are lowered with these settings."""
+    return LaidOut() if split(options)[0].get("group_norm") else nullcontext()

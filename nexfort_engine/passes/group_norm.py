@@ -7,17 +7,14 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx import GraphModule, Proxy
 from torch.fx.proxy import GraphAppendingTracer
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from .writing import fixed, in_memory, replace
+from .writing import fixed, in_memory, is_channels_last, replace
 
 aten = torch.ops.aten
-_VIEWS = {
-    *(aten.movedim.int, aten.permute.default, aten.transpose.int),
-    *(aten.flatten.using_ints, aten.reshape.default, aten.view.default),
-}
 
 
 def group_norms(module: GraphModule) -> int:
@@ -34,45 +31,33 @@ def group_norms(module: GraphModule) -> int:
         shape = x.meta["val"].shape
         if len(shape) < 3 or fixed(shape[1]) is None:
             continue
-        tokens = _tokens_of(node)
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
             given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
-            written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps, tokens=tokens is not None)
-        replace(tokens or node, written)
+            written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps)
+        replace(node, written)
         found += 1
-    module.graph.eliminate_dead_code()  # what was between a norm and its tokens
     return found
 
 
-def _tokens_of(node: Node) -> Node | None:
-    """The norm's result as tokens (N, H*W, C), if it is used as nothing else: how attention takes an image.
+class LaidOut(TorchFunctionMode):
+    """Inside the block what eager's group norms give lies in memory as `by_channels` leaves it: as x does.
 
-    By the strides of what its code makes of a contiguous result, in whatever steps.
+    Eager's own is contiguous on a GPU. What follows would be called with another memory format than behind an artefact.
     """
-    image = node.meta["val"]
-    if image.dim() != 4 or not statically_known_true(image.stride(3) == 1) or fixed(image.stride(1)) == 1:
-        return None
-    while len(node.users) == 1:
-        (node,) = node.users
-        if node.target not in _VIEWS:
-            return None
-        value = node.meta["val"]
-        pixels = image.shape[2] * image.shape[3]
-        if value.dim() == 3 and statically_known_true(value.shape[1] == pixels):
-            strides = (image.stride(0), 1, image.stride(1))
-            same = (statically_known_true(one == other) for one, other in zip(value.stride(), strides, strict=True))
-            return node if all(same) else None
-    return None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is functional.group_norm or func is torch.group_norm:
+            x = args[0] if args else kwargs["input"]
+            if type(result) is torch.Tensor and result.dim() > 2 and result.stride() != x.stride():
+                return torch.empty_like(x, dtype=result.dtype).copy_(result)
+        return result
 
 
-def by_channels(
-    x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float, tokens: bool = False
-) -> Any:
+def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
     """Group norm of x (N, C, ...) in its dtype, computed in fp32 at least. weight, bias: (C) or None. like: as x is.
-
-    tokens: gives (N, H*W, C) of an image (N, C, H, W), in memory as products read it. As a view of the normed image it
-    would be copied: the compiler sees that two orders are one only where sizes are numbers.
 
     Mean and variance of each channel first, then of the group from those: the variance of a group is the mean of its
     channels' variances plus the variance of its channels' means. So with channels innermost each sum reads whole rows,
@@ -103,10 +88,7 @@ def by_channels(
 
     def for_channels(values: Any) -> Any:
         each_one = in_memory(aten.reshape.default(values, [-1, channels]), [aten.sym_size.int(x, 0), channels])
-        return aten.reshape.default(each_one, [-1, 1, channels] if tokens else [-1, channels, *behind])
-
-    if tokens:
-        wide = aten.flatten.using_ints(aten.permute.default(wide, [0, 2, 3, 1]), 1, 2)
+        return aten.reshape.default(each_one, [-1, channels, *behind])
 
     result = aten.add.Tensor(aten.mul.Tensor(wide, for_channels(scale)), for_channels(shift))
     return aten.to.dtype(result, like.dtype)
@@ -123,8 +105,10 @@ def _moments(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
     if like.dtype not in (torch.float16, torch.bfloat16):
         variance, mean = aten.var_mean.correction(aten.flatten.using_ints(wide, 2), [2], correction=0)
         return mean, variance
-    # in memory, or it would be computed again for each number, and the numbers less it be put there instead
-    about = in_memory(_about(x, like), [aten.sym_size.int(x, 0), like.shape[1]])
+    about = _about(x, like)
+    if is_channels_last(like):
+        # otherwise it is computed again for each number, and x less it is put in memory in fp32 for both sums
+        about = in_memory(about, [aten.sym_size.int(x, 0), like.shape[1]])
     beside = aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 2)])
     apart = aten.flatten.using_ints(aten.sub.Tensor(wide, beside), 2)
     mean, square = aten.mean.dim(apart, [2]), aten.mean.dim(aten.mul.Tensor(apart, apart), [2])

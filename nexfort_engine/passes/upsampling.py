@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
-from .writing import CHANNELS_LAST, in_memory, is_channels_last, laid_out, replace
+from .writing import CHANNELS_LAST, in_memory, is_channels_last, replace
 
 aten = torch.ops.aten
 _NEAREST = {aten.upsample_nearest1d.vec: 1, aten.upsample_nearest2d.vec: 2, aten.upsample_nearest3d.vec: 3}
@@ -34,14 +34,14 @@ def inner_channels(module: GraphModule) -> int:
             continue
         with module.graph.inserting_before(node):
             laid = innermost(Proxy(node.args[0], GraphAppendingTracer(module.graph)))
-        laid.node.meta["val"] = laid_out(node.args[0].meta["val"], torch.channels_last)
+        laid.node.meta["val"] = _laid_out(node.args[0].meta["val"], torch.channels_last)
         node.replace_input_with(node.args[0], laid.node)
         for changed in (node, *list(node.users)):
             before = changed.meta["val"]
             if not is_channels_last(before):
                 if changed is not node:
                     _as_it_was(changed)
-                changed.meta["val"] = laid_out(before, torch.channels_last)
+                changed.meta["val"] = _laid_out(before, torch.channels_last)
         found += 1
     return found
 
@@ -61,6 +61,11 @@ def _as_it_was(node: Node) -> None:
     beside.meta["val"] = node.meta["val"]
     for user in users:
         user.replace_input_with(node, beside)
+
+
+def _laid_out(value: Any, layout: torch.memory_format) -> Any:
+    with value.fake_mode:
+        return aten.clone.default(value, memory_format=layout)
 
 
 def upsamplings(module: GraphModule) -> int:

@@ -31,12 +31,6 @@ def is_channels_last(like: torch.Tensor) -> bool:
     return like.dim() in CHANNELS_LAST and fixed(strides[1]) == 1 and fixed(strides[-1]) != 1
 
 
-def laid_out(value: Any, layout: torch.memory_format) -> Any:
-    """A value without numbers, in another memory format."""
-    with value.fake_mode:
-        return aten.clone.default(value, memory_format=layout)
-
-
 def in_memory(x: Any, sizes: list[Any]) -> Any:
     """x of these sizes as a contiguous tensor in memory: otherwise Inductor may compute it again for each reader."""
     strides: list[Any] = [1]
