@@ -27,11 +27,6 @@ def residual(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
     return x + functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding=1)
 
 
-def innermost(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-    """A residual block whose image (N, H, W, C) has its channels innermost."""
-    return residual(w, x.permute(0, 3, 1, 2), embedding)
-
-
 def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
@@ -90,12 +85,6 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         [(C,), (C,), (C, C, 3, 3), (C,), (C, E), (C,), (C,), (C,), (C, C, 3, 3), (C,)],
         [((2, C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
     ),
-    "innermost": (
-        innermost,
-        torch.half,
-        [(C,), (C,), (C, C, 3, 3), (C,), (C, E), (C,), (C,), (C,), (C, C, 3, 3), (C,)],
-        [((2, 64, 64, C), (0, 1, 2)), ((2, E), (0,))],
-    ),
     "transformer": (
         transformer,
         torch.bfloat16,
@@ -123,6 +112,7 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
 }
 
 
+INNERMOST = {"innermost": BLOCKS["residual"]}  # of an image whose channels are innermost
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -140,12 +130,14 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = {**BLOCKS, **STACKS}[kind]
+    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **STACKS}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
             for shapes in (weights, [shape for shape, _ in inputs])
         )
+        if kind in INNERMOST:
+            args[1][0] = args[1][0].to(memory_format=torch.channels_last)
     free = [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs]
     dims = ([{} for _ in weights], free)
     with torch.no_grad():
