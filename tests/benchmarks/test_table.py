@@ -110,6 +110,7 @@ def test_a_rung_is_one_line_with_both_of_its_processes(tmp_path: Path) -> None:
         row("plain", 21.0, first_s=30.0, error_to_fp32=9e-4),
         row("plain, warm", 20.0, first_s=2.0, error_to_fp32=8e-4, error_to_eager=5e-4, device_gib=3.5, of_ceiling=0.5),
         row("plain+O3", "", reason="no fp8 | here"),
+        *(row("core", 25.0), row("cold", 19.0)),
     ]
     file = file_of(tmp_path, *found)
     text = table.ladder(file)
@@ -145,9 +146,16 @@ def test_a_rung_over_the_distance_rule_is_marked(
     assert remark == "" if not said else said in remark
 
 
-def test_the_last_ladder_of_each_network_is_shown() -> None:
-    first, second = row("eager", 1.0, commit="old"), row("eager", 2.0)
-    other = row("eager", 3.0, backbone="flux", commit="old")
-    recorded = row("eager", 4.0, commit="new", command="python -m benchmarks.record sd21")
+def test_the_last_ladder_of_each_network_is_shown_that_compares() -> None:
+    """One on a GPU that has ComfyUI's compile node beside Nexfort's defaults; on a processor any."""
+
+    def whole(**more: object) -> list[rows.Row]:
+        return [row(way, 1.0, **more) for way in ("eager", "core", "cold")]
+
+    first, second, other = whole(commit="old"), whole(), whole(backbone="flux", commit="old")
     part = row("plain", 5.0, command=f"{COMMAND} --rungs plain")
-    assert ladder_table.newest([first, other, second, recorded, part]) == [other, second, part]
+    recorded = row("eager", 4.0, commit="new", command="python -m benchmarks.record sd21")
+    alone = row("eager", 9.0, commit="new")
+    small = row("eager", 6.0, backbone="sd21, small", gpu="CPU", commit="new")
+    found = [*first, *other, *second, recorded, part, alone, small]
+    assert ladder_table.newest(found) == [*other, *second, part, small]
