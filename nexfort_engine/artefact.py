@@ -8,6 +8,7 @@ artefact serves every module of the same structure; a `Binding` ties it to one o
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -226,6 +227,8 @@ class Binding:
             results = self.code.run(inputs, kept.tensors)
         else:
             results = self.code(inputs)
+        if any(map(operator.is_not, tensors, flat.tensors)):
+            results = [_as_given(result, flat.tensors, tensors) for result in results]
         if self.plain:
             return results[0]
         for i in artefact.mutated:
@@ -245,3 +248,18 @@ class Binding:
         kind = "tuple" if "tuple" in template else "list"
         items = [self._written(t, flat) for t in template[kind]]
         return tuple(items) if kind == "tuple" else items
+
+
+def _as_given(result: Any, given: list[torch.Tensor], used: list[torch.Tensor]) -> Any:
+    """A result, or the very tensor that was given where it is the copy of that which was used in its place.
+
+    Whoever changes it in place would change the copy alone.
+    """
+    for own, copy in zip(given, used, strict=True):
+        if copy is not own and isinstance(result, torch.Tensor) and _place(result) == _place(copy):
+            return own
+    return result
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

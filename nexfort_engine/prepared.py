@@ -75,7 +75,7 @@ def take_out(module: GraphModule, lasting: Sequence[bool]) -> Preparation | None
         place.meta["val"] = values[result]
         result.replace_all_uses_with(place)
         after = place
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=_may_do_more)
     keeps = [i for i, node in enumerate(inputs) if node.users]
     for i, node in enumerate(inputs):
         if i not in keeps:
@@ -109,6 +109,11 @@ def _is_pure(node: Node) -> bool:
     if schema is None:
         return node.target is operator.getitem
     return not schema.is_mutable and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
+
+
+def _may_do_more(node: Node) -> bool:
+    """Whether a call stays whose result nobody uses: torch says no of a graph within the graph, which may write."""
+    return node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _worth_it(values: Mapping[Node, Any]) -> list[Node]:

@@ -115,6 +115,14 @@ def in_pieces(self: Any, x: torch.Tensor) -> Any:
     return x @ torch.cat([left, right * x.mean()])
 
 
+def written_in_a_region(self: Any, x: torch.Tensor) -> Any:
+    """In a graph within the graph, of which nobody uses a result."""
+    x = x.clone()
+    with torch.autocast("cpu", enabled=False):
+        x[:, :2] += 3.0
+    return x @ (self.one * self.two)
+
+
 def several_at_once(self: Any, x: torch.Tensor) -> Any:
     values, places = torch.maximum(self.one, self.two).max(dim=0)
     return x * values + places
@@ -124,7 +132,7 @@ def several_at_once(self: Any, x: torch.Tensor) -> Any:
     ("function", "gives"),
     [
         *((changed, 0), (changed_by_a_look, 0), (changed_after_dropout, 1), (given_away, 0), (of_a_buffer, 0)),
-        *((as_it_is, 1), (in_pieces, 1), (several_at_once, 2)),
+        *((as_it_is, 1), (in_pieces, 1), (several_at_once, 2), (written_in_a_region, 1)),
     ],
 )
 def test_what_is_taken_out_stays_what_it_is_in_every_call(function: Any, gives: int) -> None:
