@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, newest_with
 
 HEAD = (
     "| rung | first step cold / warm, s | ms/step | times eager | TFLOP/s | of the ceiling | peak, GiB | "
@@ -83,11 +83,8 @@ def newest(rows: list[Row]) -> list[Row]:
     where the processor is slow eager alone is no measure.
     """
     own = [row for row in rows if row["command"].startswith("python -m benchmarks.ladder")]
-    ways: dict[tuple[str, str], set[str]] = {}
-    for row in own:
-        ways.setdefault((row["backbone"], row["commit"]), set()).add(row["way"])
     shown = {row["backbone"]: row["commit"] for row in own if row["gpu"] == "CPU"}
-    shown.update(at for at, there in ways.items() if there >= {"eager", "core", "cold"})
+    shown |= newest_with(own, {"eager", "core", "cold"})
     return [row for row in own if shown.get(row["backbone"]) == row["commit"]]
 
 

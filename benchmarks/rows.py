@@ -112,3 +112,14 @@ def _fit(file: Path, columns: list[str]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     whole.replace(file)
+
+
+def newest_with(rows: list[Row], ways: set[str]) -> dict[str, str]:
+    """Backbone -> the newest commit with which all of these ways were run, as machines of one kind differ.
+
+    A backbone of which there is none is not in it.
+    """
+    ways_of: dict[tuple[str, str], set[str]] = {}
+    for row in rows:  # the file grows
+        ways_of.setdefault((row["backbone"], row["commit"]), set()).add(row["way"])
+    return dict(key for key, there in ways_of.items() if there >= ways)

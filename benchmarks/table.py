@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import ladder_table
+from benchmarks.rows import newest_with
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results.csv"
@@ -44,14 +45,8 @@ def usual(file: Path) -> list[dict[str, str]]:
 
 
 def together(all_rows: list[dict[str, str]]) -> dict[str, str]:
-    """Backbone -> the newest commit with which all ways were run: machines of one kind differ, above all in processors.
-
-    A backbone whose ways were never run together is not in it.
-    """
-    ways_of: dict[tuple[str, str], set[str]] = {}
-    for row in all_rows:
-        ways_of.setdefault((row["backbone"], row["commit"]), set()).add(row["way"])
-    return dict(key for key, ways in ways_of.items() if ways >= {"eager", "core", "cold", "warm"})  # the file grows
+    """Backbone -> the newest commit with which all ways were run; a backbone of which there is none is not in it."""
+    return newest_with(all_rows, {"eager", "core", "cold", "warm"})
 
 
 def rows(file: Path) -> dict[str, dict[str, dict[str, str]]]:

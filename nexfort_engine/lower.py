@@ -133,8 +133,9 @@ def _lowered(
         return limits.texts()
 
     found = _lowered_in_pieces(graph, payload, lowered, each) if own.get("fold") else None
-    texts = [*(found or ()), lowered(graph, payload) if found is None else limits.texts()]
-    return list(dict.fromkeys(text for some in texts for text in some))
+    if found is None:
+        return lowered(graph, payload)
+    return list(dict.fromkeys(text for texts in (*found, limits.texts()) for text in texts))
 
 
 def _lowered_in_pieces(

@@ -84,11 +84,12 @@ def work(job: dict[str, Any]) -> None:
     if device.index:  # setting the device that is the current one anyway would make a context on it
         torch.cuda.set_device(device)
     file = Path(job["file"])
-    with contextlib.nullcontext() if lower.measures(job["options"]) else flags.without_device():
+    measures = lower.measures(job["options"])
+    with contextlib.nullcontext() if measures else flags.without_device():
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
         # in the last two cases this process holds a device, which none that it forks could use
-        alone = not job["spread"] or FORK not in sys.argv or device.index or lower.measures(job["options"])
+        alone = not job["spread"] or FORK not in sys.argv or device.index or measures
         each = lower.in_turn if alone else in_forks
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
 
