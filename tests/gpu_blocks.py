@@ -112,7 +112,8 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
 }
 
 
-INNERMOST = {"innermost": BLOCKS["residual"]}  # of an image whose channels are innermost
+# of a larger image whose channels are innermost
+INNERMOST = {"innermost": (*BLOCKS["residual"][:3], [((2, C, 128, 128), (0, 2, 3)), ((2, E), (0,))])}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
