@@ -9,6 +9,7 @@ Everything here runs under one process-wide lock, off the path of calls whose ar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -29,11 +30,13 @@ from .lowering import WATCH, Job, await_left, lower_all
 from .planning import Planner, ghost
 from .quant import precision
 from .report import named
+from .session import Session
 from .signature import Flat, changeable, normalised
 
 if TYPE_CHECKING:
+    import torch
+
     from .engine import Engine
-    from .session import Session
 
 log = logging.getLogger("nexfort")
 
@@ -120,7 +123,9 @@ class Builder:
             found = self.planner.calls(session)
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
-            binding, misfit = self._make_planned(wanted, misfit, found)
+            with contextlib.ExitStack() as made:
+                later = functools.partial(self._to_come, session, wanted.device, made)
+                binding, misfit = self._make_planned(wanted, misfit, found, later)
         elif binding is None and self.may_make(wanted, misfit, first=session.planned):
             if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
                 return None, _PENDING
@@ -144,10 +149,10 @@ class Builder:
         return True
 
     def _make_planned(
-        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted]
+        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted], later: Callable[[], list[Job]] = list
     ) -> tuple[Binding | None, Misfit | None]:
         """Make what a plan found, and then for this very call what the plan did not see."""
-        self._make_all(found)
+        self._make_all(found, later)
         binding, again = self.finder.bind(wanted)
         misfit = misfit or again
         if binding is None and self.may_make(wanted, misfit, first=True):
@@ -176,7 +181,7 @@ class Builder:
             count = len(self.artefacts[wanted.primary])
             self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
             return None
-        self.compile([wanted])
+        self._lower([self._job(wanted)])
         return self.finder.bind(wanted)[0]
 
     def made(self, primary: str) -> int:
@@ -213,64 +218,83 @@ class Builder:
 
     # -- making ------------------------------------------------------------------------------------------
 
-    def _make_all(self, found: list[Wanted]) -> None:
+    def _make_all(self, found: list[Wanted], later: Callable[[], list[Job]] = list) -> None:
         """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave.
 
         What the capture of the first says is enough to tell. Lowering them in turn would be waiting for one worker.
+        later: as for `lower_all`, with the first of them.
         """
         while found:
-            wave: dict[str, Wanted] = {}
-            rest = []
-            others = _Others(self)
-            for wanted in found:
-                binding, misfit = self.finder.bind(wanted)
-                if binding is not None or not self.may_make(wanted, misfit):
-                    continue
-                wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
-                if wanted.primary in wave:
-                    rest.append(wanted)
-                    others.add(wanted, misfit)
-                elif not self.has_many(wanted):
-                    wave[wanted.primary] = wanted
-            if not wave:
+            jobs, found = self._jobs_for(found)
+            if not jobs:
                 return
-            self.compile(list(wave.values()), others)
-            found = rest
+            self._lower(jobs, later)
+            later = list
 
-    def compile(self, wanted: list[Wanted], others: _Others | None = None) -> None:
-        """Capture and lower; what fails is refused with its reason. The host may cancel in between.
+    def _jobs_for(self, found: list[Wanted]) -> tuple[list[Job], list[Wanted]]:
+        """A job for each structure that cannot be bound, and what waits for what those give."""
+        wave: dict[str, Wanted] = {}
+        rest = []
+        others = _Others(self)
+        for wanted in found:
+            binding, misfit = self.finder.bind(wanted)
+            if binding is not None or not self.may_make(wanted, misfit):
+                continue
+            wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
+            if wanted.primary in wave:
+                rest.append(wanted)
+                others.add(wanted, misfit)
+            elif not self.has_many(wanted):
+                wave[wanted.primary] = wanted
+        return [self._job(wanted, others) for wanted in wave.values()], rest
 
-        others: what is made with them where a capture shows that its artefact will not serve it.
-        """
+    def expecting(self, call: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> list[Job]:
+        """Jobs for a call on a device that is still to come; none where artefacts of this backbone are stored."""
+        if self.engine.passes(args) is not None or self.engine.whole_region is not None or self.engine.stored(device):
+            return []
+        session = Session(self.engine)
+        session.root = (call, args, {})
+        return self._jobs_for(self.planner.calls(session))[0]
+
+    def _to_come(self, session: Session, device: torch.device, made: contextlib.ExitStack) -> list[Job]:
+        """Jobs for what runs after this backbone, planned while workers lower this one. made: left once they are."""
+        if session.root is None:
+            return []
+        after = made.enter_context(self.engine.then(*session.root[1:]))
+        return [job for engine, call, args in after for job in engine.builder.expecting(call, args, device)]
+
+    def _job(self, wanted: Wanted, others: _Others | None = None) -> Job:
+        """others: what is made with it where its capture shows that its artefact will not serve it."""
+        return Job(
+            wanted.region.path,
+            functools.partial(self._capture, wanted),
+            self.engine.store,
+            wanted.primary,
+            wanted.device.type,
+            done=functools.partial(self._done, wanted),
+            more=lambda job, manifest: (
+                [self._job(one, others) for one in others.after(job.primary, manifest)] if others is not None else []
+            ),
+            weight=sum(1 for _ in wanted.region.module.modules()),
+        )
+
+    def _lower(self, jobs: list[Job], later: Callable[[], list[Job]] = list) -> None:
+        """Capture and lower; what fails is refused with its reason. The host may cancel in between."""
         remember_in(self.engine.store.root)
-        by_job: dict[int, Wanted] = {}
-
-        def job_of(want: Wanted) -> Job:
-            size = sum(1 for _ in want.region.module.modules())
-            capture_it = functools.partial(self._capture, want)
-            job = Job(want.region.path, capture_it, self.engine.store, want.primary, want.device.type, size)
-            by_job[id(job)] = want
-            return job
-
-        def more(job: Job, manifest: dict[str, Any]) -> list[Job]:
-            return [job_of(want) for want in others.after(job.primary, manifest)] if others is not None else []
-
-        def done(job: Job) -> None:
-            want = by_job[id(job)]
-            if job.problem is not None:
-                if job.refused or self.background is None or not self.background.here:
-                    self._refuse(want, job.guards, job.problem)
-                else:  # the host may have moved the weights meanwhile: not for good
-                    log.info("Nexfort: %s is tried again: %s", want.region.path, job.problem)
-                return
-            self._adopt(want, job)
-
         began = time.perf_counter()
         try:
             with self.engine.apart():
-                lower_all([job_of(want) for want in wanted], self.finder.options, self._cancel, done, more)
+                lower_all(jobs, self.finder.options, self._cancel, later)
         finally:
             self.engine.report.made(time.perf_counter() - began)
+
+    def _done(self, wanted: Wanted, job: Job) -> None:
+        if job.problem is None:
+            self._adopt(wanted, job)
+        elif job.refused or self.background is None or not self.background.here:
+            self._refuse(wanted, job.guards, job.problem)
+        else:  # the host may have moved the weights meanwhile: not for good
+            log.info("Nexfort: %s is tried again: %s", wanted.region.path, job.problem)
 
     def _cancel(self) -> None:
         """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""

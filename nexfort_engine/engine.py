@@ -43,6 +43,8 @@ from .verify import Verifier
 log = logging.getLogger("nexfort")
 
 Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
+Coming = list[tuple["Engine", Callable[..., Any], tuple[Any, ...]]]
+Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
 _lock = threading.Lock()
 _installed: dict[int, tuple[nn.Module, list[int]]] = {}
@@ -63,6 +65,9 @@ class Engine:
     known: what engines of networks alike share, where a host makes its network anew for each run.
     also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
         need is planned with it.
+
+    `then` may be set: for the arguments of a first call, whose code is called with what once the steps are done. What
+    that needs is made with it, inside the block.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Engine:
         self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
         self.others_code = others_code or _callables_in
         self.also = also or (lambda args, kwargs: [])
+        self.then: Then = lambda args, kwargs: contextlib.nullcontext([])
         self.report = Report(config, str(store.root))
         self.known = known or Known()
         self.keeps = True  # prepared weights, where there is room
@@ -127,12 +133,16 @@ class Engine:
         import_ahead()
         if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
             return
-        key = self.model_key(device)
-        there = [row["primary"] for row in self.store.rows() if row["info"].get("model") == key]
+        there = self.stored(device)
         if there:
             threading.Thread(target=self.store.ahead, args=(there,), name="nexfort-ahead", daemon=True).start()
         else:
             pool.expect(device.type, self.store.root)
+
+    def stored(self, device: torch.device) -> list[str]:
+        """The primary keys of what the store has for this backbone on a device."""
+        key = self.model_key(device)
+        return [row["primary"] for row in self.store.rows() if row["info"].get("model") == key]
 
     def model_key(self, device: torch.device) -> str:
         """A key of this backbone's classes, shapes and config on one kind of device."""

@@ -40,13 +40,19 @@ _left: list[Job] = []  # what a cancelled call left to be lowered in this proces
 
 @dataclass
 class Job:
-    """One artefact to make. After `lower_all`: `entry`, or `problem` with the reason and its `guards`."""
+    """One artefact to make. When it is `done`: `entry`, or `problem` with the reason and its `guards`.
+
+    done: called on the thread of `lower_all` when it has ended. more: jobs for the same device that its capture, by the
+    manifest, shows to be needed too.
+    """
 
     name: str
     capture: Callable[[], tuple[Captured, dict[str, Any]]]
     store: Store
     primary: str
     device: str
+    done: Callable[[Job], None]
+    more: Callable[[Job, dict[str, Any]], list[Job]]
     weight: int = 0  # how much there is to lower, for the order alone
     entry: Entry | None = None
     problem: str | None = None
@@ -57,27 +63,27 @@ class Job:
     finished: threading.Event = field(default_factory=threading.Event)
 
 
-More = Callable[[Job, dict[str, Any]], list[Job]]
+Later = Callable[[], "list[Job]"]
 
 
 def lower_all(
     jobs: list[Job],
     options: Callable[[str], dict[str, object]],
     cancel: Callable[[], None],
-    done: Callable[[Job], None],
-    more: More = lambda _job, _manifest: [],
+    later: Later = list,
 ) -> None:
-    """Make every job's artefact. `done` is called on this thread for each as it ends.
+    """Make every job's artefact.
 
-    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through. more: further
-    jobs for the same device, for each that was captured, with its manifest: what the capture brought to light.
+    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through. later: asked
+    once all are captured, while workers lower them: jobs for the same device that are made with them.
     """
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
             tracker.at_once = max(1, workers)
             with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
-                _run(group, options, cancel, done, more, tracker, helpers)
+                _run(group, options, cancel, later, tracker, helpers)
+            later = list
 
 
 def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
@@ -96,8 +102,7 @@ def _run(
     jobs: list[Job],
     options: Callable[[str], dict[str, object]],
     cancel: Callable[[], None],
-    done: Callable[[Job], None],
-    more: More,
+    later: Later,
     tracker: Tracker,
     helpers: pool.Pool | None,
 ) -> None:
@@ -106,17 +111,22 @@ def _run(
 
     def collect(job: Job) -> None:
         job.seconds = time.perf_counter() - job.began
-        done(job)
+        job.done(job)
         tracker.step(job.name, job.seconds)
 
-    while waiting:
+    def add(further: list[Job]) -> deque[Job]:
+        tracker.add(len(further))
+        return deque(_largest_first([*waiting, *further]))
+
+    while waiting or (further := later()):
+        if not waiting:  # asked for while workers lower what was captured
+            waiting, later = add(further), list
         job = waiting.popleft()
         cancel()
         job.began = time.perf_counter()
         captured = _captured(job)
-        if captured is not None and (further := more(job, captured[1])):
-            waiting = deque(_largest_first([*waiting, *further]))
-            tracker.add(len(further))
+        if captured is not None and (shown := job.more(job, captured[1])):
+            waiting = add(shown)
         if captured is None:
             collect(job)
         elif helpers is not None and pool.portable(captured[0].modules):

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..compiled import CompiledModule, compile_as, say_if_unquantised
 from ..config import CompileConfig
-from ..engine import Also
+from ..engine import Also, Coming
 from ..quant.plan import Quantisation
 from ..report import Report
 
@@ -33,6 +34,7 @@ PARTS = (
     "vae.decoder",
     "vae.encoder",
 )
+_DENOISERS, _SAMPLES = ("unet", "transformer"), ("sample", "hidden_states")
 UNFUSED = "packed weights are not fused; where it pays, call pipe.fuse_qkv_projections() before quantize_pipe"
 
 
@@ -75,6 +77,7 @@ def compile_pipe(
             f"a {type(pipe).__qualname__} was given, and none of the parts that can be compiled was found in it "
             f"({', '.join(PARTS)}); expected at least one that is not ignored"
         )
+    _decode_is_to_come(compiled, original, reports)
     say_if_unquantised(config, [getattr(original, part.partition(".")[0]) for part in reports], reports.values())
     if plan is not None:
         for part in reports.keys() & plan.parts.keys():
@@ -139,6 +142,50 @@ def _other_sides(module: nn.Module) -> Also | None:
         return [((other, *args[1:]), dict(kwargs))]
 
     return also
+
+
+def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
+    """Have what decoding needs made together with what the first step needs: one wait, with all workers at work.
+
+    Where latents are images of the size that the denoiser sees, or frames of it; not where the VAE cuts them in tiles
+    or is kept elsewhere until then.
+    """
+    if "vae.decoder" not in parts or any(isinstance(module, nn.Conv3d) for module in pipe.vae.decoder.modules()):
+        return
+
+    @contextlib.contextmanager
+    def then(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Coming]:
+        vae = original.vae  # whose decoder is no compiled one: it is for the planner to run
+        weight = next(vae.decoder.parameters())
+        sample: Any = next((kwargs[name] for name in _SAMPLES if name in kwargs), args[0] if args else None)
+        if getattr(vae, "use_tiling", False) or not _holds_latents(sample, vae) or sample.device != weight.device:
+            yield []
+            return
+        image = sample[:1] if sample.ndim == 4 else sample[:1, :, 0]
+        with _as_it_decodes(vae):
+            yield [(pipe.vae.decoder._nexfort_engine, vae.decode, (image.to(next(vae.decoder.parameters()).dtype),))]
+
+    for part in _DENOISERS:
+        if part in parts:
+            getattr(pipe, part)._nexfort_engine.then = then
+
+
+def _holds_latents(sample: Any, vae: Any) -> bool:
+    channels = getattr(vae.config, "latent_channels", None)
+    return isinstance(sample, torch.Tensor) and sample.ndim in (4, 5) and sample.shape[1] == channels
+
+
+@contextlib.contextmanager
+def _as_it_decodes(vae: Any) -> Iterator[None]:
+    """Inside the block the VAE is in the dtype in which pipelines decode: some of float16 are brought to float32."""
+    upcast = getattr(vae.config, "force_upcast", False) and all(p.dtype == torch.float16 for p in vae.parameters())
+    if upcast:
+        vae.to(dtype=torch.float32)
+    try:
+        yield
+    finally:
+        if upcast:
+            vae.to(dtype=torch.float16)
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -236,10 +236,89 @@ def test_a_part_is_compiled_in_one_batch_and_nothing_after_it(family: str, monke
     for part in (compiled.unet, compiled.vae.decoder):
         part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
     assert distance(picture(compiled, (64, 64)), picture(pipe, (64, 64))) < TOLERANCE
-    assert len(batches) == 2, [[job.name for job in jobs] for jobs in batches]
+    assert len(batches) == 1, [[job.name for job in jobs] for jobs in batches]
     for part in ("unet", "vae.decoder"):
         report = compiled.reports[part].as_dict()
         assert report["artefacts_compiled"] and not report["eager"] and not report["variants"]
+
+
+def _cold(compiled: Any) -> Any:
+    """A pipeline whose UNet and decoder have a store of their own each."""
+    for part in (compiled.unet, compiled.vae.decoder):
+        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    return compiled
+
+
+@pytest.fixture
+def expected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was found to be needed for calls still to come, as tuples of a structure's key and the weights' dtypes."""
+    found: list[Any] = []
+    expecting = builds.Builder.expecting
+
+    def noted(builder: Any, *args: Any) -> Any:
+        dtypes = {p.dtype for p in builder.engine.root.parameters()}
+        jobs = expecting(builder, *args)
+        found.extend((job.primary, dtypes) for job in jobs)
+        return jobs
+
+    monkeypatch.setattr(builds.Builder, "expecting", noted)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_vae_of_float16_is_made_ready_for_the_float32_that_it_decodes_in(
+    cancelled: bool, expected: list[Any]
+) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.random_pipelines import build
+
+    pipe = build("tiny:sdxl", torch.device("cpu"), torch.float16)
+    pipe.set_progress_bar_config(disable=True)
+    compiled = _cold(nexfort_engine.compile_pipe(pipe, options={"memory_format": "channels_last"}))
+    engine = compiled.vae.decoder._nexfort_engine
+    if cancelled:
+        observe = engine.builder.planner._observe
+
+        def stopped(*args: Any) -> Any:
+            observe(*args)
+            raise KeyboardInterrupt
+
+        engine.builder.planner._observe = stopped
+        with pytest.raises(KeyboardInterrupt):
+            picture(compiled, (64, 64))
+        assert {p.dtype for p in pipe.vae.parameters()} == {torch.float16}
+        engine.builder.planner._observe = observe
+    assert distance(picture(compiled, (64, 64)), picture(pipe, (64, 64))) < 0.01
+    assert {p.dtype for p in pipe.vae.parameters()} == {torch.float16}
+    report = compiled.reports["vae.decoder"].as_dict()
+    assert report["artefacts_compiled"] and not report["eager"] and report["calls"] == 1
+    if not cancelled:  # otherwise the UNet had all it needs, and the decoder's own call made the rest
+        assert len(expected) > 5 and all(dtypes == {torch.float32} for _, dtypes in expected)
+        bound = {binding.artefact.primary for region in engine.regions for binding in region.bindings}
+        assert bound == {key for key, _ in expected}, "and it is called so"
+
+
+def test_a_decoder_is_left_to_its_own_call_where_that_differs(expected: list[Any]) -> None:
+    pipe = pipeline()
+    pipe.vae.enable_tiling()
+    image(_cold(nexfort_engine.compile_pipe(pipe)))
+    assert not expected
+
+
+def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> None:
+    pipe = pipeline()
+    first = _cold(nexfort_engine.compile_pipe(pipe))
+    image(first)
+    assert expected
+    expected.clear()
+    compiled = _cold(nexfort_engine.compile_pipe(pipe))
+    compiled.vae.decoder._nexfort_engine.store = first.vae.decoder._nexfort_engine.store
+    decoded: list[Any] = []
+    decode = pipe.vae.decode
+    pipe.vae.decode = lambda *args, **words: decoded.append(args) or decode(*args, **words)
+    image(compiled)
+    assert not expected and not decoded
 
 
 def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
