@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -162,7 +163,7 @@ def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
             yield []
             return
         image = sample[:1] if sample.ndim == 4 else sample[:1, :, 0]
-        with _as_it_decodes(vae):
+        with _as_it_decodes(original):
             yield [(pipe.vae.decoder._nexfort_engine, vae.decode, (image.to(next(vae.decoder.parameters()).dtype),))]
 
     for part in _DENOISERS:
@@ -176,16 +177,20 @@ def _holds_latents(sample: Any, vae: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _as_it_decodes(vae: Any) -> Iterator[None]:
-    """Inside the block the VAE is in the dtype in which pipelines decode: some of float16 are brought to float32."""
-    upcast = getattr(vae.config, "force_upcast", False) and all(p.dtype == torch.float16 for p in vae.parameters())
+def _as_it_decodes(pipe: Any) -> Iterator[None]:
+    """Inside the block the VAE is in the dtype in which the pipeline decodes: some bring it from float16 to float32."""
+    vae = pipe.vae
+    asks = (
+        "force_upcast" in inspect.unwrap(type(pipe).__call__).__code__.co_names
+    )  # most heed it, some have never heard
+    upcast = asks and vae.config.force_upcast and all(p.dtype == torch.float16 for p in vae.parameters())
     if upcast:
-        vae.to(dtype=torch.float32)
+        nn.Module.to(vae, dtype=torch.float32)
     try:
         yield
     finally:
         if upcast:
-            vae.to(dtype=torch.float16)
+            nn.Module.to(vae, dtype=torch.float16)
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -266,14 +266,19 @@ def expected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_vae_of_float16_is_made_ready_for_the_float32_that_it_decodes_in(
-    cancelled: bool, expected: list[Any]
+@pytest.mark.parametrize(
+    ("family", "dtype", "cancelled"),
+    [("sdxl", torch.float32, False), ("sdxl", torch.float32, True), ("sd21", torch.float16, False)],
+)
+def test_a_vae_of_float16_is_made_ready_for_what_it_decodes_in(
+    family: str, dtype: torch.dtype, cancelled: bool, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All say of themselves that they are to be brought to float32; StableDiffusionPipeline does not ask."""
     pytest.importorskip("transformers")
     from benchmarks.random_pipelines import build
 
-    pipe = build("tiny:sdxl", torch.device("cpu"), torch.float16)
+    norms_as_on_a_gpu(monkeypatch)
+    pipe = build(f"tiny:{family}", torch.device("cpu"), torch.float16)
     pipe.set_progress_bar_config(disable=True)
     compiled = _cold(nexfort_engine.compile_pipe(pipe, options={"memory_format": "channels_last"}))
     engine = compiled.vae.decoder._nexfort_engine
@@ -294,7 +299,7 @@ def test_a_vae_of_float16_is_made_ready_for_the_float32_that_it_decodes_in(
     report = compiled.reports["vae.decoder"].as_dict()
     assert report["artefacts_compiled"] and not report["eager"] and report["calls"] == 1
     if not cancelled:  # otherwise the UNet had all it needs, and the decoder's own call made the rest
-        assert len(expected) > 5 and all(dtypes == {torch.float32} for _, dtypes in expected)
+        assert len(expected) > 5 and all(dtypes == {dtype} for _, dtypes in expected)
         bound = {binding.artefact.primary for region in engine.regions for binding in region.bindings}
         assert bound == {key for key, _ in expected}, "and it is called so"
 
