@@ -14,8 +14,10 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
@@ -26,7 +28,7 @@ from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
-from .lowering import WATCH, Job, await_left, lower_all
+from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
 from .planning import Planner, ghost
 from .quant import precision
 from .report import named
@@ -34,8 +36,6 @@ from .session import Session
 from .signature import Flat, changeable, normalised
 
 if TYPE_CHECKING:
-    import torch
-
     from .engine import Engine
 
 log = logging.getLogger("nexfort")
@@ -123,9 +123,8 @@ class Builder:
             found = self.planner.calls(session)
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
-            with contextlib.ExitStack() as made:
-                later = functools.partial(self._to_come, session, wanted.device, made)
-                binding, misfit = self._make_planned(wanted, misfit, found, later)
+            later = functools.partial(self._to_come, session, wanted.device)
+            binding, misfit = self._make_planned(wanted, misfit, found, later)
         elif binding is None and self.may_make(wanted, misfit, first=session.planned):
             if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
                 return None, _PENDING
@@ -149,7 +148,7 @@ class Builder:
         return True
 
     def _make_planned(
-        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted], later: Callable[[], list[Job]] = list
+        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted], later: Later = no_later
     ) -> tuple[Binding | None, Misfit | None]:
         """Make what a plan found, and then for this very call what the plan did not see."""
         self._make_all(found, later)
@@ -218,7 +217,7 @@ class Builder:
 
     # -- making ------------------------------------------------------------------------------------------
 
-    def _make_all(self, found: list[Wanted], later: Callable[[], list[Job]] = list) -> None:
+    def _make_all(self, found: list[Wanted], later: Later = no_later) -> None:
         """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave.
 
         What the capture of the first says is enough to tell. Lowering them in turn would be waiting for one worker.
@@ -229,7 +228,7 @@ class Builder:
             if not jobs:
                 return
             self._lower(jobs, later)
-            later = list
+            later = no_later
 
     def _jobs_for(self, found: list[Wanted]) -> tuple[list[Job], list[Wanted]]:
         """A job for each structure that cannot be bound, and what waits for what those give."""
@@ -249,19 +248,32 @@ class Builder:
         return [self._job(wanted, others) for wanted in wave.values()], rest
 
     def expecting(self, call: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> list[Job]:
-        """Jobs for a call on a device that is still to come; none where artefacts of this backbone are stored."""
-        if self.engine.passes(args) is not None or self.engine.whole_region is not None or self.engine.stored(device):
+        """Jobs for a call on a device that is still to come."""
+        if self.engine.passes(args) is not None or self.engine.whole_region is not None:
             return []
         session = Session(self.engine)
         session.root = (call, args, {})
-        return self._jobs_for(self.planner.calls(session))[0]
+        try:
+            return self._jobs_for(self.planner.calls(session))[0]
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # workers are at work, and need what the plan's run has taken
 
-    def _to_come(self, session: Session, device: torch.device, made: contextlib.ExitStack) -> list[Job]:
-        """Jobs for what runs after this backbone, planned while workers lower this one. made: left once they are."""
-        if session.root is None:
-            return []
-        after = made.enter_context(self.engine.then(*session.root[1:]))
-        return [job for engine, call, args in after for job in engine.builder.expecting(call, args, device)]
+    @contextlib.contextmanager
+    def _to_come(self, session: Session, device: torch.device) -> Iterator[list[Job]]:
+        """Jobs for what runs after this backbone. A convenience: this step does not fail by it."""
+        with contextlib.ExitStack() as stack:
+            jobs: list[Job] = []
+            try:
+                if session.root is not None:
+                    after = stack.enter_context(self.engine.then(*session.root[1:]))
+                    jobs = [job for engine, call, args in after for job in engine.builder.expecting(call, args, device)]
+            except Exception as error:
+                if isinstance(error, self.engine.stops()):
+                    raise
+                log.debug("Nexfort: planning what runs after %s failed", self.engine.name, exc_info=True)
+                self.engine.report.note(f"what runs after it was not made with it ({named(error)})")
+            yield jobs
 
     def _job(self, wanted: Wanted, others: _Others | None = None) -> Job:
         """others: what is made with it where its capture shows that its artefact will not serve it."""
@@ -278,7 +290,7 @@ class Builder:
             weight=sum(1 for _ in wanted.region.module.modules()),
         )
 
-    def _lower(self, jobs: list[Job], later: Callable[[], list[Job]] = list) -> None:
+    def _lower(self, jobs: list[Job], later: Later = no_later) -> None:
         """Capture and lower; what fails is refused with its reason. The host may cancel in between."""
         remember_in(self.engine.store.root)
         began = time.perf_counter()

@@ -63,19 +63,25 @@ class Job:
     finished: threading.Event = field(default_factory=threading.Event)
 
 
-Later = Callable[[], "list[Job]"]
+Later = Callable[[], contextlib.AbstractContextManager["list[Job]"]]
+
+
+def no_later() -> contextlib.AbstractContextManager[list[Job]]:
+    """Nothing is made besides."""
+    return contextlib.nullcontext([])
 
 
 def lower_all(
     jobs: list[Job],
     options: Callable[[str], dict[str, object]],
     cancel: Callable[[], None],
-    later: Later = list,
+    later: Later = no_later,
 ) -> None:
     """Make every job's artefact.
 
-    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through. later: asked
-    once all are captured, while workers lower them: jobs for the same device that are made with them.
+    options: Inductor settings for a device type. cancel raises to stop; what it raises passes through. later: entered
+    once all are captured, while workers lower them, and left when what it gives is captured too: jobs for the same
+    device that are made with them.
     """
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
@@ -83,7 +89,7 @@ def lower_all(
             tracker.at_once = max(1, workers)
             with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
                 _run(group, options, cancel, later, tracker, helpers)
-            later = list
+            later = no_later
 
 
 def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
@@ -107,26 +113,18 @@ def _run(
     helpers: pool.Pool | None,
 ) -> None:
     running: list[Job] = []
-    waiting = deque(jobs)
 
     def collect(job: Job) -> None:
         job.seconds = time.perf_counter() - job.began
         job.done(job)
         tracker.step(job.name, job.seconds)
 
-    def add(further: list[Job]) -> deque[Job]:
-        tracker.add(len(further))
-        return deque(_largest_first([*waiting, *further]))
-
-    while waiting or (further := later()):
-        if not waiting:  # asked for while workers lower what was captured
-            waiting, later = add(further), list
-        job = waiting.popleft()
+    def begin(job: Job) -> list[Job]:
+        """Capture one and have it lowered; what its capture shows to be needed besides."""
         cancel()
         job.began = time.perf_counter()
         captured = _captured(job)
-        if captured is not None and (shown := job.more(job, captured[1])):
-            waiting = add(shown)
+        shown = job.more(job, captured[1]) if captured is not None else []
         if captured is None:
             collect(job)
         elif helpers is not None and pool.portable(captured[0].modules):
@@ -143,6 +141,18 @@ def _run(
         for finished in [j for j in running if j.finished.is_set()]:
             running.remove(finished)
             collect(finished)
+        return shown
+
+    def begin_all(waiting: deque[Job]) -> None:
+        while waiting:
+            if shown := begin(waiting.popleft()):
+                tracker.add(len(shown))
+                waiting = deque(_largest_first([*waiting, *shown]))
+
+    begin_all(deque(jobs))
+    with later() as further:
+        tracker.add(len(further))
+        begin_all(deque(_largest_first(further)))
     while running:
         ended = next((j for j in running if j.finished.is_set()), None)
         if ended is None:

@@ -101,15 +101,15 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     assert "'XBLOCK': 1," not in _code(payloads["residual"])
 
 
-def test_a_group_norm_reads_what_lies_side_by_side_and_is_four_launches(payloads: dict[str, Path]) -> None:
-    """Sums of rows, of a group, a factor for each channel, and the result; none finds its place by a remainder."""
+def test_a_group_norm_reads_what_lies_side_by_side_and_is_five_launches(payloads: dict[str, Path]) -> None:
+    """What is subtracted, sums of rows, of a group, a factor for each channel, the result."""
     code = _code(payloads["innermost"])
     sums = [kernel for kernel in code.split("async_compile.triton(") if "'R0_BLOCK': 16" in kernel]
     assert len(sums) == 2 and all("triton_heuristics.fixed_config" in kernel for kernel in sums)
     loads = [line for kernel in sums for line in kernel.splitlines() if "tl.load(" in line]
     assert loads and not [line for line in loads if "% (ks" in line], loads
     launches = code.partition("def call(")[2].count(".run(")
-    assert launches == 2 * 4 + 4, "two norms; besides two weights laid out, a SiLU and the sum at the end"
+    assert launches == 2 * 5 + 4, "two norms; besides two weights laid out, a SiLU and the sum at the end"
 
 
 @pytest.mark.parametrize("kind", ["residual", "innermost"])

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -148,23 +149,31 @@ def _other_sides(module: nn.Module) -> Also | None:
 def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
     """Have what decoding needs made together with what the first step needs: one wait, with all workers at work.
 
-    Where latents are images of the size that the denoiser sees, or frames of it; not where the VAE cuts them in tiles
-    or is kept elsewhere until then.
+    Where latents are images of the size that the denoiser sees, or frames of it; not where the VAE cuts them in pieces,
+    is kept elsewhere until then or was exchanged, or where something is stored for it.
     """
     if "vae.decoder" not in parts or any(isinstance(module, nn.Conv3d) for module in pipe.vae.decoder.modules()):
         return
+    decoder = pipe.vae.decoder
+    engine, pipes = decoder._nexfort_engine, (weakref.ref(pipe), weakref.ref(original))
 
     @contextlib.contextmanager
     def then(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Coming]:
-        vae = original.vae  # whose decoder is no compiled one: it is for the planner to run
-        weight = next(vae.decoder.parameters())
+        ours: Any
+        theirs: Any
+        ours, theirs = (getattr(found(), "vae", None) for found in pipes)
         sample: Any = next((kwargs[name] for name in _SAMPLES if name in kwargs), args[0] if args else None)
-        if getattr(vae, "use_tiling", False) or not _holds_latents(sample, vae) or sample.device != weight.device:
+        weight = next(engine.root.parameters(), None)
+        cut = any(getattr(vae, name, False) for vae in (ours, theirs) for name in ("use_tiling", "use_slicing"))
+        # the decoder of `theirs` is for the planner to run: no compiled one, and not of another engine
+        known = getattr(ours, "decoder", None) is decoder and getattr(theirs, "decoder", None) is engine.root
+        fits = known and not cut and _holds_latents(sample, theirs)
+        if not fits or weight is None or sample.device != weight.device or engine.stored(weight.device):
             yield []
             return
         image = sample[:1] if sample.ndim == 4 else sample[:1, :, 0]
-        with _as_it_decodes(original):
-            yield [(pipe.vae.decoder._nexfort_engine, vae.decode, (image.to(next(vae.decoder.parameters()).dtype),))]
+        with _as_it_decodes(pipes[1](), theirs):
+            yield [(engine, theirs.decode, (image.to(next(engine.root.parameters()).dtype),))]
 
     for part in _DENOISERS:
         if part in parts:
@@ -172,21 +181,20 @@ def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
 
 
 def _holds_latents(sample: Any, vae: Any) -> bool:
-    channels = getattr(vae.config, "latent_channels", None)
+    channels = getattr(getattr(vae, "config", None), "latent_channels", None)
     return isinstance(sample, torch.Tensor) and sample.ndim in (4, 5) and sample.shape[1] == channels
 
 
 @contextlib.contextmanager
-def _as_it_decodes(pipe: Any) -> Iterator[None]:
+def _as_it_decodes(pipe: Any, vae: nn.Module) -> Iterator[None]:
     """Inside the block the VAE is in the dtype in which the pipeline decodes: some bring it from float16 to float32."""
-    vae = pipe.vae
-    asks = (
-        "force_upcast" in inspect.unwrap(type(pipe).__call__).__code__.co_names
-    )  # most heed it, some have never heard
-    upcast = asks and vae.config.force_upcast and all(p.dtype == torch.float16 for p in vae.parameters())
-    if upcast:
-        nn.Module.to(vae, dtype=torch.float32)
+    code = getattr(inspect.unwrap(type(pipe).__call__), "__code__", None)
+    asks = "force_upcast" in getattr(code, "co_names", ())  # most VAEs say so of themselves, not all pipelines ask
+    whole = {p.dtype for p in vae.parameters()} == {torch.float16}
+    upcast = asks and whole and getattr(vae.config, "force_upcast", False)
     try:
+        if upcast:
+            nn.Module.to(vae, dtype=torch.float32)
         yield
     finally:
         if upcast:

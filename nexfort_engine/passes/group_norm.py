@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -74,16 +75,8 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     summed = list(range(2, 3 + len(rows)))
 
     wide = aten.to.dtype(x, dtype)
-    means, variances = (aten.reshape.default(v, [-1, groups, each, *rows]) for v in _of_rows(wide, like))
-    # sums less the first row's mean, which is near the others': two sums, where Welford's divides for each number
-    first = means
-    for _ in summed:
-        first = aten.select.int(first, 2, 0)
-    apart = aten.sub.Tensor(means, aten.reshape.default(first, [-1, groups, *[1] * len(summed)]))
-    beyond, square = aten.mean.dim(apart, summed), aten.mean.dim(aten.mul.Tensor(apart, apart), summed)
-    middle = aten.add.Tensor(first, beyond)
-    spread = aten.sub.Tensor(aten.add.Tensor(square, aten.mean.dim(variances, summed)), aten.mul.Tensor(beyond, beyond))
-    spread = aten.clamp_min.default(spread, 0)
+    means, variances = (aten.reshape.default(v, [-1, groups, each, *rows]) for v in _of_rows(x, wide, like))
+    middle, spread = _of_groups(means, variances, groups, summed)
 
     def for_each(values: Any) -> Any:  # (N, groups) to (N, groups, each)
         return aten.expand.default(aten.unsqueeze.default(values, -1), [-1, -1, each])
@@ -103,16 +96,41 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     return aten.to.dtype(result, like.dtype)
 
 
-def _of_rows(wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
-    """Means and variances (N, C, ..., without the last dimension) of the rows of `wide`, in its dtype.
+def _of_rows(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:
+    """Means and variances (N, C, ..., without the last dimension) of the rows of x, whose numbers in fp32 are `wide`.
 
-    Numbers of 16 bits are summed and squared, two sums instead of Welford's, which divides for each number. Where the
-    mean is k deviations away a row loses k^2 roundings of fp32, and the group the mean of what its many rows lose: less
-    than the rounding of 16 bits up to k = 30. (At k = 60 torch's own loses two to thirty times as much on an H200.)
-    Numbers of fp32 have no such slack.
+    Numbers of 16 bits are summed less the mean of a few of their channel, and squared: two sums instead of Welford's,
+    which divides for each number. What that loses where this mean is k deviations away, k^2 roundings of fp32, is lost
+    in those of 16 bits up to k = 40. It is of places far from each other, so that one number alone has to be as many
+    times further away. Numbers of fp32 have no such slack.
     """
     if like.dtype not in (torch.float16, torch.bfloat16):
-        both = aten.var_mean.correction(wide, [-1], correction=0)
-        return both[1], both[0]
-    means, squares = aten.mean.dim(wide, [-1]), aten.mean.dim(aten.mul.Tensor(wide, wide), [-1])
-    return means, aten.clamp_min.default(aten.sub.Tensor(squares, aten.mul.Tensor(means, means)), 0)
+        found = aten.var_mean.correction(wide, [-1], correction=0)
+        return found[1], found[0]
+    # otherwise it is computed again for each number, and x less it is put in memory in fp32 for both sums
+    about = in_memory(_about(x, like), [aten.sym_size.int(x, 0), like.shape[1]])
+    beside = aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 2)])
+    apart = aten.sub.Tensor(wide, beside)
+    means, squares = aten.mean.dim(apart, [-1]), aten.mean.dim(aten.mul.Tensor(apart, apart), [-1])
+    variances = aten.clamp_min.default(aten.sub.Tensor(squares, aten.mul.Tensor(means, means)), 0)
+    return aten.add.Tensor(means, aten.reshape.default(about, [-1, like.shape[1], *[1] * (like.dim() - 3)])), variances
+
+
+def _about(x: Any, like: torch.Tensor) -> Any:
+    """The mean (N, C) in fp32 of some numbers of x (N, C, ...): of its beginning and its middle in each dimension."""
+    some = [x]
+    for _ in range(like.dim() - 2):
+        middle = [operator.floordiv(aten.sym_size.int(one, 2), 2) for one in some]
+        some = [aten.select.int(one, 2, at) for one, half in zip(some, middle, strict=True) for at in (0, half)]
+    total = aten.to.dtype(some[0], torch.float32)
+    for one in some[1:]:
+        total = aten.add.Tensor(total, aten.to.dtype(one, torch.float32))
+    return aten.mul.Tensor(total, 1 / len(some))
+
+
+def _of_groups(means: Any, variances: Any, groups: int, summed: list[int]) -> tuple[Any, Any]:
+    """Means and variances (N, groups) of groups, from those (N, groups, ...) of their rows."""
+    middle = aten.mean.dim(means, summed)
+    apart = aten.sub.Tensor(means, aten.reshape.default(middle, [-1, groups, *[1] * len(summed)]))
+    spread = aten.add.Tensor(aten.mean.dim(variances, summed), aten.mean.dim(aten.mul.Tensor(apart, apart), summed))
+    return middle, spread

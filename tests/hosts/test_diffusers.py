@@ -304,11 +304,42 @@ def test_a_vae_of_float16_is_made_ready_for_what_it_decodes_in(
         assert bound == {key for key, _ in expected}, "and it is called so"
 
 
-def test_a_decoder_is_left_to_its_own_call_where_that_differs(expected: list[Any]) -> None:
-    pipe = pipeline()
-    pipe.vae.enable_tiling()
-    image(_cold(nexfort_engine.compile_pipe(pipe)))
+def _exchanged(compiled: Any) -> None:
+    compiled.vae = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
+        num_decoder_blocks=(1, 1),
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda compiled: compiled.uncompiled().vae.enable_tiling(),
+        lambda compiled: compiled.vae.enable_tiling(),
+        lambda compiled: compiled.vae.enable_slicing(),
+        lambda compiled: setattr(compiled.uncompiled(), "vae", None),
+        _exchanged,
+    ],
+    ids=["tiled", "tiled as compiled", "in slices", "gone", "exchanged"],
+)
+def test_a_decoder_is_left_to_its_own_call_where_that_differs(change: Any, expected: list[Any]) -> None:
+    compiled = _cold(nexfort_engine.compile_pipe(pipeline()))
+    change(compiled)
+    assert image(compiled).isfinite().all()
     assert not expected
+    assert not compiled.reports["unet"].as_dict()["notes"]
+
+
+def test_a_step_does_not_fail_by_what_is_still_to_come() -> None:
+    compiled = _cold(nexfort_engine.compile_pipe(pipeline()))
+
+    def broken(*_: Any) -> Any:
+        raise OSError("no such thing")
+
+    compiled.vae.decoder._nexfort_engine.stored = broken
+    assert image(compiled).isfinite().all()
+    assert any("no such thing" in note for note in compiled.reports["unet"].as_dict()["notes"])
+    assert compiled.reports["vae.decoder"].as_dict()["artefacts_compiled"]
 
 
 def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> None:
