@@ -67,6 +67,8 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
                 warps = max(1, (1 << (length - 1).bit_length()) // _PER_WARP)
                 shape = {"XBLOCK": 1, "num_warps": warps, "num_stages": 1}
             elif are_side_by_side(features, kernel_kwargs.get("tiling_scores")):
+                if self.should_use_persistent_reduction(features, False):
+                    return kernel_kwargs  # such a kernel has no block of the sum to give a size to
                 shape = _SIDE_BY_SIDE
             else:
                 return kernel_kwargs

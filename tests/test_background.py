@@ -142,7 +142,7 @@ def test_where_the_background_fails_the_step_makes_what_is_missing(gate: Gate, m
     gate.opened.set()
     tiny = subject()
     with monkeypatch.context() as patch:
-        patch.setattr(Builder, "compile", lambda *_: 1 / 0)
+        patch.setattr(Builder, "_lower", lambda *_: 1 / 0)
         assert equal_bits(tiny.run(), tiny.eager_before)
         finish(tiny, gate)
     assert "ZeroDivisionError" in tiny.report.as_dict()["notes"][-1]
