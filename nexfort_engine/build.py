@@ -180,7 +180,7 @@ class Builder:
             count = len(self.artefacts[wanted.primary])
             self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
             return None
-        self._lower([self._job(wanted)])
+        self._lower([self._job(wanted, _Others(self))])
         return self.finder.bind(wanted)[0]
 
     def made(self, primary: str) -> int:
@@ -275,7 +275,7 @@ class Builder:
                 self.engine.report.note(f"what runs after it was not made with it ({named(error)})")
             yield jobs
 
-    def _job(self, wanted: Wanted, others: _Others | None = None) -> Job:
+    def _job(self, wanted: Wanted, others: _Others) -> Job:
         """others: what is made with it where its capture shows that its artefact will not serve it."""
         return Job(
             wanted.region.path,
@@ -284,9 +284,7 @@ class Builder:
             wanted.primary,
             wanted.device.type,
             done=functools.partial(self._done, wanted),
-            more=lambda job, manifest: (
-                [self._job(one, others) for one in others.after(job.primary, manifest)] if others is not None else []
-            ),
+            more=lambda job, manifest: [self._job(one, others) for one in others.after(job.primary, manifest)],
             weight=sum(1 for _ in wanted.region.module.modules()),
         )
 

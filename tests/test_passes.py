@@ -59,7 +59,7 @@ def test_it_keeps_the_dtype_and_computes_in_no_less_than_fp32(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mean", [0.0, 5.0, 100.0])
-@pytest.mark.parametrize("away", [0.0, 100.0])
+@pytest.mark.parametrize("away", [0.0, 10.0, 100.0])
 @pytest.mark.parametrize("sides", [(32, 32), (256, 256), (5, 7), (1, 300), (300, 1)])
 def test_numbers_of_16_bits_that_lie_far_away_lose_nothing(
     dtype: torch.dtype, mean: float, away: float, sides: tuple[int, int]

@@ -218,6 +218,13 @@ def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_th
     assert not new["artefacts_compiled"]
 
 
+def _cold(compiled: Any) -> Any:
+    """A pipeline whose UNet and decoder have a store of their own each."""
+    for part in (compiled.unet, compiled.vae.decoder):
+        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    return compiled
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdxl", "sd21"])
 def test_a_part_is_compiled_in_one_batch_and_nothing_after_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,21 +239,12 @@ def test_a_part_is_compiled_in_one_batch_and_nothing_after_it(family: str, monke
     assert type(pipe.unet.mid_block.resnets[0].output_scale_factor) is int
     batches, lower_all = [], builds.lower_all
     monkeypatch.setattr(builds, "lower_all", lambda jobs, *a: batches.append(jobs) or lower_all(jobs, *a))
-    compiled = nexfort_engine.compile_pipe(pipe, options={"memory_format": "channels_last"})
-    for part in (compiled.unet, compiled.vae.decoder):
-        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    compiled = _cold(nexfort_engine.compile_pipe(pipe, options={"memory_format": "channels_last"}))
     assert distance(picture(compiled, (64, 64)), picture(pipe, (64, 64))) < TOLERANCE
     assert len(batches) == 1, [[job.name for job in jobs] for jobs in batches]
     for part in ("unet", "vae.decoder"):
         report = compiled.reports[part].as_dict()
         assert report["artefacts_compiled"] and not report["eager"] and not report["variants"]
-
-
-def _cold(compiled: Any) -> Any:
-    """A pipeline whose UNet and decoder have a store of their own each."""
-    for part in (compiled.unet, compiled.vae.decoder):
-        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
-    return compiled
 
 
 @pytest.fixture
