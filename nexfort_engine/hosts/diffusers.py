@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import weakref
@@ -17,8 +18,10 @@ from torch import nn
 from ..compiled import CompiledModule, compile_as, say_if_unquantised
 from ..config import CompileConfig
 from ..engine import Also, Coming
+from ..flags import disabled
 from ..quant.plan import Quantisation
 from ..report import Report
+from .diffusers_timesteps import at_hand
 
 log = logging.getLogger("nexfort")
 
@@ -86,18 +89,23 @@ def compile_pipe(
             reports[part].note(f"quantised: {plan.summary(part)}")
             if fuse_qkv_projections:
                 reports[part].note(UNFUSED)
-    compiled.__class__ = _class_of(type(original))
+    compiled.__class__ = _class_of(type(original), config)
     compiled.__dict__.update(_nexfort_original=original, reports=reports)
     return compiled
 
 
-def _class_of(kind: type) -> type:
+def _class_of(kind: Any, config: CompileConfig) -> type:
     def uncompiled(self: Any) -> Any:
         """The original pipeline; it shares every weight with this one."""
         return self._nexfort_original
 
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if config.disable or disabled() else at_hand(getattr(self, "scheduler", None)):
+            return kind.__call__(self, *args, **kwargs)
+
     table = {"uncompiled": uncompiled, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), table)
+    return type(kind.__name__, (kind,), {**table, "__call__": call})
 
 
 def _compile_part(pipe: Any, part: str, config: CompileConfig) -> CompiledModule | None:
