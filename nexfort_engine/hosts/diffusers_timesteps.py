@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timesteps at hand: schedulers that look a timestep up in a table are given its value without asking the GPU for it.
 
-A pipeline keeps its timesteps on the GPU. DDIM, DDPM and PNDM index a table on the CPU with one of them, so that each
-step waits until the GPU has done all it was given, and the next one begins with an idle GPU. The values are known since
-the run began: they are read once, and handed over in the place of the very tensors they are the values of.
+A pipeline keeps its timesteps on the GPU. DDIM and PNDM index a table on the CPU with one of them, so that each step
+waits until the GPU has done all it was given, and the next one begins with an idle GPU. The values are known since the
+run began: they are read once, and handed over in the place of the very tensors they are the values of. DDPM waits once
+a step less, and still waits: it also looks for the timestep among the others.
 """
 
 from __future__ import annotations
