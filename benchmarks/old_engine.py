@@ -4,7 +4,7 @@
     python -m benchmarks.old_engine sd21 sdxl pixart latte --csv benchmarks/old_engine.csv
 
 Nexfort begins with an empty cache (its cold warm-up), runs the other sizes, and its warm-up is taken once more in a
-second process (its cached one). nexfort-fp8 packs those linear layers in fp8 that pay. Errors are those of the final
+second process (its cached one). nexfort-fp8 packs those linear layers in fp8 that pay, and runs no other sizes. Errors are those of the final
 latents to the float32 run of the same weights and seed, which --fp32 keeps for other commands.
 benchmarks/old_table.py makes the table of published and own figures.
 """
@@ -141,9 +141,9 @@ def flags_of(name: str, way: str, args: argparse.Namespace, folder: Path) -> lis
     elif truth.exists():
         flags += ["--reference", str(truth)]
     if ours:
-        flags += ["--compiler-config", args.compiler_config]
-    if way == "nexfort":
-        flags += ["--cached-warmup", *([] if args.no_sweep else family.sweep)]
+        flags += ["--compiler-config", args.compiler_config, "--cached-warmup"]
+    if way == "nexfort" and not args.no_sweep:
+        flags += family.sweep
     if way == "nexfort-fp8":
         flags += ["--quantize", "--quantize-config", QUANTIZE]
     return flags + shlex.split(args.more)
@@ -193,7 +193,7 @@ def row(name: str, way: str, args: argparse.Namespace, found: dict[str, Any]) ->
         line[column] = _short(found.get(f"likeness_to_{key}", {}).get("latents"))
     near = found.get("likeness_to_eager", {})
     line.update(psnr=_short(near.get("psnr")), ssim=_short(near.get("ssim")))
-    if way == "nexfort":
+    if way in ("nexfort", "nexfort-fp8"):
         line["compiled"] = found["warmup_made"]["compiled"]
         line["cached_s"] = _short(found["cached"]["warmup_s"])
         line["cached_compiled"] = found["cached"]["warmup_made"]["compiled"]

@@ -14,6 +14,9 @@ _SHORTEST_ROW = 1025  # of those whose warps are chosen here; for shorter ones I
 _PER_WARP = 2048  # numbers of a row, 64 for each thread: the fewer warps, the fewer have to wait for each other
 _SIDE_BY_SIDE = {"XBLOCK": 32, "R0_BLOCK": 16, "num_warps": 2, "num_stages": 1}
 _FEWEST = 64  # numbers of a sum that is looked at; of fewer Inductor keeps all in registers
+_MANY_ROWS, _NARROW = 2048, 64
+_ROWS_BY_WARPS = {"XBLOCK": 4, "R0_BLOCK": 128, "num_warps": 1, "num_stages": 1}  # rows of a picture
+_NARROW_ROWS = {"XBLOCK": 64, "R0_BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
 
 @contextmanager
@@ -30,7 +33,11 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
     there are many of them Inductor shapes them as sums over rows: 2 x 96 x 320 sums of 96 numbers took 9.1 microseconds
     so and 24.1 by its rule (fp16, H200, torch 2.11, 2026-11).
 
-    measured: both are left to Inductor, which tries several shapes. So it is on cards of AMD, whose warps are wider.
+    Many rows of any length, as those of pictures, are summed by single warps, which wait for no other: Inductor gives
+    two rows as many warps as fit. Sums and sums of squares of 2 x 320 x 96 rows of 96 so and otherwise: to be measured
+
+    measured: all of these are left to Inductor, which tries several shapes. So it is on cards of AMD, whose warps are
+    wider.
     """
     import torch
     from torch._inductor import choices
@@ -51,6 +58,16 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
         across = scores is not None and bool(scores.get("r0_", 0) == 0) and bool(scores.get("x", 0) != 0)
         return across and not short and features.get_reduction_hint() == ReductionHint.DEFAULT
 
+    def rows_of_pictures(features: Any) -> dict[str, int] | None:
+        """The shape for many rows of any length, known by the sizes it is lowered with; None for other sums."""
+        length = features.reduction_numel
+        if getattr(length, "is_number", False) or features.get_reduction_hint() != ReductionHint.INNER:
+            return None
+        rows, width = (V.graph.sizevars.optimization_hint(n, fallback=0) for n in (features.numel, length))
+        if rows < _MANY_ROWS or not 0 < width <= _MANY_ROWS:
+            return None
+        return _NARROW_ROWS if width <= _NARROW else _ROWS_BY_WARPS
+
     class WholeRows(choices.InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -70,6 +87,8 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
                 if self.should_use_persistent_reduction(features, False):
                     return kernel_kwargs  # such a kernel has no block of the sum to give a size to
                 shape = _SIDE_BY_SIDE
+            elif (found := rows_of_pictures(features)) is not None:
+                shape = found
             else:
                 return kernel_kwargs
             return {**kernel_kwargs, "fixed_config": FixedTritonConfig(shape)}
