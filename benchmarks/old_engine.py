@@ -4,8 +4,8 @@
     python -m benchmarks.old_engine sd21 sdxl pixart latte --csv benchmarks/old_engine.csv
 
 Nexfort begins with an empty cache (its cold warm-up), runs the other sizes, and its warm-up is taken once more in a
-second process (its cached one). nexfort-fp8 packs those linear layers in fp8 that pay, and runs no other sizes. Errors are those of the final
-latents to the float32 run of the same weights and seed, which --fp32 keeps for other commands.
+second process (its cached one). nexfort-fp8 packs those linear layers in fp8 that pay, and runs no other sizes. Errors
+are those of the final latents to the float32 run of the same weights and seed, which --fp32 keeps for other commands.
 benchmarks/old_table.py makes the table of published and own figures.
 """
 
