@@ -99,12 +99,15 @@ def _class_of(kind: Any, config: CompileConfig) -> type:
         """The original pipeline; it shares every weight with this one."""
         return self._nexfort_original
 
+    table = {"uncompiled": uncompiled, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if not any("__call__" in vars(base) for base in kind.__mro__):  # a base class, run by methods of other names
+        return type(kind.__name__, (kind,), table)
+
     @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.nullcontext() if config.disable or disabled() else at_hand(getattr(self, "scheduler", None)):
             return kind.__call__(self, *args, **kwargs)
 
-    table = {"uncompiled": uncompiled, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {**table, "__call__": call})
 
 

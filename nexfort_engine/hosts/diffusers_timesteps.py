@@ -28,7 +28,7 @@ def at_hand(scheduler: Any) -> Iterator[None]:
     Schedulers that count their steps look at no timestep after the first, and are left as they are.
     """
     step = getattr(scheduler, "step", None)
-    if not callable(step) or hasattr(scheduler, "step_index"):
+    if not callable(step) or hasattr(scheduler, "step_index") or not hasattr(scheduler, "__dict__"):
         yield
         return
     with _lock:

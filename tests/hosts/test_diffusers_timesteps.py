@@ -149,6 +149,18 @@ def test_a_compiled_pipeline_has_them_at_hand(disabled: bool, monkeypatch: pytes
     assert seen[2:] == [False] * 2 and "step" not in vars(pipe.scheduler)
 
 
+def test_a_pipeline_that_is_not_called_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "prepare", lambda self, device: None)
+
+    class Custom(diffusers.DiffusionPipeline):
+        def __init__(self, unet: Any) -> None:
+            super().__init__()
+            self.register_modules(unet=unet)
+
+    compiled = nexfort_engine.compile_pipe(Custom(pipeline().unet))
+    assert set(compiled.reports) == {"unet"} and not callable(compiled)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOOKING + SEARCHING + COUNTING)
 def test_on_a_gpu_no_step_waits(name: str) -> None:
