@@ -84,9 +84,9 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
             if length >= _SHORTEST_ROW:
                 warps = max(1, (1 << (length - 1).bit_length()) // _PER_WARP)
                 shape = {"XBLOCK": 1, "num_warps": warps, "num_stages": 1}
+            elif self.should_use_persistent_reduction(features, False):
+                return kernel_kwargs  # such a kernel has no block of the sum to give a size to
             elif are_side_by_side(features, kernel_kwargs.get("tiling_scores")):
-                if self.should_use_persistent_reduction(features, False):
-                    return kernel_kwargs  # such a kernel has no block of the sum to give a size to
                 shape = _SIDE_BY_SIDE
             elif (found := rows_of_pictures(features)) is not None:
                 shape = found
