@@ -9,6 +9,7 @@ a step less, and still waits: it also looks for the timestep among the others.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Iterator
@@ -59,6 +60,14 @@ class _Told:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*map(self._value, args), **{name: self._value(one) for name, one in kwargs.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a copied scheduler, one for the copy; itself where a pipeline keeps a scheduler's attributes for later."""
+        twin = memo.get(id(self._scheduler))
+        if twin is None:
+            return self
+        step = type(twin).step.__get__(twin) if self.before is None else copy.deepcopy(self.before, memo)
+        return _Told(twin, step, None if self.before is None else step)
 
     def _value(self, given: Any) -> Any:
         rows: Any = getattr(self._scheduler, "timesteps", None)

@@ -128,6 +128,19 @@ def test_a_copy_made_meanwhile_steps_by_itself() -> None:
     assert twin.given == [3] and not scheduler.given
 
 
+def test_attributes_that_are_kept_for_later_are_the_scheduler_s_own() -> None:
+    """As a pipeline does that steps through several views of a picture."""
+    scheduler = Told()
+    with at_hand(scheduler):
+        kept = copy.deepcopy(scheduler.__dict__)
+        scheduler.step(None, 3)
+        scheduler.__dict__.update(kept)
+        assert scheduler.given == []
+        scheduler.step(None, 5)
+        assert scheduler.given == [5]
+    assert "step" not in vars(scheduler)
+
+
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_compiled_pipeline_has_them_at_hand(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
