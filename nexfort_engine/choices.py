@@ -16,6 +16,7 @@ _SIDE_BY_SIDE = {"XBLOCK": 32, "R0_BLOCK": 16, "num_warps": 2, "num_stages": 1}
 _FEWEST = 64  # numbers of a sum that is looked at; of fewer Inductor keeps all in registers
 _MANY_ROWS, _NARROW = 2048, 64
 _ROWS_BY_WARPS = {"XBLOCK": 4, "R0_BLOCK": 128, "num_warps": 1, "num_stages": 1}  # rows of a picture
+_TILE = {"YBLOCK": 64, "XBLOCK": 32, "num_warps": 4, "num_stages": 1}
 _NARROW_ROWS = {"XBLOCK": 64, "R0_BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
 
@@ -69,6 +70,12 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
             return None
         return _NARROW_ROWS if width <= _NARROW else _ROWS_BY_WARPS
 
+    def transposes(features: Any, sizes: dict[str, Any]) -> bool:
+        """Whether a kernel reads along one dimension and writes along another, both long: it lays out an image."""
+        if features.is_reduction() or not {"x", "y"} <= set(sizes) <= {"x", "y", "r0_"}:
+            return False
+        return all(V.graph.sizevars.optimization_hint(sizes[name], fallback=0) >= _NARROW for name in ("x", "y"))
+
     class WholeRows(choices.InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -78,6 +85,8 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
 
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: Any) -> Any:
             theirs = measured or torch.version.hip is not None or kernel_kwargs.get("mix_order_reduction")
+            if not theirs and transposes(features, groups[0]):
+                return {**kernel_kwargs, "fixed_config": FixedTritonConfig(_TILE)}
             if theirs or set(groups[0]) != {"x", "r0_"} or any(map(features.contains_op, ("scan", "sort"))):
                 return kernel_kwargs
             length = length_of(features) or 0

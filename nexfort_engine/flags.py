@@ -33,6 +33,9 @@ _INDUCTOR_BASE: dict[str, object] = {
     "bundled_autotune_remote_cache": False,
     "bundle_triton_into_fx_graph_cache": True,
     "freezing": False,
+    # kernels of kernels/ are launched as Inductor's own are, and have a name for each way in which they are compiled
+    "static_launch_user_defined_triton_kernels": True,
+    "triton.unique_user_kernel_names": True,
 }
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _FUNCTORCH_BASE: dict[str, object] = {"enable_autograd_cache": True, "enable_remote_autograd_cache": False}

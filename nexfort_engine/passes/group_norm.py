@@ -12,6 +12,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..kernels import group_factors
 from .writing import fixed, in_memory, replace
 
 aten = torch.ops.aten
@@ -34,7 +35,8 @@ def group_norms(module: GraphModule) -> int:
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
             given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
-            written = by_channels(*given, like=x.meta["val"], groups=groups, eps=eps)
+            norm = by_kernels if _has_kernels(x.meta["val"]) else by_channels
+            written = norm(*given, like=x.meta["val"], groups=groups, eps=eps)
         replace(node, written)
         found += 1
     return found
@@ -92,8 +94,25 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
         each_one = in_memory(aten.reshape.default(values, [-1, channels]), [batch, channels])
         return aten.reshape.default(each_one, [-1, channels, *behind])
 
-    result = aten.add.Tensor(aten.mul.Tensor(wide, for_channels(scale)), for_channels(shift))
-    return aten.to.dtype(result, like.dtype)
+    return _applied(wide, for_channels(scale), for_channels(shift), like)
+
+
+def by_kernels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
+    """As `by_channels`, with factors and summands by kernels of our own (kernels/group_factors.py)."""
+    factors = group_factors.operator()(x, weight, bias, groups, eps)
+    batch, channels = aten.sym_size.int(x, 0), fixed(like.shape[1])
+    behind = [1] * (like.dim() - 2)
+    scale, shift = (aten.reshape.default(aten.select.int(factors, 1, at), [batch, channels, *behind]) for at in (0, 1))
+    return _applied(aten.to.dtype(x, torch.float32), scale, shift, like)
+
+
+def _has_kernels(like: torch.Tensor) -> bool:
+    # on cards of AMD nobody measured them
+    return like.device.type == "cuda" and torch.version.hip is None and like.dtype in group_factors.DTYPES
+
+
+def _applied(wide: Any, scale: Any, shift: Any, like: torch.Tensor) -> Any:
+    return aten.to.dtype(aten.add.Tensor(aten.mul.Tensor(wide, scale), shift), like.dtype)
 
 
 def _of_rows(x: Any, wide: Any, like: torch.Tensor) -> tuple[Any, Any]:

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels: operators whose Triton code is written here, where what Inductor writes leaves time.
+
+One operator a file: its kernels, the same in plain torch beside them (`reference`, which is also what runs where a
+graph is not lowered for a GPU), and how it is lowered: Inductor calls the kernels on the tensors as they lie in memory,
+so they are part of an artefact as its own are. A pass puts the operator in a graph (passes/). Nothing here imports
+Triton before a graph is lowered for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from . import group_factors
+
+
+@contextmanager
+def known_to_inductor() -> Iterator[None]:
+    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
+    from torch._inductor.lowering import lowerings
+
+    added = {operator: lower for operator, lower in group_factors.lowerings().items() if operator not in lowerings}
+    with ExitStack() as stack:
+        for operator, lower in added.items():
+            lowerings[operator] = lower
+            stack.callback(lowerings.pop, operator)
+        yield

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernels for every card, which takes none."""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nexfort_engine.kernels import group_factors
+from nexfort_engine.kernels import triton_group_factors as kernels
+
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+_SIZES = dict.fromkeys(("channels", "places", "chunk"), "i32")
+_STRIDES = {"stride_n": "i64", "stride_c": "i64", "stride_p": "i32"}
+
+
+def compiled(
+    kernel: triton.JITFunction, types: dict[str, str], constants: dict[str, object], architecture: int
+) -> None:
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
+    assert made.asm["cubin"] and f".target sm_{architecture}" in made.asm["ptx"]
+
+
+for architecture in ARCHITECTURES:
+    for dtype in ("fp16", "bf16", "fp32"):
+        for block, stride in ((group_factors._INNER, {"stride_c": 1}), (group_factors._OUTER, {"stride_p": 1})):
+            types = {"x": f"*{dtype}", "moments": "*fp32", **_SIZES, **_STRIDES}
+            compiled(
+                kernels.moments_of_chunks,
+                {name: kind for name, kind in types.items() if name not in stride},
+                {"CHUNKS": 8, **block, **stride},
+                architecture,
+            )
+        blocks = group_factors._blocks(40, 8)
+        types = {"moments": "*fp32", "weight": f"*{dtype}", "bias": f"*{dtype}", "factors": "*fp32", **_SIZES}
+        compiled(
+            kernels.factors_of_groups,
+            types,
+            {"EPS": 1e-5, "GROUPS": 32, "EACH": 40, "CHUNKS": 8, **blocks},
+            architecture,
+        )

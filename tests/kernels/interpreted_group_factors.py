@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels beside their reference, on images of odd sizes and layouts; to be run with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+from nexfort_engine.kernels import group_factors
+from nexfort_engine.kernels import triton_group_factors as kernels
+
+
+def _with_numbers(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
+    patch(tensor, scope)
+    # Triton 3.6 asks an array of one dimension for its number, which numpy 2.4 refuses
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _with_numbers
+
+
+def found(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, groups: int, chunks: int
+) -> torch.Tensor:
+    batch, channels, *rest = x.shape
+    places = torch.Size(rest).numel()
+    inner = x.stride(1) == 1
+    block = group_factors._INNER if inner else group_factors._OUTER
+    # memory that nobody wrote to is not a number
+    moments = torch.full((batch, chunks, 2, channels), float("nan"))
+    factors = torch.full((batch, 2, channels), float("nan"))
+    chunk = -(-places // (16 * chunks)) * 16
+    kernels.moments_of_chunks[(-(-channels // block["C_BLOCK"]), chunks, batch)](
+        x, moments, channels, places, chunk, x.stride(0), x.stride(1), x.stride(-1), CHUNKS=chunks, **block
+    )
+    blocks = group_factors._blocks(channels // groups, chunks)
+    kernels.factors_of_groups[(batch * groups,)](
+        moments, weight, bias, factors, channels, places, chunk,
+        EPS=1e-5, GROUPS=groups, EACH=channels // groups, CHUNKS=chunks, **blocks,
+    )  # fmt: skip
+    return factors
+
+
+def check(shape: tuple[int, ...], groups: int, chunks: int, dtype: torch.dtype, last: bool, apart: float) -> None:
+    x = (torch.randn(shape) * torch.rand(shape[1]).reshape(-1, *[1] * (len(shape) - 2)) + apart).to(dtype)
+    x[0, 0].reshape(-1)[0] = apart + 200  # one number far from the others, where a chunk begins
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, shape[1]).to(dtype)
+    for w, b in ((weight, bias), (None, None)):
+        ours = found(x, w, b, groups, chunks).double()
+        plain = group_factors.reference(x, w, b, groups, 1e-5).double()
+        truth = group_factors.reference(x.double(), w, b, groups, 1e-5, torch.float64)
+        assert (ours - truth).norm() <= 1.1 * (plain - truth).norm() + 3e-6 * truth.norm(), (
+            shape,
+            groups,
+            chunks,
+            dtype,
+        )
+
+
+torch.manual_seed(0)
+shapes = [((2, 64, 9, 7), 8), ((1, 70, 33, 5), 7), ((3, 6, 1, 1), 2), ((2, 24, 600), 3), ((1, 96, 16, 41), 3)]
+for (shape, groups), (chunks, dtype) in itertools.product(
+    shapes, ((1, torch.float16), (3, torch.bfloat16), (5, torch.float32))
+):
+    for last in (False, True) if len(shape) == 4 else (False,):
+        check(shape, groups, chunks, dtype, last, apart=5.0)
