@@ -29,20 +29,26 @@ def reference(
     bias: torch.Tensor | None,
     groups: int,
     eps: float,
+    offset: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Factors and summands (N, 2, C), in dtype as they are computed, with which x (N, C, ...) becomes its group norm.
 
-    weight, bias: (C) or None. Mean and biased variance of each of `groups` groups of channels are taken over its
-    channels and all places (Wu and He, "Group Normalization", 2018): scale = weight / sqrt(variance + eps) and
-    shift = bias - mean * scale.
+    weight, bias: (C) or None. offset (C) and offsets (N, C) are added to x first, or are None. Mean and biased variance
+    of each of `groups` groups of channels are taken over its channels and all places (Wu and He, "Group Normalization",
+    2018): scale = weight / sqrt(variance + eps) and shift = bias - mean * scale.
     """
     batch, channels = x.shape[:2]
-    variance, mean = torch.var_mean(x.to(dtype).reshape(batch, groups, -1), -1, correction=0)
+    added = torch.zeros(batch, channels, dtype=dtype, device=x.device)
+    for more in (offset, offsets):
+        added = added if more is None else added + more.to(dtype)
+    image = x.to(dtype) + added.reshape(batch, channels, *[1] * (x.dim() - 2))
+    variance, mean = torch.var_mean(image.reshape(batch, groups, -1), -1, correction=0)
     scale = torch.rsqrt(variance + eps)[..., None].expand(batch, groups, channels // groups).reshape(batch, channels)
     if weight is not None:
         scale = scale * weight.to(dtype)
-    shift = -mean[..., None].expand(batch, groups, channels // groups).reshape(batch, channels) * scale
+    shift = (added - mean[..., None].expand(batch, groups, channels // groups).reshape(batch, channels)) * scale
     if bias is not None:
         shift = shift + bias.to(dtype)
     return torch.stack([scale, shift], 1)
@@ -52,7 +58,10 @@ def reference(
 def operator() -> Any:
     """The operator `nexfort::group_factors`, as `reference` is."""
     library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define("group_factors(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps) -> Tensor")
+    library.define(
+        "group_factors(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, Tensor? offset=None, "
+        "Tensor? offsets=None) -> Tensor"
+    )
     library.impl("group_factors", reference, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "nexfort::group_factors", lambda x, *_: x.new_empty(x.shape[0], 2, x.shape[1], dtype=torch.float32), lib=library
@@ -66,8 +75,9 @@ def lowerings() -> dict[Any, Any]:
     return {operator(): _lower}
 
 
-def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float) -> Any:
-    """In Inductor's representation: x (N, C, ...), weight, bias (C) or None; gives (N, 2, C)."""
+def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float, offset: Any = None, offsets: Any = None) -> Any:
+    """As `reference`, in Inductor's representation."""
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
     from torch.utils._sympy.functions import CeilDiv
 
@@ -89,13 +99,23 @@ def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float) -> Any:
         | {"stride_n": strides[0], "stride_c": strides[1], "stride_p": strides[-1], "CHUNKS": chunks, **block},
     )
     factors = _empty(x, [batch, 2, channels])
+    if offsets is not None:
+        offsets = ir.TensorBox(ir.ExternKernel.require_contiguous(offsets))
     each = channels // groups
     _launch(
         kernels.factors_of_groups,
         [batch * groups, 1, 1],
         "factors",
-        {"moments": moments, "weight": weight, "bias": bias, "factors": factors, **sizes}
-        | {"EPS": eps, "GROUPS": groups, "EACH": each, "CHUNKS": chunks, **_blocks(each, chunks)},
+        {"moments": moments, "weight": weight, "bias": bias, "offset": offset, "offsets": offsets}
+        | {
+            "factors": factors,
+            **sizes,
+            "EPS": eps,
+            "GROUPS": groups,
+            "EACH": each,
+            "CHUNKS": chunks,
+            **_blocks(each, chunks),
+        },
     )
     return factors
 

@@ -71,6 +71,8 @@ def factors_of_groups(
     moments,
     weight,
     bias,
+    offset,
+    offsets,
     factors,
     channels,
     places,
@@ -84,12 +86,18 @@ def factors_of_groups(
 ):
     """Factors and summands (N, 2, C) of a group norm, from the moments (N, CHUNKS, 2, C) of its channels' chunks.
 
+    offset (C) and offsets (N, C) are added to means, as they have still to be to the image.
     The variance of a group is the mean of its chunks' variances plus the variance of their means.
     """
     n = tl.program_id(0) // GROUPS
     e = tl.arange(0, E_BLOCK)
     c = tl.program_id(0) % GROUPS * EACH + e
     within = e < EACH
+    added = tl.zeros([E_BLOCK], tl.float32)
+    if offset is not None:
+        added += tl.load(offset + c, mask=within, other=0.0).to(tl.float32)
+    if offsets is not None:
+        added += tl.load(offsets + n * channels + c, mask=within, other=0.0).to(tl.float32)
     base = moments + n * CHUNKS * 2 * channels + c[:, None]
     total = places * (EACH * 1.0)
     sums = tl.zeros([E_BLOCK, K_BLOCK], tl.float32)
@@ -97,20 +105,21 @@ def factors_of_groups(
         k = start + tl.arange(0, K_BLOCK)
         given = within[:, None] & (k < CHUNKS)[None, :]
         count = tl.maximum(tl.minimum(places - k * chunk, chunk), 0).to(tl.float32)[None, :]
-        sums += tl.load(base + k[None, :] * 2 * channels, mask=given, other=0.0) * count
+        means = tl.load(base + k[None, :] * 2 * channels, mask=given, other=0.0) + added[:, None]
+        sums += tl.where(given, means * count, 0.0)
     mean = tl.sum(tl.sum(sums, 1), 0) / total
     sums = tl.zeros([E_BLOCK, K_BLOCK], tl.float32)
     for start in range(0, CHUNKS, K_BLOCK):
         k = start + tl.arange(0, K_BLOCK)
         given = within[:, None] & (k < CHUNKS)[None, :]
         count = tl.maximum(tl.minimum(places - k * chunk, chunk), 0).to(tl.float32)[None, :]
-        apart = tl.load(base + k[None, :] * 2 * channels, mask=given, other=0.0) - mean
+        apart = tl.load(base + k[None, :] * 2 * channels, mask=given, other=0.0) + added[:, None] - mean
         variance = tl.load(base + k[None, :] * 2 * channels + channels, mask=given, other=0.0)
         sums += tl.where(given, (variance + apart * apart) * count, 0.0)
     scale = tl.zeros([E_BLOCK], tl.float32) + tl.rsqrt(tl.sum(tl.sum(sums, 1), 0) / total + EPS)
     if weight is not None:
         scale *= tl.load(weight + c, mask=within, other=0.0).to(tl.float32)
-    shift = -mean * scale
+    shift = (added - mean) * scale
     if bias is not None:
         shift += tl.load(bias + c, mask=within, other=0.0).to(tl.float32)
     tl.store(factors + n * 2 * channels + c, scale, mask=within)

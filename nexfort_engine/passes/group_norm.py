@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Proxy
+from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -16,6 +16,7 @@ from ..kernels import group_factors
 from .writing import fixed, in_memory, replace
 
 aten = torch.ops.aten
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 
 
 def group_norms(module: GraphModule) -> int:
@@ -32,11 +33,15 @@ def group_norms(module: GraphModule) -> int:
         shape = x.meta["val"].shape
         if len(shape) < 3 or fixed(shape[1]) is None:
             continue
+        like, tracer = x.meta["val"], GraphAppendingTracer(module.graph)
         with module.graph.inserting_before(node):
-            tracer = GraphAppendingTracer(module.graph)
-            given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
-            norm = by_kernels if _has_kernels(x.meta["val"]) else by_channels
-            written = norm(*given, like=x.meta["val"], groups=groups, eps=eps)
+            if _has_kernels(like):
+                x, *offsets = _without_offsets(x)
+                given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias, *offsets)]
+                written = by_kernels(*given, like=like, groups=groups, eps=eps)
+            else:
+                given = [None if n is None else Proxy(n, tracer) for n in (x, weight, bias)]
+                written = by_channels(*given, like=like, groups=groups, eps=eps)
         replace(node, written)
         found += 1
     return found
@@ -97,9 +102,14 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
     return _applied(wide, for_channels(scale), for_channels(shift), like)
 
 
-def by_kernels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: int, eps: float) -> Any:
-    """As `by_channels`, with factors and summands by kernels of our own (kernels/group_factors.py)."""
-    factors = group_factors.operator()(x, weight, bias, groups, eps)
+def by_kernels(
+    x: Any, weight: Any, bias: Any, offset: Any, offsets: Any, *, like: torch.Tensor, groups: int, eps: float
+) -> Any:
+    """As `by_channels`, with factors and summands by kernels of our own (kernels/group_factors.py).
+
+    offset: (C) or None, offsets: (N, C) or None, are still to be added to x.
+    """
+    factors = group_factors.operator()(x, weight, bias, groups, eps, offset, offsets)
     batch, channels = aten.sym_size.int(x, 0), fixed(like.shape[1])
     behind = [1] * (like.dim() - 2)
     scale, shift = (aten.reshape.default(aten.select.int(factors, 1, at), [batch, channels, *behind]) for at in (0, 1))
@@ -109,6 +119,42 @@ def by_kernels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: in
 def _has_kernels(like: torch.Tensor) -> bool:
     # on cards of AMD nobody measured them
     return like.device.type == "cuda" and torch.version.hip is None and like.dtype in group_factors.DTYPES
+
+
+def _without_offsets(x: Any) -> tuple[Node, Node | None, Node | None]:
+    """x before what is added to whole channels, where nobody else reads x; and that: of all rows (C), of each (N, C).
+
+    Otherwise the sum would be put in memory for the kernels, which are no part of what Inductor fuses: a convolution's
+    bias and what a residual block adds of the time step.
+    """
+    graph = x.graph
+    offset = offsets = None
+    like = x.meta["val"]
+    if x.target is aten.add.Tensor and len(x.users) == 1 and not x.kwargs:
+        first, second = x.args
+        for image, other in ((first, second), (second, first)):
+            if _is_of_channels(other, like) and _is_alike(image, like):
+                x, offsets = image, graph.call_function(aten.reshape.default, (other, [-1, fixed(like.shape[1])]))
+                break
+    if x.target in _CONVOLUTIONS and len(x.users) == 1 and len(x.args) > 2 and isinstance(x.args[2], Node):
+        offset = x.args[2]
+        bare = graph.call_function(x.target, (*x.args[:2], None, *x.args[3:]), x.kwargs)
+        bare.meta["val"] = like
+        x = bare
+    return x, offset, offsets
+
+
+def _is_alike(node: Any, like: torch.Tensor) -> bool:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.shape == like.shape
+
+
+def _is_of_channels(node: Any, like: torch.Tensor) -> bool:
+    """Whether a value has one number for each channel of each row."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dtype != like.dtype or value.dim() != like.dim():
+        return False
+    return value.shape[:2] == like.shape[:2] and all(fixed(size) == 1 for size in value.shape[2:])
 
 
 def _applied(wide: Any, scale: Any, shift: Any, like: torch.Tensor) -> Any:

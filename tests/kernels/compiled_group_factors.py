@@ -35,7 +35,8 @@ for architecture in ARCHITECTURES:
                 architecture,
             )
         blocks = group_factors._blocks(40, 8)
-        types = {"moments": "*fp32", "weight": f"*{dtype}", "bias": f"*{dtype}", "factors": "*fp32", **_SIZES}
+        given = dict.fromkeys(("weight", "bias", "offset", "offsets"), f"*{dtype}")
+        types = {"moments": "*fp32", **given, "factors": "*fp32", **_SIZES}
         compiled(
             kernels.factors_of_groups,
             types,

@@ -12,6 +12,8 @@ from triton.runtime import interpreter
 from nexfort_engine.kernels import group_factors
 from nexfort_engine.kernels import triton_group_factors as kernels
 
+Given = tuple[torch.Tensor | None, ...]
+
 
 def _with_numbers(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
     patch(tensor, scope)
@@ -22,9 +24,7 @@ def _with_numbers(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_
 interpreter._patch_lang_tensor = _with_numbers
 
 
-def found(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, groups: int, chunks: int
-) -> torch.Tensor:
+def found(x: torch.Tensor, given: Given, groups: int, chunks: int) -> torch.Tensor:
     batch, channels, *rest = x.shape
     places = torch.Size(rest).numel()
     inner = x.stride(1) == 1
@@ -38,7 +38,7 @@ def found(
     )
     blocks = group_factors._blocks(channels // groups, chunks)
     kernels.factors_of_groups[(batch * groups,)](
-        moments, weight, bias, factors, channels, places, chunk,
+        moments, *given, factors, channels, places, chunk,
         EPS=1e-5, GROUPS=groups, EACH=channels // groups, CHUNKS=chunks, **blocks,
     )  # fmt: skip
     return factors
@@ -49,17 +49,14 @@ def check(shape: tuple[int, ...], groups: int, chunks: int, dtype: torch.dtype, 
     x[0, 0].reshape(-1)[0] = apart + 200  # one number far from the others, where a chunk begins
     if last:
         x = x.to(memory_format=torch.channels_last)
-    weight, bias = torch.randn(2, shape[1]).to(dtype)
-    for w, b in ((weight, bias), (None, None)):
-        ours = found(x, w, b, groups, chunks).double()
-        plain = group_factors.reference(x, w, b, groups, 1e-5).double()
-        truth = group_factors.reference(x.double(), w, b, groups, 1e-5, torch.float64)
-        assert (ours - truth).norm() <= 1.1 * (plain - truth).norm() + 3e-6 * truth.norm(), (
-            shape,
-            groups,
-            chunks,
-            dtype,
-        )
+    weight, bias, offset = torch.randn(3, shape[1]).to(dtype)
+    offsets = torch.randn(shape[:2]).to(dtype)
+    for w, b, *added in ((weight, bias, offset, offsets), (None, None, None, None), (weight, None, offset, None)):
+        ours = found(x, (w, b, *added), groups, chunks).double()
+        plain = group_factors.reference(x, w, b, groups, 1e-5, *added).double()
+        truth = group_factors.reference(x.double(), w, b, groups, 1e-5, *added, torch.float64)
+        far, near = (ours - truth).norm(), (plain - truth).norm()
+        assert far <= 1.1 * near + 3e-6 * truth.norm(), (shape, groups, chunks, dtype, far, near)
 
 
 torch.manual_seed(0)

@@ -11,11 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_blocks
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nexfort_engine import lower
+from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import group_factors
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -59,6 +62,29 @@ def test_the_operator_knows_its_result_without_computing_it() -> None:
     torch.library.opcheck(
         group_factors.operator(), (torch.randn(2, 4, 3, 3), torch.randn(4), None, 2, 1e-5), raise_exception=True
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["residual", "innermost"])
+def test_blocks_with_such_norms_are_no_further_from_the_truth_than_eager(kind: str, tmp_path: Path) -> None:
+    """At the sizes that they were lowered with and at others, of which rows begin anywhere."""
+    lower.lower(gpu_blocks.captured(kind), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
+    block = lower.load(tmp_path / "payload", {}, [])
+    _, dtype, shapes, ((image, _), (embedding, _)) = {**gpu_blocks.BLOCKS, **gpu_blocks.INNERMOST}[kind]
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda", generator=generator) * scale).to(dtype)
+
+    weights = [drawn(shape, 0.05 if len(shape) > 1 else 1.0) for shape in shapes]
+    for batch, height, width in ((image[0], *image[2:]), (1, 64, 64), (3, 37, 41), (2, 12, 20)):
+        x, more = drawn((batch, image[1], height, width)) + 4, drawn((batch, *embedding[1:]))
+        if kind == "innermost":
+            x = x.to(memory_format=torch.channels_last)
+        truth = gpu_blocks.residual([w.double() for w in weights], x.double(), more.double())
+        eager = (gpu_blocks.residual(weights, x, more) - truth).norm()
+        ours = (block([*weights, x, more])[0] - truth).norm()
+        assert ours <= 1.1 * eager, (batch, height, width, float(ours / truth.norm()), float(eager / truth.norm()))
 
 
 def _run(script: str, **environment: str) -> None:
