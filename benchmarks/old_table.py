@@ -80,7 +80,8 @@ def _own_line(family: Family, eager: dict[str, str], one: dict[str, str]) -> str
         f"{eager['max_used_gib']} → {one['max_used_gib']}",
         " → ".join(run["error_to_fp32"] or "-" for run in (eager, one)) + _from_eager(one),
     ]
-    mode = json.loads(one["config"]).get("mode", "O2")
+    config = json.loads(one["config"])
+    mode = ", ".join([config.get("mode", "O2"), *config.get("options", {})])
     fp8 = f", {one['packed']} layers in fp8" if one.get("packed") else ""
     cells += [f"Nexfort, {one['gpu']}, torch {one['torch'].split('+')[0]}, `{mode}`{fp8}, {one['date']}"]
     return "| " + " | ".join([*cells, f"`{one['command']}`"]) + " |"
