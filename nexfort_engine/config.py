@@ -46,6 +46,7 @@ OPTIONS: dict[str, type] = {
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
     "fuse.linear_gelu": bool,
+    "fuse.wide_attention": bool,
     "quant.keep_weights": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
@@ -77,7 +78,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "wide_attention")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {

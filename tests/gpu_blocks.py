@@ -65,6 +65,14 @@ def wide(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(values * functional.gelu(gates), w[9], w[10]) + x
 
 
+def looking(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """What a decoder has in its middle: one head of all channels."""
+    h = functional.group_norm(x, 32, w[0], w[1])
+    q, k, v = (functional.conv2d(h, weight).flatten(2).transpose(1, 2)[:, None].contiguous() for weight in w[2:5])
+    seen = functional.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(x.shape)
+    return x + functional.conv2d(seen, w[5])
+
+
 LAYERS = 6
 
 
@@ -102,6 +110,12 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         torch.half,
         [(W,), (W,), *[(W, W)] * 4, (W,), (8 * W, W), (8 * W,), (W, 4 * W), (W,)],
         [((2, 1024, W), (0, 1))],
+    ),
+    "looking": (
+        looking,
+        torch.bfloat16,
+        [(512,), (512,), *[(512, 512, 1, 1)] * 4],
+        [((1, 512, 128, 128), (2, 3))],
     ),
     "feed_forward": (  # products that pay in fp8
         feed_forward,

@@ -19,6 +19,7 @@ from .gelu import gelus
 from .group_norm import LaidOut, group_norms
 from .linear_gelu import linear_gelus
 from .upsampling import inner_channels, upsamplings
+from .wide_attention import wide_attentions
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
 PASSES: dict[str, Callable[[GraphModule], int]] = {
@@ -28,6 +29,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "low_precision": low_precision,
     "linear_gelu": linear_gelus,  # of those that are not brought to low precision
     "gelu": gelus,
+    "wide_attention": wide_attentions,
 }
 
 
