@@ -31,6 +31,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     **{name.removeprefix("fuse."): {"options": {name: True}} for name in REWRITES},
     "fuse": {"options": dict.fromkeys(REWRITES, True)},
     "fold": {"options": {"compile.fold": True}},
+    "attention": {"options": {"attention.measure": True}},
     "channels_last": {"memory_format": "channels_last"},
     "cudagraphs": {"options": {"triton.cudagraphs": True}},
     "max-autotune": {"mode": "max-autotune"},
@@ -38,7 +39,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 _OFF = {
     "memory_format": "contiguous_format",
-    "options": dict.fromkeys([*REWRITES, "compile.fold", "triton.cudagraphs"], False),
+    "options": dict.fromkeys([*REWRITES, "compile.fold", "triton.cudagraphs", "attention.measure"], False),
 }
 BASES: dict[str, dict[str, Any]] = {"plain": _OFF, "default": {}}
 OTHERS = {"fp32": False, "eager": False, "noise": False, "core": True, "regional": True}  # whether it compiles
@@ -102,7 +103,7 @@ def refusal(wanted: Rung, under: Row) -> str:
             return "CUDA graphs need an NVIDIA GPU, and there is none"
         if switch == "O3" and under["no_fp8"]:
             return under["no_fp8"]
-        if set(SWITCHES[switch].get("options", {})) & set(REWRITES) and under["type"] != "cuda":
+        if set(SWITCHES[switch].get("options", {})) & {*REWRITES, "attention.measure"} and under["type"] != "cuda":
             return "graphs are rewritten for a GPU only, which is where that was measured to win"
     return ""
 

@@ -48,6 +48,7 @@ OPTIONS: dict[str, type] = {
     "fuse.linear_gelu": bool,
     "fuse.wide_attention": bool,
     "quant.keep_weights": bool,
+    "attention.measure": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
@@ -288,7 +289,10 @@ class CompileConfig:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
         found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
-        found["nexfort.low_precision"] = device_type != "cpu" and self.has("low-precision")
+        found["nexfort.low_precision"] = low = device_type != "cpu" and self.has("low-precision")
+        measured = device_type != "cpu" and self.option("attention.measure") is True
+        found["nexfort.measured_attention"] = measured and not low
+        found["nexfort.quantised_attention"] = measured and low
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
         return found

@@ -32,7 +32,7 @@ from .cpu_probe import remembered_probes
 from .flags import inductor_scope
 from .folding import FoldedCode, fold
 from .kernels import known_to_inductor
-from .passes import PASSES, split
+from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
 
 log = logging.getLogger("nexfort")
@@ -226,7 +226,8 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
     for name in modules:
         importlib.import_module(name)
     constants, rows = _constants(payload), payload / _PREPARATION
-    options = split(options)[1]
+    own, options = split(options)
+    register(own)
     if not rows.exists():
         return _with_constants(_loaded(payload, options), constants, weights)
     told = json.loads(rows.read_text(encoding="utf-8"))

@@ -39,6 +39,16 @@ def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Te
     return x + (more.float() * strength).to(x.dtype)
 
 
+def masked(w: Tensors, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Causal attention, and one with a mask that is the same for all heads and rows, of fewer heads of keys."""
+    batch, tokens, width = x.shape
+    q, k, v = (functional.linear(x, weight).view(batch, tokens, -1, 64).transpose(1, 2) for weight in w[:3])
+    mask = kept[:, None, None].expand(batch, 1, tokens, tokens)
+    seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.1, enable_gqa=True)
+    more = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return x + (seen + more).transpose(1, 2).reshape(batch, tokens, width)
+
+
 def feed_forward(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(functional.gelu(functional.linear(x, w[0], w[1])), w[2], w[3])
 
@@ -128,6 +138,14 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
 
 # of a larger image whose channels are innermost
 INNERMOST = {"innermost": (*BLOCKS["residual"][:3], [((2, C, 128, 128), (0, 2, 3)), ((2, E), (0,))])}
+MASKED = {
+    "masked": (
+        masked,
+        torch.half,
+        [(D, D), (64, D), (64, D)],
+        [((2, 1024, D), (0, 1)), ((2, 1024), (0, 1))],
+    )
+}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -145,12 +163,14 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **STACKS}[kind]
+    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **STACKS}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
             for shapes in (weights, [shape for shape, _ in inputs])
         )
+        if kind in MASKED:
+            args[1][1] = args[1][1].bool()
         if kind in INNERMOST:
             args[1][0] = args[1][0].to(memory_format=torch.channels_last)
     free = [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs]
@@ -166,13 +186,15 @@ def captured(kind: str) -> Captured:
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")
 
 
-def lowered(folder: Path, module: str, kinds: Sequence[str] = tuple(BLOCKS)) -> dict[str, Path]:
+def lowered(
+    folder: Path, module: str, kinds: Sequence[str] = tuple(BLOCKS), options: dict[str, object] = OPTIONS
+) -> dict[str, Path]:
     """The payload of blocks, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
     answers: queue.Queue[str | None] = queue.Queue()
     with pool.Pool(1, "cuda", None) as helpers:
         for kind in kinds:
             (folder / kind).mkdir()
-            helpers.submit(captured(kind), folder / kind, [module], OPTIONS, "cuda:0", answers.put, _never)
+            helpers.submit(captured(kind), folder / kind, [module], options, "cuda:0", answers.put, _never)
         problems = [answers.get(timeout=300) for _ in kinds]
     assert problems == [None] * len(kinds), problems
     return {kind: folder / kind / "payload" for kind in kinds}

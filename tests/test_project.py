@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
     "lower": (
         "lower",
+        "attention",
         "passes",
         "kernels",
         "choices",

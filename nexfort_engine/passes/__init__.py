@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.fx import GraphModule
 
+from ..attention import operator
 from ..quant.precision import low_precision
 from .gelu import gelus
 from .group_norm import LaidOut, group_norms
 from .linear_gelu import linear_gelus
+from .measured_attention import measured_attentions, quantised_attentions
 from .upsampling import inner_channels, upsamplings
 from .wide_attention import wide_attentions
 
@@ -30,13 +32,23 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "linear_gelu": linear_gelus,  # of those that are not brought to low precision
     "gelu": gelus,
     "wide_attention": wide_attentions,
+    "measured_attention": measured_attentions,  # of what is attention still
+    "quantised_attention": quantised_attentions,
 }
+_CALLED: dict[str, Callable[[], object]] = dict.fromkeys(("measured_attention", "quantised_attention"), operator)
 
 
 def split(options: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """The engine's own switches, without their prefix, and Inductor's settings."""
     own = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     return own, {name: value for name, value in options.items() if not name.startswith(PREFIX)}
+
+
+def register(own: Mapping[str, object]) -> None:
+    """Have the operators there that code lowered with these switches calls by name."""
+    for name, make in _CALLED.items():
+        if own.get(name):
+            make()
 
 
 def laid_out(options: Mapping[str, object]) -> AbstractContextManager[object]:
