@@ -184,6 +184,7 @@ def captured(kind: str) -> Captured:
 
 
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")
+MEASURED = CompileConfig.parse({"mode": "O2", "options": {"attention.measure": True}}).lowering_options("cuda")
 
 
 def lowered(

@@ -62,7 +62,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 15)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 17)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -418,6 +418,21 @@ def test_every_name_exists_in_inductor_with_a_value_of_its_type(device, mode, me
     }
     for name, value in CompileConfig.parse(asked).inductor_options(device).items():
         assert type(getattr(inductor, name)) is type(value), name
+
+
+def test_attention_is_measured_on_request_only_and_on_a_gpu():
+    def on(asked, device="cuda"):
+        found = CompileConfig.parse(asked).lowering_options(device)
+        return found["nexfort.measured_attention"], found["nexfort.quantised_attention"]
+
+    asked = {"options": {"attention.measure": True}}
+    assert on(asked) == (True, False) and on({**asked, "mode": "jit"}) == (True, False)
+    assert on({**asked, "mode": "O3"}) == (False, True), "among kernels that quantise in low precision alone"
+    for other in ("O2", "O3", "max-autotune", {"options": {"attention.measure": False}}):
+        assert on(other) == (False, False)
+    assert on(asked, "cpu") == on({**asked, "mode": "O3"}, "cpu") == (False, False)
+    assert CompileConfig.parse(asked).lowering_key() != CompileConfig.parse(None).lowering_key()
+    assert not CompileConfig.parse(asked).inactive()
 
 
 def test_importing_config_imports_neither_inductor_nor_triton():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, INNERMOST, LAYERS, OPTIONS, STACKS, lowered
+from gpu_blocks import BLOCKS, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, lowered
 
 from nexfort_engine import flags, lower, pool
 from nexfort_engine.conditions import Conditions, names
@@ -30,12 +30,15 @@ TESTS = Path(__file__).resolve().parent
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each block lowered by one forked worker, which has never seen a device."""
-    folder = tmp_path_factory.mktemp("lowered")
+    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
+
+
+def _lowered(folder: Path, kinds: list[str], options: dict[str, object]) -> dict[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
         patch.setattr(pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
-        return lowered(folder, "pretended_worker", [*BLOCKS, *INNERMOST, *STACKS])
+        return lowered(folder, "pretended_worker", kinds, options)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -132,6 +135,32 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     assert "2147483647" in (payload / "limits.json").read_text(), "what is asked of sizes in a piece"
     alone = _code(payloads["wide"]).count(".run(")
     assert _code(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Blocks whose attention is measured."""
+    return _lowered(tmp_path_factory.mktemp("measured"), ["transformer", *MASKED, *STACKS], MEASURED)
+
+
+def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str, Path]) -> None:
+    """On tensors as they lie in memory; a mask for all heads and rows is not spread out for it."""
+    plain, masked = _code(measured["transformer"]), _code(measured["masked"])
+    assert "_scaled_dot_product" not in plain + masked
+    assert plain.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 1
+    assert masked.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 2
+    assert re.search(
+        r"reinterpret_tensor\(arg4_1, \((s\d+), 1, (s\d+), \2\), \(\2, \2, 0, 1\), 0\), False, 0.1", masked
+    )
+    assert masked.partition("def call(")[2].count(".run(") == 1, "the sum at the end"
+
+
+def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Path]) -> None:
+    told = json.loads((measured["stack"] / "folded.json").read_text())
+    calls = [
+        _code(measured["stack"] / f"piece_{piece}").count("= torch.ops.nexfort.attention") for piece, _ in told["calls"]
+    ]
+    assert sum(calls) == LAYERS and told["pieces"] < LAYERS
 
 
 def _code(payload: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import context_watch
 import pytest
-from gpu_blocks import lowered
+from gpu_blocks import MEASURED, OPTIONS, lowered
 
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).resolve().parent
@@ -23,9 +23,10 @@ def test_the_watch_sees_a_context(tmp_path: Path) -> None:
     assert (tmp_path / "stacks").exists()
 
 
-def test_a_worker_makes_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [OPTIONS, MEASURED], ids=["O3", "measured attention"])
+def test_a_worker_makes_no_context(options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(context_watch.WATCH, str(tmp_path / "stacks"))
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    lowered(tmp_path, "context_watch")
+    lowered(tmp_path, "context_watch", options=options)
     stacks = (tmp_path / "stacks").read_text() if (tmp_path / "stacks").exists() else ""
     assert not stacks, f"the worker got a context on the GPU, which takes half a GiB; it was at:\n{stacks}"

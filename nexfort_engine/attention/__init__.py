@@ -42,7 +42,8 @@ def attention(
     kernels that quantise may be taken. Raises what torch's own raises where none can take the call.
     """
     session = current.get()
-    told = Told() if session is None else Told(session.engine.store.root, session.engine.report)
+    engine = session.engine if session is not None else None
+    told = Told() if engine is None else Told(engine.store.root, engine.report, engine.apart)
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     call = Call(query, key, value, mask, is_causal, scale, enable_gqa)

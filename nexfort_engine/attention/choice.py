@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +47,14 @@ class Hears(Protocol):
 
 @dataclass(frozen=True)
 class Told:
-    """Of whom a call is: the folder in which choices are remembered (None: in this process alone), and its report."""
+    """Of whom a call is: the folder in which choices are remembered (None: in this process alone), and its report.
+
+    apart: entered while kernels are measured, for hosts that watch what memory a call takes.
+    """
 
     folder: Path | None = None
     report: Hears | None = None
+    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass
@@ -136,7 +141,8 @@ class Chooser:
             if (row := table.find(label)) is not None:  # another thread did it meanwhile
                 return row
             try:
-                row = measure(call, order, fit, left_out, self._clock)
+                with told.apart():
+                    row = measure(call, order, fit, left_out, self._clock)
             except _UnmeasuredError as reason:
                 tell(f"torch's own choice, because it was not measured ({reason})")
                 table.rows[label] = row = Row(OWN, {}, {"": str(reason)})  # not on disk: another time it may do
