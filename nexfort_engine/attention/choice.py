@@ -65,6 +65,12 @@ class _Chosen:
     text: str
     told: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
+    def tell(self, report: Hears | None) -> None:
+        """Note it in a report that was not told."""
+        if report is not None and report not in self.told:
+            self.told.add(report)
+            report.note(self.text)
+
 
 class _UnmeasuredError(Exception):
     """Nothing can be said of a call for now."""
@@ -90,10 +96,20 @@ class Chooser:
             if len(self._exact) >= _MOST:
                 self._exact.clear()
             self._exact[key] = chosen
-        if told.report is not None and told.report not in chosen.told:
-            chosen.told.add(told.report)
-            told.report.note(chosen.text)
-        return laid(own(call) if chosen.kernel is None else chosen.kernel.run(call), order)
+        chosen.tell(told.report)
+        if chosen.kernel is not None:
+            try:
+                return laid(chosen.kernel.run(call), order)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if _is_captured(call.query.device):
+                    raise  # the capture is over
+                # it was measured at other sizes of this kind, or is a package's: the step goes on without it
+                text = f"{chosen.text}; but at some sizes torch's own choice, because it failed: {named(error)}"
+                chosen = self._exact[key] = _Chosen(None, text)
+                chosen.tell(told.report)
+        return laid(own(call), order)
 
     def _kernels(self, device: torch.device, quantised: bool) -> list[Kernel]:
         made = self._registry.get(device.type)

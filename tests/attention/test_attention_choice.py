@@ -147,6 +147,39 @@ def test_where_a_kind_is_known_some_sizes_may_not_be_taken() -> None:
     assert not picky.asked and "at sizes that fast does not take" in str(report)
 
 
+def test_one_that_fails_at_other_sizes_of_its_kind_is_let_go_of_there() -> None:
+    kernels, report = Kernels(fast=50), Report()
+    chooser, told = kernels.chooser(), Told(None, report)
+    chooser.run(call_of(rows=64), ORDER, False, told)
+
+    def fail(call: Call) -> torch.Tensor:
+        raise RuntimeError("no kernel for 63 rows" if call.query.shape[2] == 63 else "not asked")
+
+    kernels.instead["fast"] = fail
+    asked = kernels.asked["fast"]
+    for _ in range(3):
+        assert torch.equal(chooser.run(call_of(rows=63), ORDER, False, told), own(call_of(rows=63)))
+    assert kernels.asked["fast"] == asked + 1
+    assert "at some sizes torch's own choice, because it failed: RuntimeError: no kernel for 63 rows" in str(report)
+    kernels.instead.clear()
+    chooser.run(call_of(rows=64), ORDER, False, told)
+    assert kernels.asked["fast"] == asked + 2 and kernels.measured == 1
+
+
+def test_want_of_memory_passes_through() -> None:
+    """The host has its own remedies."""
+    kernels = Kernels(fast=50)
+    chooser = kernels.chooser()
+    chooser.run(call_of(), ORDER, False, Told())
+
+    def fail(call: Call) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernels.instead["fast"] = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        chooser.run(call_of(), ORDER, False, Told())
+
+
 @pytest.mark.parametrize(
     "more",
     [
