@@ -29,6 +29,7 @@ from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
 from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
+from .passes import narrow_attention
 from .planning import Planner, ghost
 from .quant import precision
 from .report import named
@@ -322,6 +323,8 @@ class Builder:
         driver, info = self.engine.made_for(region, wanted.device)
         if self.finder.options(wanted.device.type).get("nexfort.low_precision"):
             info["products"] = precision.told(captured.graph)
+            if self.finder.options(wanted.device.type)["nexfort.narrow_attention"]:
+                info["attention"] = narrow_attention.told(captured.graph)
         return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:

@@ -40,25 +40,34 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def plans(store: Store) -> list[dict[str, Any]]:
-    """{"id", "region", "model", "products"} of each artefact that was made in low precision; see precision.told."""
+    """{"id", "region", "model", "products", "attention"} of each artefact that was made in low precision.
+
+    products and attention: as quant.precision and passes.narrow_attention tell them.
+    """
     from .cache import view
 
     return [
-        {"id": row["id"], "region": view.region(row), "model": view.family(row), "products": row["info"]["products"]}
+        {"id": row["id"], "region": view.region(row), "model": view.family(row)}
+        | {name: row["info"].get(name, []) for name in ("products", "attention")}
         for row in store.rows()
-        if row["info"].get("products")
+        if row["info"].get("products") or row["info"].get("attention")
     ]
 
 
 def _lines(one: Mapping[str, Any]) -> list[str]:
-    from .cache import view
-
     products = one["products"]
     narrow, count = counted(products)
     lines = [f"{one['model']} {one['region']} ({one['id'][:8]}): {narrow} of {count} products in fp8"]
     for row in products:
-        what = "fp8" if row["reason"] is None else f"as it is: {view.plain(row['reason'])}"
-        lines.append(
-            f"  {row['count']:>3} x  ({row['rows']}, {row['inner']}) x ({row['inner']}, {row['columns']})  {what}"
-        )
+        sizes = f"({row['rows']}, {row['inner']}) x ({row['inner']}, {row['columns']})"
+        lines.append(f"  {row['count']:>3} x  {sizes}  {_what(row, 'fp8')}")
+    for row in one["attention"]:
+        sizes = f"attention of {row['queries']} queries, {row['keys']} keys, {row['heads']} heads of {row['width']}"
+        lines.append(f"  {row['count']:>3} x  {sizes}  {_what(row, 'int8 and fp8')}")
     return lines
+
+
+def _what(row: Mapping[str, Any], narrow: str) -> str:
+    from .cache import view
+
+    return narrow if row["reason"] is None else f"as it is: {view.plain(row['reason'])}"

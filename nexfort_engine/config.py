@@ -48,6 +48,7 @@ OPTIONS: dict[str, type] = {
     "fuse.linear_gelu": bool,
     "fuse.wide_attention": bool,
     "quant.keep_weights": bool,
+    "quant.attention": bool,
     "attention.measure": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
@@ -290,6 +291,7 @@ class CompileConfig:
             found[f"nexfort.{name}"] = on is True
         found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = low = device_type != "cpu" and self.has("low-precision")
+        found["nexfort.narrow_attention"] = low and self.option("quant.attention") is not False
         measured = device_type != "cpu" and self.option("attention.measure") is True
         found["nexfort.measured_attention"] = measured and not low
         found["nexfort.quantised_attention"] = measured and low

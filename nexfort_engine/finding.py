@@ -23,6 +23,7 @@ from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region, device_of
 from .modulestate import Hidden, matches_text
+from .passes import narrow_attention
 from .quant import products
 from .report import named
 from .signature import Flat
@@ -75,8 +76,9 @@ class Finder:
                 binding = Binding(artefact, region.module, hidden)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
                 self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
-                if artefact.entry is not None and (products := artefact.entry.info.get("products")):
-                    self.engine.report.products(region.path, products)
+                info = artefact.entry.info if artefact.entry is not None else {}
+                if info.get("products") or info.get("attention"):
+                    self.engine.report.precision(region.path, info.get("products", []), info.get("attention", []))
                 return binding, None
         return None, nearest
 
@@ -162,7 +164,9 @@ class Finder:
         options = self.engine.config.lowering_options(device_type)
         if self.engine.config.has("low-precision") and (reason := products.missing(device_type)):
             self.engine.report.note(f"low precision is not active: {reason}")
-            options["nexfort.low_precision"] = False
+            options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False
+        if options["nexfort.narrow_attention"] and not self.engine.config.option("quant.attention"):
+            options["nexfort.narrow_attention"] = torch.cuda.get_device_capability() in narrow_attention.MEASURED
         return options
 
 

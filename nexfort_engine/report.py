@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,16 @@ class Report:
         """`region` ran eager, because of `reason`. Kept once for the same region and reason."""
         self._add_once("eager", {"region": region, "reason": reason})
 
-    def products(self, region: str, products: list[dict[str, Any]]) -> None:
-        """What of `region` is computed in fp8 and why the rest is not; see quant/precision.py. Once a region."""
+    def precision(
+        self, region: str, products: list[dict[str, Any]], attention: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """What of `region` is computed in 8 bits and why the rest is not. Once a region.
+
+        products, attention: as quant/precision.py and passes/narrow_attention.py tell them.
+        """
+        row = {"region": region, "products": [dict(p) for p in products], "attention": [dict(a) for a in attention]}
         with self._lock:
-            self._append_once("precision", (region,), {"region": region, "products": [dict(row) for row in products]})
+            self._append_once("precision", (region,), row)
 
     def inactive(self, token: str, reason: str) -> None:
         """What of the config has no effect on this network, besides what has none on any."""
@@ -243,15 +249,17 @@ class Report:
         }
 
 
-def counted(products: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many products of a plan (quant.precision.told) are computed in fp8, and how many there are."""
-    narrow = sum(product["count"] for product in products if product["reason"] is None)
-    return narrow, sum(product["count"] for product in products)
+def counted(plan: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many rows of a plan (products or attention) are computed in 8 bits, and how many there are."""
+    narrow = sum(row["count"] for row in plan if row["reason"] is None)
+    return narrow, sum(row["count"] for row in plan)
 
 
 def _precision_line(rows: list[dict[str, Any]]) -> str:
     narrow, count = counted([product for row in rows for product in row["products"]])
-    return f"  precision: {narrow} of {_count(count, 'product')} in fp8"
+    line = f"  precision: {narrow} of {_count(count, 'product')} in fp8"
+    narrow, count = counted([one for row in rows for one in row["attention"]])
+    return f"{line}, {narrow} of {_count(count, 'attention')} in 8 bits" if narrow else line
 
 
 def _verified_line(row: Mapping[str, Any]) -> str:

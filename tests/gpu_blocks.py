@@ -83,6 +83,14 @@ def looking(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return x + functional.conv2d(seen, w[5])
 
 
+def long(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Self-attention of so many tokens that it pays in 8 bits."""
+    batch, tokens, width = x.shape
+    parts = (functional.linear(x, weight).view(batch, tokens, width // 128, 128).transpose(1, 2) for weight in w[:3])
+    seen = functional.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(batch, tokens, width)
+    return x + functional.linear(seen, w[3])
+
+
 LAYERS = 6
 
 
@@ -127,6 +135,7 @@ BLOCKS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, list[Any], lis
         [(512,), (512,), *[(512, 512, 1, 1)] * 4],
         [((1, 512, 128, 128), (2, 3))],
     ),
+    "long": (long, torch.bfloat16, [(2 * D, 2 * D)] * 4, [((2, 8192, 2 * D), (0, 1))]),
     "feed_forward": (  # products that pay in fp8
         feed_forward,
         torch.half,

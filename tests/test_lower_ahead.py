@@ -79,6 +79,15 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
         lower.take_limits(folder, manifest)
 
 
+def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]) -> None:
+    call = _code(payloads["long"]).partition("def call(")[2].partition("runner = ")[0]
+    assert "_scaled_dot_product" not in call and "8192" not in call
+    assert call.count("narrow_keys_values_0.run(") == call.count("attend_1.run(") == 1
+    metadata = [json.loads(f.read_text()) for f in payloads["long"].rglob("attend.json")]
+    kernels = [kernel for kernel in _kernels(payloads["long"]) if kernel["name"] == "attend"]
+    assert [(kernel["num_warps"], kernel["num_stages"]) for kernel in kernels] == [(4, 3)], metadata
+
+
 def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: dict[str, Path]) -> None:
     payload = payloads["feed_forward"]
     before, code = _code(payload / "before"), _code(payload)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from . import group_factors
+from . import group_factors, narrow_attention
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def known_to_inductor() -> Iterator[None]:
     """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
     from torch._inductor.lowering import lowerings
 
-    added = {operator: lower for operator, lower in group_factors.lowerings().items() if operator not in lowerings}
+    ours = {**group_factors.lowerings(), **narrow_attention.lowerings()}
+    added = {operator: lower for operator, lower in ours.items() if operator not in lowerings}
     with ExitStack() as stack:
         for operator, lower in added.items():
             lowerings[operator] = lower

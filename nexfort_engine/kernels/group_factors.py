@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .launching import empty, launch
+
 _INNER = {"C_BLOCK": 32, "P_BLOCK": 64}  # numbers of a block where channels lie side by side
 _OUTER = {"C_BLOCK": 4, "P_BLOCK": 512}
 _PROGRAMS = 1024  # that a launch is cut into where the image is large enough, for 132 multiprocessors and fewer
@@ -90,22 +92,22 @@ def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float, offset: Any 
     block = _INNER if inner else _OUTER
     chunks = _chunks(batch, channels, places, inner)
     sizes = {"channels": channels, "places": places, "chunk": CeilDiv(places, 16 * chunks) * 16}
-    moments = _empty(x, [batch, chunks, 2, channels])
-    _launch(
+    moments = empty(x, [batch, chunks, 2, channels])
+    launch(
         kernels.moments_of_chunks,
         [CeilDiv(channels, block["C_BLOCK"]), chunks, batch],
-        "moments",
+        ["moments"],
         {"x": x, "moments": moments, **sizes}
         | {"stride_n": strides[0], "stride_c": strides[1], "stride_p": strides[-1], "CHUNKS": chunks, **block},
     )
-    factors = _empty(x, [batch, 2, channels])
+    factors = empty(x, [batch, 2, channels])
     if offsets is not None:
         offsets = ir.TensorBox(ir.ExternKernel.require_contiguous(offsets))
     each = channels // groups
-    _launch(
+    launch(
         kernels.factors_of_groups,
         [batch * groups, 1, 1],
-        "factors",
+        ["factors"],
         {"moments": moments, "weight": weight, "bias": bias, "offset": offset, "offsets": offsets}
         | {
             "factors": factors,
@@ -150,25 +152,6 @@ def _chunks(batch: Any, channels: int, places: Any, inner: bool) -> int:
     blocks = rows * -(-channels // (_INNER if inner else _OUTER)["C_BLOCK"])
     most = min(length // _FEWEST["inner" if inner else "outer"], _MOST_CHUNKS)
     return int(max(1, min(most, _PROGRAMS // blocks)))
-
-
-def _empty(like: Any, sizes: list[Any]) -> Any:
-    from torch._inductor.lowering import empty_strided
-
-    return empty_strided(sizes, None, dtype=torch.float32, device=like.get_device())
-
-
-def _launch(kernel: Any, grid: list[Any], written: str, arguments: dict[str, Any]) -> None:
-    """Have a kernel called that writes to one of its arguments alone."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from torch._inductor import ir
-
-    number = kernel_side_table.add_kernel(kernel)
-    called = ir.UserDefinedTritonKernel(
-        kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments
-    )
-    # where Inductor cannot read a kernel it takes all of its arguments for written, and copies them
-    assert [*called.mutable_args] == [arguments[written]], f"{kernel.__name__} was not understood"
 
 
 def _power(number: int) -> int:

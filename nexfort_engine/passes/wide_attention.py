@@ -12,10 +12,11 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
+from .attending import HALVES, Attention, attentions
 from .writing import fixed, replace
 
 aten = torch.ops.aten
@@ -31,14 +32,14 @@ def wide_attentions(module: GraphModule) -> int:
     Those stay that have a mask, drop out, are causal or share keys between heads.
     """
     found = 0
-    for node in list(module.graph.nodes):
-        if node.target is not aten.scaled_dot_product_attention.default or not _is_fit(node):
+    for given in attentions(module):
+        if not _fits(given):
             continue
         tracer = GraphAppendingTracer(module.graph)
-        given = [Proxy(part, tracer) for part in node.args[:3]]
-        with module.graph.inserting_before(node):
-            written = in_parts(*given, like=node.args[0].meta["val"], scale=node.kwargs.get("scale"))
-        replace(node, written)
+        tensors = [Proxy(part, tracer) for part in (given.query, given.key, given.value)]
+        with module.graph.inserting_before(given.node):
+            written = in_parts(*tensors, like=given.values[0], scale=given.scale)
+        replace(given.node, written)
         found += 1
     return found
 
@@ -75,16 +76,11 @@ def _sizes(q: Any, like: torch.Tensor) -> list[Any]:
     return [aten.sym_size.int(q, i) if fixed(like.shape[i]) is None else fixed(like.shape[i]) for i in (0, 1)]
 
 
-def _is_fit(node: Node) -> bool:
-    masked, dropped, causal = (*node.args, *(None, 0.0, False)[len(node.args) - 3 :])[3:6]
-    rest = {name for name, value in node.kwargs.items() if value not in (None, False, 0.0)} - {"scale"}
-    if masked is not None or dropped or causal or rest:
+def _fits(given: Attention) -> bool:
+    q, k, v = given.values
+    if not given.is_plain or q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in HALVES:
         return False
-    q, k, v = (part.meta["val"] for part in node.args[:3] if isinstance(part, Node))
     width = fixed(q.shape[-1])
-    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    alike = q.dim() == k.dim() == v.dim() == 4 and fixed(v.shape[-1]) is not None and width is not None
-    if not alike or width is None or width <= _MOST:
+    if width is None or width <= _MOST or fixed(v.shape[-1]) is None:
         return False
     return all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1))

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
-from triton.runtime import interpreter
+from interpreting import with_numbers
 
 from nexfort_engine.kernels import group_factors
 from nexfort_engine.kernels import triton_group_factors as kernels
@@ -15,13 +14,7 @@ from nexfort_engine.kernels import triton_group_factors as kernels
 Given = tuple[torch.Tensor | None, ...]
 
 
-def _with_numbers(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
-    patch(tensor, scope)
-    # Triton 3.6 asks an array of one dimension for its number, which numpy 2.4 refuses
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _with_numbers
+with_numbers()
 
 
 def found(x: torch.Tensor, given: Given, groups: int, chunks: int) -> torch.Tensor:

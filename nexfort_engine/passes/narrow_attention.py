@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low precision: attention in int8 and fp8, torch's operator -> `nexfort::narrow_attention` (kernels/), where that pays.
+
+The cost of attention grows with queries times keys, that of bringing keys and values to 8 bits with keys alone: what
+has few stays as it is. `plan` says which, and why not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..kernels import narrow_attention as kernel
+from ..quant.cost import H200
+from .attending import Attention, attentions, put
+from .writing import fixed, hint
+
+MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
+# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head that both compute with
+# (cuDNN takes heads of 72 as 128, too); H100, torch 2.11, 2026-11.
+_HALF = {64: 430e12, 128: 595e12}
+_NARROW = {64: 545e12, 128: 740e12}
+_LEAST = 0.05  # of the time it takes: sizes and cards differ by less
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attention of a graph at the captured call. heads: of all rows. reason: why it is not in 8 bits."""
+
+    attention: Attention
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    reason: str | None = None
+
+
+def plan(module: GraphModule) -> list[Seen]:
+    """All attention of a captured graph, with a reason for that which stays as it is."""
+    return [_seen(attention) for attention in attentions(module)]
+
+
+def told(module: GraphModule) -> list[dict[str, Any]]:
+    """The plan for people, as JSON: {"heads", "queries", "keys", "width", "reason", "count"}, those alike in one line.
+
+    The sizes are those of the captured call. reason: why they stay as they are; None: they are computed in 8 bits.
+    """
+    alike = Counter((s.heads, s.queries, s.keys, s.width, s.reason) for s in plan(module))
+    names = ("heads", "queries", "keys", "width", "reason", "count")
+    return [dict(zip(names, (*key, n), strict=True)) for key, n in alike.items()]
+
+
+def narrow_attentions(module: GraphModule) -> int:
+    """Compute the attention of the plan in int8 and fp8; gives how many."""
+    chosen = [seen for seen in plan(module) if seen.reason is None]
+    for seen in chosen:
+        given = seen.attention
+        scale = 1 / math.sqrt(seen.width) if given.scale is None else float(given.scale)
+        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+    return len(chosen)
+
+
+def _seen(attention: Attention) -> Seen:
+    q, k, v = attention.values
+    sizes = [hint(size) for size in (*q.shape, k.shape[2])]
+    if None in sizes or attention.order is None:
+        return Seen(attention, 0, 0, 0, 0, "a size is not known before the call")
+    batch, heads, queries, width, keys = (size or 0 for size in sizes)
+    reason = _unfit(attention)
+    if reason is None and (part := gain(batch * heads, queries, keys, width)) < _LEAST:
+        reason = f"it would take as long or longer (estimated gain: {part:.0%})"
+    return Seen(attention, batch * heads, queries, keys, width, reason)
+
+
+def _unfit(attention: Attention) -> str | None:
+    q, k, v = attention.values
+    width = fixed(q.shape[-1])
+    if not attention.is_plain:
+        return "it has a mask, or heads that share keys"
+    if q.dtype not in kernel.DTYPES or not q.dtype == k.dtype == v.dtype:
+        return f"it is computed in {q.dtype}; expected float16 or bfloat16"
+    if width is None or not kernel.WIDTHS[0] // 2 < width <= kernel.WIDTHS[-1] or fixed(v.shape[-1]) != width:
+        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected 33 to {kernel.WIDTHS[-1]}, the same for both"
+    if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
+        return "keys are shared by queries of several rows"
+    return None
+
+
+def gain(heads: int, queries: int, keys: int, width: int) -> float:
+    """The part of its time that attention is estimated to save in 8 bits. Negative: it loses."""
+    wide = kernel.width(width)
+    work = 4.0 * heads * queries * keys * wide
+    half = work / _HALF[wide]
+    # keys and values are read in two bytes and written in one; a launch more
+    prepared = heads * keys * (2 * width * 2.0 + 2 * wide) / H200.memory + H200.kernel
+    return 1 - (work / _NARROW[wide] + prepared) / half

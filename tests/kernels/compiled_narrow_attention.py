@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernels for every card that has products in fp8, which takes none."""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nexfort_engine.kernels import triton_narrow_attention as kernels
+from nexfort_engine.kernels.narrow_attention import KEYS, QUERIES, WIDTHS
+
+ARCHITECTURES = (89, 90, 100, 120)
+_NARROW = {"k8": "*i8", "v8": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}
+_SIZES = dict.fromkeys(("queries", "keys", "blocks", "heads"), "i32")
+_STRIDES = dict.fromkeys(("kb", "kh", "kn", "vb", "vh", "vn", "qb", "qh", "ql", "ob", "oh", "ol"), "i64")
+
+
+def compiled(kernel: triton.JITFunction, constants: dict[str, object], dtype: str, architecture: int) -> None:
+    types = {**dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}"), **_NARROW, **_SIZES, **_STRIDES}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    options = {"num_warps": 4, "num_stages": 3}
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert made.asm["cubin"] and f".target sm_{architecture}" in made.asm["ptx"]
+    if kernel is kernels.attend and architecture == 90:  # both products are the card's own, from registers and as they lie
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in made.asm["ptx"]
+        assert f"wgmma.mma_async.sync.aligned.m64n{constants['W']}k32.f32.e4m3.e4m3" in made.asm["ptx"]
+
+
+for architecture in ARCHITECTURES:
+    for dtype, (width, e) in zip(("fp16", "bf16"), zip(WIDTHS, (64, 72), strict=True), strict=True):
+        sizes = {"E": e, "W": width, "N": KEYS}
+        compiled(kernels.narrow_keys_values, {**sizes, "SAMPLE": 64}, dtype, architecture)
+        compiled(kernels.attend, {**sizes, "SCALE": 0.125, "M": QUERIES}, dtype, architecture)

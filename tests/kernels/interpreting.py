@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton's interpreter lacks here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def with_numbers(patch: Any = interpreter._patch_lang_tensor) -> None:
+    """Triton 3.6 asks an array of one dimension for its number, which numpy 2.4 refuses."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def with_rounding(convert: Any = interpreter._convert_float) -> None:
+    """Triton 3.6 loses the carry where rounding to fp8 reaches the next power of 2, and cuts what is below the normal."""
+
+    def converted(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if wanted != tl.float8e4nv or given != tl.float32:
+            return convert(numbers, given, wanted, rounding)
+        narrow = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32)).to(torch.float8_e4m3fn)
+        return narrow.view(torch.uint8).numpy()
+
+    interpreter._convert_float = converted
