@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ _OPEN = (
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 )  # what writes to their results is not seen
+_SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _NUMBERS = (bool, int, float, complex)
 _HOST = "cpu"
 
@@ -42,6 +43,7 @@ class Sent:
 
     request: dict[str, Any]
     constant: torch.Tensor
+    stride: tuple[int, ...]  # as it was, which may be that of an expanded one
     there: torch.Tensor
 
     def answers(self, request: dict[str, Any], constant: torch.Tensor) -> bool:
@@ -49,7 +51,7 @@ class Sent:
         own = self.constant
         if request != self.request or constant.dtype != own.dtype or constant.shape != own.shape:
             return False
-        return constant.stride() == own.stride() and torch.equal(_bits(constant), _bits(own))
+        return constant.stride() == self.stride and torch.equal(_bits(constant), _bits(own))
 
 
 class Constants(TorchDispatchMode):
@@ -67,17 +69,17 @@ class Constants(TorchDispatchMode):
         super().__init__()
         self.reason: str | None = None
         self._held: dict[int, Any] = {}  # the storages, held on to, or another would have the place of one that is gone
-        self._literals = _Literals(self)
+        self._literals = ExitStack()
 
     def __enter__(self) -> Any:
-        self._literals.__enter__()
+        self._literals.enter_context(_Literals(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            self._literals.__exit__(*error)
+            self._literals.close()
 
     def note(self, reason: str) -> None:
         """Keep a reason, if it is the first."""
@@ -147,13 +149,16 @@ class Constants(TorchDispatchMode):
             copy = self._copied(args[1], {"dtype": args[0].dtype, "device": args[0].device})
             return (args if copy is None else (args[0], copy, *args[2:])), kwargs, None
         if name in _INDEXED and len(args) > 1 and _is_away(args[0].device):
-            device, indices = args[0].device, list(args[1])
-            for place, index in enumerate(indices):
-                if index is not None and _is_here(index) and index.dtype not in MASKS:
-                    copy = self._copied(index, {"device": device})
-                    indices[place] = index if copy is None else copy
-            return (args[0], indices, *args[2:]), kwargs, None
+            indices = [index if _is_mask(index) else self._there(index, args[0]) for index in args[1]]
+            return (args[0], indices, *(self._there(value, args[0]) for value in args[2:])), kwargs, None
         return args, kwargs, None
+
+    def _there(self, value: Any, tensor: torch.Tensor) -> Any:
+        """What an operator on a tensor is given besides, if that is a tensor elsewhere: its copy."""
+        if not isinstance(value, torch.Tensor) or not _is_here(value):
+            return value
+        copy = self._copied(value, {"device": tensor.device})
+        return value if copy is None else copy
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -177,7 +182,7 @@ class Remembering(Constants):
             return None
         copy = torch.ops.aten._to_copy.default(tensor, **request)
         if not any(one.answers(request, tensor) for one in self.sent):
-            self.sent.append(Sent(request, tensor.clone(), copy.clone()))
+            self.sent.append(Sent(request, tensor.clone(), tensor.stride(), copy.clone()))
         return copy
 
 
@@ -214,14 +219,14 @@ class _Literals(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OPEN:
             self._constants.let_go(args[0])
-        # not where a block is being captured: there torch does so itself
-        if func not in _MAKERS or _get_current_dispatch_mode() is not self._constants:
-            return func(*args, **kwargs)
-        return self._literal(func, args, kwargs)
+        if _get_current_dispatch_mode() is self._constants:  # otherwise a trace is made, which does so itself
+            if func in _MAKERS:
+                return self._literal(func, args, kwargs)
+            if func in _SUBSCRIPTS and _is_away(args[0].device):
+                args = self._subscripts(*args)
+        return func(*args, **kwargs)
 
     def _literal(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.as_tensor:  # the only one that takes them by place
-            args, kwargs = args[:1], {**dict(zip(("dtype", "device"), args[1:], strict=False)), **kwargs}
         own = func is torch.Tensor.new_tensor
         data = args[own] if len(args) > own else kwargs.get("data", kwargs.get("obj"))
         if not isinstance(data, (list, tuple, *_NUMBERS)) or kwargs.get("requires_grad"):
@@ -233,6 +238,22 @@ class _Literals(TorchFunctionMode):
         if _is_numbers(data) and not kwargs.get("pin_memory"):
             self._constants.hold(made)
         return made.to(device)
+
+    def _subscripts(self, tensor: torch.Tensor, index: Any, *value: Any) -> Any:
+        """The arguments with constants in the place of numbers that would be copied: lists, and what is assigned."""
+        index = tuple(map(self._listed, index)) if type(index) is tuple else self._listed(index)
+        if value and isinstance(value[0], (bool, int, float)):
+            value = (self._constant(value[0], tensor.dtype),)
+        return tensor, index, *value
+
+    def _listed(self, index: Any) -> Any:
+        listed = type(index) is list and index and all(type(place) is int for place in index)
+        return self._constant(index, torch.int64) if listed else index
+
+    def _constant(self, numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.tensor(numbers, dtype=dtype, device=_HOST)
+        self._constants.hold(made)
+        return made
 
 
 @contextmanager
@@ -261,6 +282,10 @@ def _is_away(device: Any) -> bool:
     return device is not None and torch.device(device).type != _HOST
 
 
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in MASKS
+
+
 def _is_numbers(data: Any) -> bool:
     """Whether it is numbers, or nested lists of them: not tensors, nor arrays that share memory with others."""
     return all(map(_is_numbers, data)) if isinstance(data, (list, tuple)) else isinstance(data, _NUMBERS)
@@ -277,6 +302,8 @@ def _is_function(func: Any, kwargs: Any) -> bool:
 def _is_composite(func: Any) -> bool:
     """Whether an operator is nothing but calls of others, on every device."""
     name, has = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+    if func.namespace != "aten":  # others need not be known to the dispatcher
+        return False
     return has(name, "CompositeImplicitAutograd") and not has(name, "CPU") and not has(name, "CUDA")
 
 

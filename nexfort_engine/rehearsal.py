@@ -58,6 +58,6 @@ class Rehearsal(Remembering):
         if masked or (name not in _INDEXED and _WAITS & set(func.tags)):
             self.note(f"its code waits for the GPU ({name})")
         # arithmetic takes a tensor of one number by value, a copy does not
-        seen = (*taken, *given) if name in _COPIES else [t for t in (*taken, *given) if t.dim() > 0]
+        seen = (*taken, *given) if name in (*_COPIES, *_INDEXED) else [t for t in (*taken, *given) if t.dim() > 0]
         if len({t.device.type for t in seen}) > 1:
             self.note(f"its code copies between the GPU and main memory ({name})")
