@@ -148,9 +148,10 @@ class Constants(TorchDispatchMode):
             # torch too converts first and copies then
             copy = self._copied(args[1], {"dtype": args[0].dtype, "device": args[0].device})
             return (args if copy is None else (args[0], copy, *args[2:])), kwargs, None
-        if name in _INDEXED and len(args) > 1 and _is_away(args[0].device):
-            indices = [index if _is_mask(index) else self._there(index, args[0]) for index in args[1]]
-            return (args[0], indices, *(self._there(value, args[0]) for value in args[2:])), kwargs, None
+        if name in _INDEXED and len(args) > 1 and _is_away(args[0].device) and not any(map(_is_mask, args[1])):
+            # a mask waits, unless a number from main memory goes where it says
+            indices, values = ([self._there(value, args[0]) for value in part] for part in (args[1], args[2:]))
+            return (args[0], indices, *values), kwargs, None
         return args, kwargs, None
 
     def _there(self, value: Any, tensor: torch.Tensor) -> Any:

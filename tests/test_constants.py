@@ -235,6 +235,16 @@ def test_what_writes_or_looks_up_something_else_is_refused(does: Callable[[torch
     assert answering.reason == COPIES and not seen.mixed()
 
 
+def test_a_number_that_goes_where_a_mask_says_is_left_as_it_is() -> None:
+    """From main memory it is filled in; from the GPU torch would first ask how many places there are."""
+    x, mask = torch.empty(3, 4, device=AWAY), torch.empty(3, 4, dtype=torch.bool, device=AWAY)
+    for watched in (Remembering(), Answering([])):
+        with Seen() as seen, watched:
+            x[mask] = 2.5
+            x[mask] = torch.tensor(2.5)
+        assert watched.reason is None and seen.mixed() == ["index_put_"] * 2
+
+
 @pytest.mark.parametrize(
     "does",
     [

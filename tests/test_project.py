@@ -61,6 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "planning",
         "cudagraph",
         "stepcall",
+        "constants",
         "rehearsal",
         "verify",
     ),
