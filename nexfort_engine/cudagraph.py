@@ -26,6 +26,7 @@ import torch
 
 from . import readset
 from .artefact import Binding
+from .constants import Answering, Remembering, Sent
 from .flags import launched_by_address
 from .glue import Glue
 from .graphmemory import GraphMemory, fragile, without_frames
@@ -65,6 +66,7 @@ class _Step:
     metas: list[Any]  # of the weights
     output: Any
     outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
+    sent: list[Sent]  # constants that its code copies to the GPU, which the graph reads there
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
@@ -198,7 +200,7 @@ class StepGraphs:
             session.used, session.looked_up = [], []
             session.ran_eager = session.fetched = session.spares = False
             try:
-                with Rehearsal() if fragile() else nullcontext() as rehearsal:
+                with Rehearsal() if fragile() else Remembering() as watched:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(flat.tensors, recordings)
                     result = plain(*args, **kwargs)
@@ -237,11 +239,11 @@ class StepGraphs:
             self.engine.report.note("no CUDA graph: a region ran eager")
         elif session.fetched or not residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
-        elif rehearsal is not None and rehearsal.reason:
+        elif watched.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
-            self._fails(key, rehearsal.reason)
+            self._fails(key, watched.reason)
         else:
-            self._expect(key, call, reads, result, session, residence, kept)
+            self._expect(key, call, reads, result, session, residence, kept, watched.sent)
         return result
 
     def _expect(
@@ -253,10 +255,12 @@ class StepGraphs:
         session: Session,
         residence: Residence,
         kept: list[int],
+        sent: list[Sent],
     ) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now.
 
-        kept: its bindings' prepared weights by serial number, as they were before `residence` was made.
+        kept: its bindings' prepared weights by serial number, as they were before `residence` was made. sent: the
+        constants that it copied to the GPU.
         """
         outputs, flat = Flat(), call.flat
         try:
@@ -282,6 +286,7 @@ class StepGraphs:
                 _metas(weights),
                 output,
                 _empty(outputs.tensors, _NOWHERE),
+                sent,
                 kept=kept,
                 version=self.engine.version(),
             )
@@ -320,7 +325,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         session.ran_eager = session.fetched = False
         session.looked_up = []
-        fits, problem = False, None
+        fits, problem, answering = False, None, Answering(step.sent)
         self._steps.pop(key, None)  # until it is there
         try:
             # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
@@ -331,7 +336,8 @@ class StepGraphs:
                 session.capturing = True
                 try:
                     args, kwargs = call.with_tensors(slots)
-                    fits = _write(plain(*args, **kwargs), outputs, step.output)
+                    with answering:
+                        fits = _write(plain(*args, **kwargs), outputs, step.output)
                 except BaseException as error:
                     # what was made belongs to the graph: it has to go while that is captured, a cancel included
                     problem = without_frames(error)
@@ -339,6 +345,8 @@ class StepGraphs:
                     session.capturing = False
             if problem is not None:
                 raise problem
+            if answering.reason:
+                raise Refused(answering.reason)
             if session.ran_eager or session.fetched or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
+from .constants import unwatched
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, WeightSlots, foreign, structure
 from .parts import Parts
@@ -76,7 +77,8 @@ class Region:
             if binding is None:
                 self.renew()
                 due = self.due()
-                binding = self.engine.builder.obtain(self, key, flat, session)
+                with unwatched():
+                    binding = self.engine.builder.obtain(self, key, flat, session)
                 weights = [] if due else self.weights()
             kept = self._kept(binding) if binding is not None and binding.prepares else None
             if due and binding is not None:

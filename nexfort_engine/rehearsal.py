@@ -3,8 +3,9 @@
 
 With the allocator cudaMallocAsync a capture that fails ends the process: tensors that are freed on the way out belong
 to a graph that never came to be, and their destructors throw. So what would make it fail is looked for beforehand: code
-that waits for the GPU or copies between it and main memory, and Triton kernels of others, whose launcher refuses memory
-that a graph will only own when it runs (the engine's own kernels are launched by address, flags.launched_by_address).
+that waits for the GPU or copies between it and main memory (constants apart, constants.py), and Triton kernels of
+others, whose launcher refuses memory that a graph will only own when it runs (the engine's own kernels are launched by
+address, flags.launched_by_address).
 Not seen is what does not go through an operator: `torch.cuda.synchronize()` in the network's own code.
 """
 
@@ -14,33 +15,25 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .constants import MASKS, Remembering, tensors_in
 from .flags import noted_triton_launches
 
 _WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_MASKS = (torch.bool, torch.uint8)
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "copy", "lift_fresh", "lift_fresh_copy")
 
 
-class Rehearsal(TorchDispatchMode):
-    """Inside the block every operator runs, and the first reason why a capture would fail is kept.
-
-    reason: None while there is none.
-    """
-
-    supports_higher_order_operators = True
+class Rehearsal(Remembering):
+    """Inside the block every operator runs, and the first reason why a capture would fail is kept."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reason: str | None = None
         self._noting = ExitStack()
 
     def __enter__(self) -> Rehearsal:
         self._noting.enter_context(
-            noted_triton_launches(lambda name: self._note(f"it launches a Triton kernel of others ({name})"))
+            noted_triton_launches(lambda name: self.note(f"it launches a Triton kernel of others ({name})"))
         )
         super().__enter__()
         return self
@@ -51,28 +44,20 @@ class Rehearsal(TorchDispatchMode):
         finally:
             self._noting.close()
 
-    def _note(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def ran(self, func: Any, taken: list[torch.Tensor], result: Any) -> None:
+        """Note what a capture would not bear of an operator that ran."""
         if not isinstance(func, torch._ops.OpOverload):
-            self._note(f"it uses the operator {func}, of which nothing is known")
+            self.note(f"it uses the operator {func}, of which nothing is known")
         elif self.reason is None:
-            self._look(func, _tensors((args, kwargs)), _tensors(result))
-        return result
+            self._look(func, taken, tensors_in(result))
 
     def _look(self, func: Any, taken: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
         # an index waits if it is a mask: what it takes is as much as the mask has ones
-        masked = name in _INDEXED and any(t.dtype in _MASKS for t in taken[1:])
+        masked = name in _INDEXED and any(t.dtype in MASKS for t in taken[1:])
         if masked or (name not in _INDEXED and _WAITS & set(func.tags)):
-            self._note(f"its code waits for the GPU ({name})")
+            self.note(f"its code waits for the GPU ({name})")
         # arithmetic takes a tensor of one number by value, a copy does not
-        seen = (*taken, *given) if name in _COPIES else [t for t in (*taken, *given) if t.dim() > 0]
+        seen = (*taken, *given) if name in (*_COPIES, *_INDEXED) else [t for t in (*taken, *given) if t.dim() > 0]
         if len({t.device.type for t in seen}) > 1:
-            self._note(f"its code copies between the GPU and main memory ({name})")
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+            self.note(f"its code copies between the GPU and main memory ({name})")

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -280,6 +281,93 @@ def test_a_region_that_fails_while_it_is_captured_stays_compiled(monkeypatch):
             assert close(compiled(*given), module(*given))
     report = compiled.report.as_dict()
     assert not report["eager"] and any("the capture is over" in note for note in report["notes"])
+
+
+OFFSETS = torch.arange(8.0)
+
+
+class Positioned(Backbone):
+    """Its glue makes small tensors of numbers on the CPU in each step, as Wan's and LTX's in ComfyUI does."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
+        angles = t[:, None] * torch.pow(10000, -torch.arange(8).to(t).div(8))  # as Wan's timestep
+        place = torch.zeros_like(x[0])
+        place[-1] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8]) / 8
+        place[0, 0] = 2.5
+        place[1].copy_(torch.linspace(0, 1, 8, dtype=torch.float64))
+        x = x * torch.tensor([0.5, 1.0], dtype=torch.float64).to(x).repeat(4) + place
+        x = x + angles.cos()[:, None] * torch.tensor([0.1, 0.2], device=x.device).repeat(4)
+        one = torch.arange(8).to(x)
+        one.mul_(0.1).add_(x[0, 0])  # in place, on what was copied
+        x = x + one + x[:, [0, 1]].mean(1, keepdim=True)
+        x[:, [2, 3]] = 0.5
+        return super().forward(x, t, options)
+
+
+class Copying(Backbone):
+    """Its glue copies what is no constant of the step."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.__dict__["what"] = what
+        self.table = torch.arange(8.0)
+        self._late: list = []
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
+        return super().forward(x + self.what(self).to(x), t, options)
+
+
+def _late(module) -> torch.Tensor:
+    """A table that the first step makes and the others find."""
+    if not module._late:
+        module._late.append(torch.arange(8.0))
+    return module._late[0]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_constants_that_glue_copies_are_in_the_graph(mode):
+    torch.manual_seed(0)
+    module = Positioned().cuda().eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(module)
+    with mode():
+        for seed in range(6):
+            for batch, length in ((2, 16), (1, 24)):
+                given = inputs(batch, length, seed)
+                assert close(compiled(*given), module(*given)), (seed, batch)
+    steps = list(compiled._nexfort_engine.graphs._steps.values())
+    assert sum(step.graph is not None for step in steps) == 2, compiled.report.as_dict()["notes"]
+    assert all(step.sent for step in steps)
+    assert not any("CUDA graph" in note for note in compiled.report.as_dict()["notes"])
+    compiled._nexfort_engine.graphs.release()
+    with mode():
+        for seed in range(3):
+            given = inputs(2, 16, seed)
+            assert close(compiled(*given), module(*given))
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        (lambda module: 0.0 * torch.randn(8), "copies between the GPU and main memory"),
+        (lambda module: OFFSETS, "copies between the GPU and main memory"),
+        (lambda module: module.table, "copies between the GPU and main memory"),
+        (lambda module: torch.arange(8) * module.table, "copies between the GPU and main memory"),
+        (_late, "copies between the GPU and main memory"),
+        (lambda module: 0.0 * torch.full((8,), time.perf_counter()) + 1.0, ""),
+        (lambda module: 1e-9 * torch.full((8,), time.perf_counter() % 1), "another one in each step"),
+    ],
+    ids=["random", "outside", "attribute", "computed", "late", "same bits", "another"],
+)
+def test_other_copies_are_refused_and_the_step_completes(what, reason):
+    module = Copying(what).cuda().eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(module)
+    given = inputs(2, 16, 4)
+    with torch.inference_mode():
+        for _ in range(6):
+            assert close(compiled(*given), module(*given))
+    notes = "; ".join(compiled.report.as_dict()["notes"])
+    graphs = [step for step in compiled._nexfort_engine.graphs._steps.values() if step.graph is not None]
+    assert (reason in notes and not graphs) if reason else (graphs and "CUDA graph" not in notes), notes
 
 
 @pytest.mark.skipif("PYTORCH_CUDA_ALLOC_CONF" in os.environ, reason="an allocator was chosen")

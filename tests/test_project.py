@@ -62,6 +62,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "planning",
         "cudagraph",
         "stepcall",
+        "constants",
         "rehearsal",
         "verify",
     ),

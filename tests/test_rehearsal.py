@@ -40,7 +40,8 @@ def test_code_that_waits_is_named(waits) -> None:
 
 
 def test_copies_between_devices_are_named() -> None:
-    for copied in (lambda: torch.randn(4).to("meta"), lambda: torch.tensor(2.0).to("meta")):
+    one = torch.tensor(2.0)
+    for copied in (lambda: torch.randn(4).to("meta"), lambda: one.to("meta")):
         with Rehearsal() as rehearsal:
             copied()
         assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"

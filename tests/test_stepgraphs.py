@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from pretended_graph import Graph, pretend
 from torch import nn
 
 import nexfort_engine
+from nexfort_engine import constants
 
 pytestmark = pytest.mark.usefixtures("artefact_cache")
 T = torch.Tensor
@@ -158,3 +162,67 @@ def test_what_is_written_into_a_tensor_of_the_options_reaches_the_caller() -> No
     for _ in range(5):
         step({"a": step.number()}, copied=True)
     assert "it writes to a tensor of its options" in step.notes()
+
+
+OFFSETS = torch.arange(8)
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def whole_numbers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers lie in main memory and all others on the GPU, as far as copies are looked at."""
+    monkeypatch.setattr(constants, "_is_here", lambda tensor: not tensor.dtype.is_floating_point)
+    monkeypatch.setattr(constants, "_is_away", lambda device: device is not None)
+
+
+def positioned(network: Any, x: T, options: Options) -> T:
+    """Glue with every kind of constant."""
+    place = torch.zeros(8)
+    place.copy_(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]))
+    return x * torch.cos(torch.arange(8).to(x)) + torch.full((8,), 2).to(x) * place + options["a"]
+
+
+@pytest.mark.usefixtures("whole_numbers_elsewhere")
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_constants_that_glue_copies_are_part_of_the_graph(mode: Any) -> None:
+    step = Steps(positioned, mode)
+    for _ in range(6):
+        step({"a": step.number()})
+    assert step.graphs() == len(Graph.made) == 1 and not step.notes()
+    graphs = step.compiled._nexfort_engine.graphs
+    (only,) = graphs._steps.values()
+    assert len(only.sent) == 3, "arange, literal and full"
+    kept = [weakref.ref(one.there) for one in only.sent]
+    del only
+    graphs.release()
+    Graph.made.clear()  # what pretends to be a graph holds on to its step, which holds on to it
+    gc.collect()
+    assert not any(ref() is not None for ref in kept), "they go with the graph"
+
+
+@pytest.mark.usefixtures("whole_numbers_elsewhere")
+@pytest.mark.parametrize(
+    "own, reason",
+    [
+        (lambda network, x, options: x + 0.0 * torch.randint(9, (8,)).to(x), "copies between"),
+        (lambda network, x, options: x * OFFSETS.to(x), "copies between"),
+        (lambda network, x, options: x * network.table.to(x), "copies between"),
+        (lambda network, x, options: x + 0.0 * torch.tensor([next(_numbers)]).to(x), "another one in each step"),
+    ],
+    ids=["random", "outside", "attribute", "counted"],
+)
+def test_other_copies_refuse_the_graph(own: Any, reason: str) -> None:
+    step = Steps(own)
+    step.module.table = torch.arange(8)
+    for _ in range(4):
+        step({})
+    assert step.graphs() == 0 and reason in step.notes()
+
+
+@pytest.mark.usefixtures("whole_numbers_elsewhere")
+def test_a_number_that_constants_are_made_of_is_compared() -> None:
+    step = Steps(lambda network, x, options: x * torch.full((8,), network.factor).to(x))
+    for factor in (2, 2, 2, 2, 3, 3, 3, 3, 2):
+        step.module.factor = factor
+        step({})
+    assert len(Graph.made) == 2 and not step.notes()

@@ -38,6 +38,7 @@ NOT_SHAPING = frozenset(
             "cli",
             "cli_cache",
             "cli_plan",
+            "constants",
             "cudagraph",
             "doctor",
             "driver",
