@@ -6,9 +6,6 @@ What runs them here is Triton's interpreter, in a process of its own: it has to 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gpu_blocks
@@ -16,21 +13,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_scripts import run
 
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import group_factors
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-HERE = Path(__file__).resolve().parent
 
 
 def test_kernels_give_what_plain_torch_gives() -> None:
-    _run("interpreted_group_factors.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run("interpreted_group_factors.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def test_kernels_are_compiled_for_every_card(tmp_path: Path) -> None:
-    _run("compiled_group_factors.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+    run("compiled_group_factors.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,15 +82,3 @@ def test_blocks_with_such_norms_are_no_further_from_the_truth_than_eager(kind: s
         eager = (gpu_blocks.residual(weights, x, more) - truth).norm()
         ours = (block([*weights, x, more])[0] - truth).norm()
         assert ours <= 1.1 * eager, (batch, height, width, float(ours / truth.norm()), float(eager / truth.norm()))
-
-
-def _run(script: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / script)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

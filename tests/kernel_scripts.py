@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts about kernels, each in a process of its own: Triton's interpreter has to be asked for before it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+
+
+def run(script: str, **environment: str) -> None:
+    """Run one of tests/kernels; raises AssertionError with what it printed if it fails."""
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "kernels" / script)],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

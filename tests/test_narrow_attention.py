@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention is computed in 8 bits: what pays, what the kernels can, and what is said of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_blocks import captured
+
+from nexfort_engine.kernels import narrow_attention as kernel
+from nexfort_engine.passes.narrow_attention import gain, narrow_attentions, plan, told
+
+TORCHS = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def count(graph: Any, target: Any) -> int:
+    return sum(node.target is target for node in graph.graph.nodes)
+
+
+def node_of(graph: Any) -> Any:
+    (node,) = [node for node in graph.graph.nodes if node.target is TORCHS]
+    return node
+
+
+def test_what_pays_is_written_anew_once() -> None:
+    graph = captured("long").graph
+    before = node_of(graph).meta["val"]
+    assert told(graph) == [{"heads": 4, "queries": 8192, "keys": 8192, "width": 128, "reason": None, "count": 1}]
+    assert narrow_attentions(graph) == 1 and narrow_attentions(graph) == 0
+    graph.graph.lint()
+    assert (count(graph, TORCHS), count(graph, kernel.operator())) == (0, 1)
+    (written,) = [node for node in graph.graph.nodes if node.target is kernel.operator()]
+    assert written.args[3] == pytest.approx(128**-0.5)
+    result = written.target(*(a.meta["val"] if hasattr(a, "meta") else a for a in written.args))
+    assert result.stride() == before.stride() and result.shape == before.shape, "what follows finds it as it was"
+
+
+def test_of_few_tokens_it_stays_and_is_said_to() -> None:
+    graph = captured("wide").graph
+    (row,) = told(graph)
+    assert (row["heads"], row["queries"], row["keys"], row["width"]) == (40, 1024, 1024, 64)
+    assert "as long or longer" in row["reason"]
+    assert narrow_attentions(graph) == 0
+
+
+def test_gain_follows_what_was_measured() -> None:
+    """Microseconds by both on an H100: 4075 and 3176, 512 and 411, 32 and 32."""
+    assert gain(24, 14040, 14040, 128) == pytest.approx(1 - 3176 / 4075, abs=0.05)
+    assert gain(10, 9216, 9216, 64) == pytest.approx(1 - 411 / 512, abs=0.05)
+    assert gain(40, 1024, 1024, 64) < 0.05
+    assert gain(24, 4096, 77, 64) < 0 and gain(24, 1, 1, 128) < 0
+    assert gain(24, 14040, 14040, 72) == pytest.approx(gain(24, 14040, 14040, 128), abs=0.02), "both compute with 128"
+
+
+def _masked(node: Any) -> None:
+    node.args = (*node.args[:3], node.args[0])
+
+
+def _causal(node: Any) -> None:
+    node.args = (*node.args[:3], None, 0.0, True)
+
+
+def _shared(node: Any) -> None:
+    node.kwargs = {**node.kwargs, "enable_gqa": True}
+
+
+def _single(node: Any) -> None:
+    for part in node.args[:3]:
+        part.meta["val"] = part.meta["val"].float()
+
+
+def _too_wide(node: Any) -> None:
+    for part in node.args[:3]:
+        part.meta["val"] = torch.cat([part.meta["val"]] * 2, -1)
+
+
+def _narrow_values(node: Any) -> None:
+    node.args[2].meta["val"] = node.args[2].meta["val"][..., :64]
+
+
+def _of_one_row(node: Any) -> None:
+    for part in node.args[1:3]:
+        part.meta["val"] = part.meta["val"][:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_masked, "a mask"),
+        (_causal, "a mask"),
+        (_shared, "share keys"),
+        (_single, "float32; expected float16 or bfloat16"),
+        (_too_wide, "heads of 256 and 256 numbers; expected 33 to 128"),
+        (_narrow_values, "heads of 128 and 64 numbers"),
+        (_of_one_row, "several rows"),
+    ],
+)
+def test_what_the_kernels_cannot_stays_with_its_reason(change: Callable[[Any], None], reason: str) -> None:
+    graph = captured("long").graph
+    change(node_of(graph))
+    (seen,) = plan(graph)
+    assert reason in (seen.reason or "")
+    assert narrow_attentions(graph) == 0 and count(graph, TORCHS) == 1
+
+
+def test_what_drops_out_is_no_matter_of_it() -> None:
+    graph = captured("long").graph
+    node_of(graph).kwargs = {"dropout_p": 0.5}
+    assert plan(graph) == [] and narrow_attentions(graph) == 0
