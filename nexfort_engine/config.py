@@ -46,7 +46,6 @@ OPTIONS: dict[str, type] = {
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
     "fuse.linear_gelu": bool,
-    "fuse.wide_attention": bool,
     "quant.keep_weights": bool,
     "quant.attention": bool,
     "attention.measure": bool,
@@ -80,7 +79,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "wide_attention")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {

@@ -90,9 +90,7 @@ class Report:
         """`region` ran eager, because of `reason`. Kept once for the same region and reason."""
         self._add_once("eager", {"region": region, "reason": reason})
 
-    def precision(
-        self, region: str, products: list[dict[str, Any]], attention: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    def precision(self, region: str, products: list[dict[str, Any]], attention: Sequence[dict[str, Any]] = ()) -> None:
         """What of `region` is computed in 8 bits and why the rest is not. Once a region.
 
         products, attention: as quant/precision.py and passes/narrow_attention.py tell them.

@@ -46,8 +46,6 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Kernels without vector instructions: writing and compiling them takes a fifth less, and there are hundreds.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
-# torch 2.11's attention in bfloat16 asks oneDNN alone whether the processor has AMX, and then fails without AVX-512.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Where several tests run at once they fill the machine themselves. Inductor would start a process beside each of theirs
 # that imports torch, to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts about kernels, each in a process of its own: Triton's interpreter has to be asked for before it is imported."""
+"""Scripts about kernels, each in a process of its own: what Triton is told before it is imported differs."""
 
 from __future__ import annotations
 

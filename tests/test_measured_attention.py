@@ -24,7 +24,6 @@ from nexfort_engine.attention.choice import Told
 from nexfort_engine.attention.kernels import KERNELS, OWN, Call
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.passes.measured_attention import measured_attentions, quantised_attentions
-from nexfort_engine.passes.wide_attention import wide_attentions
 from nexfort_engine.rehearsal import Rehearsal
 
 TESTS = Path(__file__).resolve().parent
@@ -56,12 +55,6 @@ def test_the_operator_is_told_what_torchs_was() -> None:
     one, other = (node.args for node in graph.graph.nodes if node.target is attention.operator())
     assert one[3].meta["val"].dtype is torch.bool and one[4:7] == (False, 0.1, True) and one[8] is True
     assert other[3:7] == (None, True, None, False) and other[8] is True
-
-
-def test_wide_heads_are_products_before() -> None:
-    graph = captured("looking").graph
-    assert wide_attentions(graph) == 1 and measured_attentions(graph) == 0
-    assert measured_attentions(captured("looking").graph) == 1, "unless that is switched off"
 
 
 def _dropped(node: Any) -> None:

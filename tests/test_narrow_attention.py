@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_blocks import captured
+from subjects import graphs_as_they_are
 
+import nexfort_engine
+from nexfort_engine.cli import main
+from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import narrow_attention as kernel
 from nexfort_engine.passes.narrow_attention import gain, narrow_attentions, plan, told
+from nexfort_engine.quant import products
+from nexfort_engine.report import Report
 
 TORCHS = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -110,3 +117,64 @@ def test_what_drops_out_is_no_matter_of_it() -> None:
     graph = captured("long").graph
     node_of(graph).kwargs = {"dropout_p": 0.5}
     assert plan(graph) == [] and narrow_attentions(graph) == 0
+
+
+class Looking(torch.nn.Module):
+    """Attention of its input to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight * torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_plan_is_in_the_report_and_can_be_printed_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = CompileConfig.lowering_options
+
+    def as_on_a_card(self: CompileConfig, device: str) -> dict[str, object]:
+        on = dict.fromkeys(("nexfort.low_precision", "nexfort.narrow_attention"), True)
+        return {**own(self, device), **on}
+
+    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
+    network = torch.nn.Sequential(Looking(), Looking()).eval()
+    with graphs_as_they_are(), torch.inference_mode():
+        for _ in range(2):  # made, and then loaded
+            compiled = nexfort_engine.compile(network, options={"mode": "O3", "options": {"quant.attention": True}})
+            x = torch.randn(2, 3, 24, 64).bfloat16()
+            assert torch.allclose(compiled(x), network(x), atol=0.05)
+            told_rows = [row for one in compiled.report.as_dict()["precision"] for row in one["attention"]]
+            assert told_rows and {row["queries"] for row in told_rows} == {24}
+            assert {row["reason"] for row in told_rows} == {"it is computed on cpu; expected a GPU"}
+            assert "in 8 bits" not in str(compiled.report), "none is"
+    assert main(["plan", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "attention of 24 queries, 24 keys, 6 heads of 64  as it is: it is computed on cpu" in printed
+
+
+def test_what_is_in_8_bits_is_counted_in_the_report() -> None:
+    report = Report()
+    row = {"heads": 2, "queries": 9, "keys": 9, "width": 64, "count": 3}
+    report.precision("blocks.0", [], [{**row, "reason": None}, {**row, "reason": "a mask"}])
+    assert "precision: 0 of 0 products in fp8, 3 of 6 attentions in 8 bits" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("card", "asked", "expected"),
+    [((9, 0), None, True), ((9, 0), False, False), ((8, 9), None, False), ((8, 9), True, True), ((8, 6), True, False)],
+)
+def test_it_is_chosen_where_it_was_measured_or_asked_for(
+    card: tuple[int, int], asked: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+    options = {} if asked is None else {"options": {"quant.attention": asked}}
+    compiled = nexfort_engine.compile(Looking(), options={"mode": "O3", **options})
+    assert compiled._nexfort_engine.builder.finder.options("cuda")["nexfort.narrow_attention"] is expected
+    assert CompileConfig.parse("O2").lowering_options("cuda")["nexfort.narrow_attention"] is False
+    assert CompileConfig.parse("O3").lowering_options("cpu")["nexfort.narrow_attention"] is False

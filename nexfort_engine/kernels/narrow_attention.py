@@ -52,7 +52,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, o
 
 
 def _blockwise(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (B, H, S, E) so that each block of KEYS goes up to `largest`, and for each row what that is to be multiplied by."""
+    """x (B, H, S, E) so that each block of KEYS goes up to `largest`, and (B, H, S) what to multiply that by."""
     rows = x.abs().amax(-1)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS))
     scale = rows.amax(-1).clamp_min(_SMALLEST) / largest

@@ -169,4 +169,3 @@ def _block(
     # summed by itself: what sums products of e4m3 holds 14 bits
     result = result * shrunk[:, None] + tl.dot(p.to(tl.float8e4nv), tl.trans(v))
     return result, total, more
-

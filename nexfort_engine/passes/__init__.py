@@ -4,7 +4,8 @@ but for what is rounded less often.
 
 A pass is a function of a graph that says how often it found what it is for, has a file of its own, and is one switch
 in the config. What it puts in is plain code there, run on the graph's own nodes (`writing.py`), so that reading that
-code is reading what runs. Low precision, which does not give equal numbers, is in quant/precision.py and narrow_attention.py.
+code is reading what runs. Low precision, which does not give equal numbers, is in quant/precision.py and
+narrow_attention.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from .linear_gelu import linear_gelus
 from .measured_attention import measured_attentions, quantised_attentions
 from .narrow_attention import narrow_attentions
 from .upsampling import inner_channels, upsamplings
-from .wide_attention import wide_attentions
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
 PASSES: dict[str, Callable[[GraphModule], int]] = {
@@ -33,7 +33,6 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "linear_gelu": linear_gelus,  # of those that are not brought to low precision
     "gelu": gelus,
     "narrow_attention": narrow_attentions,
-    "wide_attention": wide_attentions,
     "measured_attention": measured_attentions,  # of what is attention still
     "quantised_attention": quantised_attentions,
 }

@@ -68,9 +68,8 @@ def _read(node: Node) -> Attention | None:
     lies = [hint(n) for n in (*result.shape, *result.stride())]
     known = [n for n in lies if n is not None]
     order = memory_order(known[:4], known[4:]) if len(known) == len(lies) else None
-    return Attention(
-        node, *(said[name] for name in _NAMES[:4]), said["is_causal"], scale, said["enable_gqa"], order
-    )
+    query, key, value, mask = (said[name] for name in _NAMES[:4])
+    return Attention(node, query, key, value, mask, said["is_causal"], scale, said["enable_gqa"], order)
 
 
 def put(node: Node, operator: Any, arguments: tuple[Any, ...]) -> None:

@@ -24,7 +24,11 @@ def measured_attentions(module: GraphModule, *, quantised: bool = False) -> int:
         if not _fits(given):
             continue
         tensors = given.query, given.key, given.value, given.mask
-        put(given.node, operator(), (*tensors, given.causal, given.scale, given.shares, list(given.order or ()), quantised))
+        put(
+            given.node,
+            operator(),
+            (*tensors, given.causal, given.scale, given.shares, list(given.order or ()), quantised),
+        )
         found += 1
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low precision: attention in int8 and fp8, torch's operator -> `nexfort::narrow_attention` (kernels/), where that pays.
+"""Low precision: attention in int8 and fp8 where that pays, torch's operator -> `nexfort::narrow_attention` (kernels/).
 
 The cost of attention grows with queries times keys, that of bringing keys and values to 8 bits with keys alone: what
 has few stays as it is. `plan` says which, and why not.
@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -67,7 +66,7 @@ def narrow_attentions(module: GraphModule) -> int:
 
 
 def _seen(attention: Attention) -> Seen:
-    q, k, v = attention.values
+    q, k, _ = attention.values
     sizes = [hint(size) for size in (*q.shape, k.shape[2])]
     if None in sizes or attention.order is None:
         return Seen(attention, 0, 0, 0, 0, "a size is not known before the call")
@@ -81,12 +80,14 @@ def _seen(attention: Attention) -> Seen:
 def _unfit(attention: Attention) -> str | None:
     q, k, v = attention.values
     width = fixed(q.shape[-1])
+    if q.device.type != "cuda":
+        return f"it is computed on {q.device.type}; expected a GPU"
     if not attention.is_plain:
         return "it has a mask, or heads that share keys"
     if q.dtype not in kernel.DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"it is computed in {q.dtype}; expected float16 or bfloat16"
     if width is None or not kernel.WIDTHS[0] // 2 < width <= kernel.WIDTHS[-1] or fixed(v.shape[-1]) != width:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected 33 to {kernel.WIDTHS[-1]}, the same for both"
+        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected the same, 33 to {kernel.WIDTHS[-1]}"
     if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
         return "keys are shared by queries of several rows"
     return None

@@ -23,7 +23,7 @@ def compiled(kernel: triton.JITFunction, constants: dict[str, object], dtype: st
     options = {"num_warps": 4, "num_stages": 3}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert made.asm["cubin"] and f".target sm_{architecture}" in made.asm["ptx"]
-    if kernel is kernels.attend and architecture == 90:  # both products are the card's own, from registers and as they lie
+    if kernel is kernels.attend and architecture == 90:  # both products are the card's own
         assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in made.asm["ptx"]
         assert f"wgmma.mma_async.sync.aligned.m64n{constants['W']}k32.f32.e4m3.e4m3" in made.asm["ptx"]
 

@@ -22,7 +22,7 @@ def with_numbers(patch: Any = interpreter._patch_lang_tensor) -> None:
 
 
 def with_rounding(convert: Any = interpreter._convert_float) -> None:
-    """Triton 3.6 loses the carry where rounding to fp8 reaches the next power of 2, and cuts what is below the normal."""
+    """Triton 3.6 loses the carry where rounding to fp8 reaches a power of 2, and cuts what is below normal."""
 
     def converted(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
         if wanted != tl.float8e4nv or given != tl.float32:
