@@ -77,6 +77,20 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def attention_without_amx() -> Iterator[None]:
+    """torch 2.11 packs keys in bfloat16 for AMX where oneDNN is on and the processor has it, and refuses to without
+    vector instructions of ATen's own, which are off here.
+    """
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported():
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory that NEXFORT_CACHE_DIR names during the session."""
     kept = getattr(request.config, "cache", None)

@@ -59,7 +59,6 @@ def test_gain_follows_what_was_measured() -> None:
     assert gain(10, 9216, 9216, 64) == pytest.approx(1 - 411 / 512, abs=0.05)
     assert gain(40, 1024, 1024, 64) < 0.05
     assert gain(24, 4096, 77, 64) < 0 and gain(24, 1, 1, 128) < 0
-    assert gain(24, 14040, 14040, 72) == pytest.approx(gain(24, 14040, 14040, 128), abs=0.02), "both compute with 128"
 
 
 def _masked(node: Any) -> None:
@@ -100,7 +99,7 @@ def _of_one_row(node: Any) -> None:
         (_causal, "a mask"),
         (_shared, "share keys"),
         (_single, "float32; expected float16 or bfloat16"),
-        (_too_wide, "heads of 256 and 256 numbers; expected 33 to 128"),
+        (_too_wide, "heads of 256 and 256 numbers; expected 64 or 128 for both"),
         (_narrow_values, "heads of 128 and 64 numbers"),
         (_of_one_row, "several rows"),
     ],
@@ -142,9 +141,9 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
     monkeypatch.setattr(products, "missing", lambda _: None)
     monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
     tmp_path.chmod(0o700)
-    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
     network = torch.nn.Sequential(Looking(), Looking()).eval()
-    with graphs_as_they_are(), torch.inference_mode():
+    with graphs_as_they_are(), torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
         for _ in range(2):  # made, and then loaded
             compiled = nexfort_engine.compile(network, options={"mode": "O3", "options": {"quant.attention": True}})
             x = torch.randn(2, 3, 24, 64).bfloat16()

@@ -21,8 +21,8 @@ from .attending import Attention, attentions, put
 from .writing import fixed, hint
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
-# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head that both compute with
-# (cuDNN takes heads of 72 as 128, too); H100, torch 2.11, 2026-11.
+# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head (H100, torch 2.11, 2026-11).
+# The kernel takes heads of others as the next of these, which was not measured.
 _HALF = {64: 430e12, 128: 595e12}
 _NARROW = {64: 545e12, 128: 740e12}
 _LEAST = 0.05  # of the time it takes: sizes and cards differ by less
@@ -86,8 +86,9 @@ def _unfit(attention: Attention) -> str | None:
         return "it has a mask, or heads that share keys"
     if q.dtype not in kernel.DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"it is computed in {q.dtype}; expected float16 or bfloat16"
-    if width is None or not kernel.WIDTHS[0] // 2 < width <= kernel.WIDTHS[-1] or fixed(v.shape[-1]) != width:
-        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected the same, 33 to {kernel.WIDTHS[-1]}"
+    if width not in _HALF or fixed(v.shape[-1]) != width:
+        known = " or ".join(map(str, _HALF))
+        return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected {known} for both, which were measured"
     if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
         return "keys are shared by queries of several rows"
     return None
@@ -95,9 +96,8 @@ def _unfit(attention: Attention) -> str | None:
 
 def gain(heads: int, queries: int, keys: int, width: int) -> float:
     """The part of its time that attention is estimated to save in 8 bits. Negative: it loses."""
-    wide = kernel.width(width)
-    work = 4.0 * heads * queries * keys * wide
-    half = work / _HALF[wide]
+    work = 4.0 * heads * queries * keys * width
+    half = work / _HALF[width]
     # keys and values are read in two bytes and written in one; a launch more
-    prepared = heads * keys * (2 * width * 2.0 + 2 * wide) / H200.memory + H200.kernel
-    return 1 - (work / _NARROW[wide] + prepared) / half
+    prepared = heads * keys * 2 * width * (2.0 + 1.0) / H200.memory + H200.kernel
+    return 1 - (work / _NARROW[width] + prepared) / half
