@@ -76,7 +76,7 @@ def pytest_configure() -> None:
     trace.addFilter(nobody_does)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture
 def attention_without_amx() -> Iterator[None]:
     """torch 2.11 packs keys in bfloat16 for AMX where oneDNN is on and the processor has it, and refuses to without
     vector instructions of ATen's own, which are off here.

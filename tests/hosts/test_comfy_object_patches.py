@@ -98,6 +98,7 @@ def test_a_function_of_a_weight(pair: MakePair, share: float) -> None:
 CALLED_IN_FLOAT = {"comfy_wan": {"patch_embedding"}}
 
 
+@pytest.mark.usefixtures("attention_without_amx")
 @pytest.mark.parametrize("name", OBJECTS)
 def test_another_dtype_to_compute_in(pair: MakePair, name: str) -> None:
     """Each kind of block is compiled once for it; after that to and fro costs nothing."""
