@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..attention.choice import memory_order
-from .writing import hint
+from ..quant.precision import hint
 
 aten = torch.ops.aten
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..kernels import narrow_attention as kernel
 from ..quant.cost import H200
+from ..quant.precision import hint
 from .attending import Attention, attentions, put
-from .writing import fixed, hint
+from .writing import fixed
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
 # Operations a second of torch's own choice and of the narrow kernel, by the numbers a head (H100, torch 2.11, 2026-11).

@@ -25,13 +25,6 @@ def fixed(size: Any) -> int | None:
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
-def hint(size: Any) -> int | None:
-    """A size at the captured call; None where it depends on data."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else None
-
-
 def is_channels_last(like: torch.Tensor) -> bool:
     # the strides and not `is_contiguous`, which knows nothing of sizes that are symbols
     strides = like.stride()

@@ -76,7 +76,7 @@ def _biased(node: Node) -> bool:
 
 def _product(node: Node) -> Product:
     x, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
-    sizes = [_hint(size) for size in (*x.shape[:-1], *weight.shape)]
+    sizes = [hint(size) for size in (*x.shape[:-1], *weight.shape)]
     if weight.dim() != 2 or None in sizes:
         return Product(node, 0, 0, 0, "a size is not known before the call, or the weight is no matrix")
     *before, columns, inner = (size or 0 for size in sizes)
@@ -104,7 +104,7 @@ def gain(rows: int, inner: int, columns: int) -> float:
     return work * (1 / H200.half - 1 / H200.fp8) - narrowing(rows, inner)  # of the input; weights are kept in fp8
 
 
-def _hint(size: Any) -> int | None:
+def hint(size: Any) -> int | None:
     """A size at the captured call; None where it depends on data."""
     if isinstance(size, int):
         return size
