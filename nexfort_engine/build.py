@@ -321,10 +321,11 @@ class Builder:
             region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=region.hidden()
         )
         driver, info = self.engine.made_for(region, wanted.device)
-        if self.finder.options(wanted.device.type).get("nexfort.low_precision"):
+        options = self.finder.options(wanted.device.type)
+        if options.get("nexfort.low_precision"):
             info["products"] = precision.told(captured.graph)
-            if self.finder.options(wanted.device.type)["nexfort.narrow_attention"]:
-                info["attention"] = narrow_attention.told(captured.graph)
+        if options.get("nexfort.narrow_attention"):
+            info["attention"] = narrow_attention.told(captured.graph)
         return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:

@@ -24,7 +24,6 @@ from .launching import empty, launch
 
 QUERIES, KEYS = 64, 128  # of a block
 WIDTHS = (64, 128)  # of heads: the kernels take the next larger one
-DTYPES = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 _SAMPLE = 64  # keys whose mean is taken from all
 _SMALLEST = 1e-30

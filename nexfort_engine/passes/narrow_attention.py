@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..kernels import narrow_attention as kernel
 from ..quant.cost import H200
 from ..quant.precision import hint
-from .attending import Attention, attentions, put
+from .attending import HALVES, Attention, attentions, put
 from .writing import fixed
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
@@ -85,7 +85,7 @@ def _unfit(attention: Attention) -> str | None:
         return f"it is computed on {q.device.type}; expected a GPU"
     if not attention.is_plain:
         return "it has a mask, or heads that share keys"
-    if q.dtype not in kernel.DTYPES or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"it is computed in {q.dtype}; expected float16 or bfloat16"
     if width not in _HALF or fixed(v.shape[-1]) != width:
         known = " or ".join(map(str, _HALF))
