@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+_GLUON = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+"""
 
 
 def empty(like: Any, sizes: Sequence[Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -16,15 +25,62 @@ def empty(like: Any, sizes: Sequence[Any], dtype: torch.dtype = torch.float32) -
     return empty_strided(sizes, None, dtype=dtype, device=like.get_device())
 
 
-def launch(kernel: Any, grid: Sequence[Any], written: Sequence[str], arguments: dict[str, Any]) -> None:
-    """Have a kernel called that writes to the arguments of these names alone."""
+def launch(
+    kernel: Any, grid: Sequence[Any], written: Sequence[str], arguments: dict[str, Any], gluon: Any = None
+) -> None:
+    """Have a kernel called that writes to the arguments of these names alone.
+
+    gluon: one in Gluon to be called in its place, with the same arguments. Inductor cannot read such a kernel.
+    """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor import ir
 
+    made = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
     number = kernel_side_table.add_kernel(kernel)
-    called = ir.UserDefinedTritonKernel(
-        kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments
-    )
+    called = made(kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments)
     # where Inductor cannot read a kernel it takes all of its arguments for written, and copies them
     found = {id(one) for one in called.mutable_args}
     assert found == {id(arguments[name]) for name in written}, f"{kernel} was not understood"
+    if gluon is not None:
+        called.kernel_idx = kernel_side_table.add_kernel(gluon)
+
+
+@functools.cache
+def _gluon_kernel() -> Any:
+    from torch._inductor import ir
+
+    from . import gluon_autotuner
+
+    class GluonKernel(ir.UserDefinedTritonKernel):
+        """A call of a kernel in Gluon, written as Inductor writes those in Triton's language."""
+
+        def codegen(self, wrapper: Any) -> None:
+            define = wrapper.define_kernel
+
+            def as_gluon(name: str, text: str, *rest: Any, **named: Any) -> Any:
+                return define(name, _as_gluon(text, inspect.getsource(gluon_autotuner)), *rest, **named)
+
+            wrapper.define_kernel = as_gluon
+            try:
+                super().codegen(wrapper)
+            finally:
+                del wrapper.define_kernel
+
+    return GluonKernel
+
+
+def _as_gluon(text: str, compiling: str) -> str:
+    """What Inductor writes for a kernel in Triton's language, for one in Gluon. compiling: the text of gluon_autotuner.
+
+    The kernel is compiled when its text is read, so behind all that it uses.
+    """
+    found = re.fullmatch(
+        r"(?P<call>.*?\'\'\')(?P<imports>.*?)@triton_heuristics\.user_autotune\((?P<how>.*?)\n\)\n"
+        r"(?P<kernels>@triton\.jit\ndef (?P<name>\w+)\(.*)(?P<end>\'\'\'.*?)",
+        text,
+        re.DOTALL,
+    )
+    assert found is not None, f"Inductor writes kernels otherwise than torch 2.11 did: {text[:1000]}"
+    kernels = found["kernels"].replace("@triton.jit", "@gluon.jit")
+    compiled = f"\n{found['name']} = gluon_autotune({found['how']}\n)({found['name']})\n"
+    return found["call"] + found["imports"] + compiling + _GLUON + kernels + compiled + found["end"]

@@ -23,6 +23,7 @@ import torch
 from .launching import empty, launch
 
 QUERIES, KEYS = 64, 128  # of a block
+QUERIES_IN_GROUPS = 128  # of a program of the kernel for compute capability 9.0
 WIDTHS = (64, 128)  # of heads: the kernels take the next larger one
 FP8 = torch.float8_e4m3fn
 _SAMPLE = 64  # keys whose mean is taken from all
@@ -105,9 +106,20 @@ def _attend() -> Any:
     return triton.autotune(configs=[triton.Config({}, num_warps=4, num_stages=3)], key=[])(kernels.attend)
 
 
+@functools.cache
+def _attend_in_groups() -> Any:
+    """The kernel for cards of compute capability 9.0; it has warps of its own beside these four."""
+    import triton
+
+    from . import gluon_narrow_attention as kernels
+
+    return triton.autotune(configs=[triton.Config({}, num_warps=4, num_stages=1)], key=[])(kernels.attend_in_groups)
+
+
 def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     """As `reference`, in Inductor's representation."""
     from torch._inductor.lowering import permute
+    from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils._sympy.functions import CeilDiv
 
     from . import triton_narrow_attention as kernels
@@ -132,13 +144,16 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
     lies = made.get_stride()
     out = {name: lies[list(order).index(i)] for i, name in enumerate(("ob", "oh", "ol"))}
+    grouped = DeviceProperties.create(q.get_device()).major == 9
+    each = QUERIES_IN_GROUPS if grouped else QUERIES
     launch(
         _attend(),
-        [CeilDiv(queries, QUERIES) * rows, 1, 1],
+        [CeilDiv(queries, each) * rows, 1, 1],
         ["out"],
         {"q": q, **narrow, "out": made, "queries": queries, **sizes}
         | {**_strides(q, "qb", "qh", "ql"), **out}
-        | {"SCALE": scale, "E": e, "W": w, "M": QUERIES, "N": KEYS},
+        | {"SCALE": scale, "E": e, "W": w, "M": each, "N": KEYS},
+        _attend_in_groups() if grouped else None,
     )
     return permute(made, _back(order))
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Inductor compiles a kernel with, for one in Gluon (torch 2.11, Triton 3.6).
+
+Its text stands before each such kernel, so an artefact needs nothing but torch and Triton to be loaded.
+"""
+
+import triton
+from torch._inductor.runtime.triton_heuristics import (
+    CachingAutotuner,
+    HeuristicType,
+    StaticTritonCompileResult,
+    TritonCompileResult,
+    cached_autotune,
+    config_from_dict,
+)
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+
+def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, custom_kernel=False):
+    """As torch._inductor.runtime.triton_heuristics.user_autotune, for one configuration.
+
+    Inductor compiles what is not compiled yet, and takes every kernel for one in Triton's language: so this one is
+    compiled before Inductor looks. The object is Inductor's own, which is kept with a graph and unpacked elsewhere.
+    """
+    (config,) = map(config_from_dict, configs)
+    made = cached_autotune(
+        None,
+        [config],
+        triton_meta=triton_meta,
+        heuristic_type=HeuristicType.USER_AUTOTUNE,
+        filename=filename,
+        inductor_meta=inductor_meta,
+        custom_kernel=custom_kernel,
+    )
+
+    def compiled(kernel) -> CachingAutotuner:
+        autotuner = made(kernel)
+        meta = autotuner._create_compile_meta(config)
+        source = GluonASTSource(kernel, meta["signature"], meta["constants"], meta["configs"][0])
+        options = autotuner._create_compile_options(config, meta)
+        binary = triton.compile(source, target=GPUTarget(meta["device_type"], meta["cc"], 32), options=options)
+        static = StaticTritonCompileResult.can_statically_launch(
+            binary, autotuner.inductor_meta, autotuner.triton_meta, autotuner.heuristic_type
+        )
+        result = TritonCompileResult if static is None else StaticTritonCompileResult
+        launched = binary if static is None else static
+        autotuner.compile_results = [result(launched, config, meta, autotuner.inductor_meta)]
+        autotuner.configs = None
+        return autotuner
+
+    return compiled
