@@ -225,7 +225,7 @@ def test_a_layer_is_spared_if_all_of_its_weights_are() -> None:
 class Host:
     """A lender that lends nothing, and says what its weights are."""
 
-    signs, copies, hidden = (), frozenset(), {}
+    signs, copies, hidden, says = (), frozenset(), {}, True
 
     def __init__(self) -> None:
         self.said: Any = "one"
@@ -249,10 +249,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, list[int]]:
     """An engine of two blocks, its host, and the numbers of the blocks that were prepared."""
-    own, prepare, made = CompileConfig.lowering_options, Binding.prepare, []
-    monkeypatch.setattr(
-        CompileConfig, "lowering_options", lambda self, device: {**own(self, device), "nexfort.prepare": True}
-    )
+    prepare, made = Binding.prepare, []
     host, root = Host(), Both()
 
     def counted(self: Binding, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -260,7 +257,7 @@ def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, l
         return prepare(self, weights)
 
     monkeypatch.setattr(Binding, "prepare", counted)
-    return Engine(root, CompileConfig.parse(None), store, lender=host), host, made  # type: ignore[arg-type]
+    return Engine(root, CompileConfig.parse("freezing"), store, lender=host), host, made  # type: ignore[arg-type]
 
 
 def agrees(engine: Engine, seed: int = 0) -> bool:

@@ -55,4 +55,4 @@ def _is_copied(weight: torch.Tensor) -> bool:
     if len(sizes) != 4 or None in sizes or weight.numel() < prepared.LEAST:
         return False
     strides = [weight.stride(at) for at in (0, 2, 3, 1) if sizes[at] != 1]  # a size of 1 has no place in an order
-    return any(outer < inner for outer, inner in zip(strides, strides[1:], strict=False))
+    return strides != sorted(strides, reverse=True)
