@@ -76,8 +76,8 @@ _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.backgroun
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `_keeps`
 
 _UNTOLD = (
-    "nobody says here when weights change, so what is made of them would be made again in each call; it has an effect "
-    "on ComfyUI's MODEL"
+    "nobody says when weights of this network change, so nothing that is made of them can be kept; it is for ComfyUI's "
+    "MODEL"
 )
 
 _REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")

@@ -459,7 +459,7 @@ def test_freezing_without_effect_is_named_with_the_reason():
 
     assert not told(CompileConfig.parse("freezing")) and not told(CompileConfig.parse("O3").untold())
     ((token, reason),) = told(CompileConfig.parse("O3:freezing").untold())
-    assert token == "freezing" and "nobody says" in reason
+    assert token == "freezing" and "nobody says when" in reason
     ((token, reason),) = told(CompileConfig.parse({"mode": "freezing", "options": {"quant.keep_weights": False}}))
     assert token == "freezing" and "quant.keep_weights is off" in reason
     assert CompileConfig.parse("freezing").untold().as_dict() == CompileConfig.parse("freezing").as_dict()

@@ -293,6 +293,20 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     )
 
 
+@pytest.mark.parametrize("host", [None, Host()], ids=["no host", "one that never says"])
+def test_where_nobody_says_when_weights_change_the_artefact_is_what_it_is_without(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if host is not None:
+        monkeypatch.setattr(host, "says", False, raising=False)
+    kept = Store(tmp_path)
+    frozen, plain = (Engine(Both(), CompileConfig.parse(mode), kept, lender=host) for mode in ("freezing", "O2"))
+    assert agrees(frozen) and not any(binding.prepares for region in frozen.regions for binding in region.bindings)
+    assert [row["token"] for row in frozen.report.as_dict()["inactive"]] == ["freezing"]
+    assert agrees(plain) and plain.report.as_dict()["artefacts_compiled"] == 0
+    assert not plain.report.as_dict()["inactive"]
+
+
 def test_they_are_made_once_for_each_block(made: tuple[Engine, Host, list[int]]) -> None:
     engine, _, blocks = made
     assert all(agrees(engine, seed) for seed in range(3))
