@@ -325,3 +325,19 @@ def test_weights_of_convolutions_are_laid_out_where_their_kernels_would_copy_the
         x = torch.randn(sizes)
         for result, wanted in zip(code.run([*weights, x], laid), block(x), strict=True):
             assert error(result, wanted.double()) < 1e-5 and result.stride() == wanted.stride()
+
+
+def test_a_weight_that_the_graph_writes_to_is_read_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "LEAST", 1)
+
+    def changed(b: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = b.weight * 2
+        first = functional.conv2d(x, weight)
+        weight.view(-1)[:8].mul_(3)
+        return first + functional.conv2d(x, weight) + functional.conv2d(x, b.weight)
+
+    block = block_of(changed, weight=torch.nn.Parameter(torch.randn(4, 4, 3, 3), requires_grad=False))
+    probe = Probe(block, torch.randn(2, 4, 6, 6))
+    assert inner_weights(probe.captured.graph) == 1
+    probe.captured.graph.recompile()
+    probe.agrees(torch.randn(2, 4, 6, 6))

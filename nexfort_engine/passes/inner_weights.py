@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from .. import prepared
+from ..aliases import Aliases
 from ..kernels import innermost_weight
 from .writing import fixed
 
@@ -24,15 +25,17 @@ _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d
 def inner_weights(module: GraphModule) -> int:
     """Have convolutions read a copy of their weight whose channels are innermost; gives how many weights.
 
-    Those stay that are read as they lie (1x1 and those that have channels innermost), and those too small to be kept.
+    Those stay that are read as they lie (1x1 and those that have channels innermost), those too small to be kept, and
+    those that the graph writes to: there is one copy for all who read them.
     """
+    aliases = Aliases(module.graph)
     laid: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         if node.target not in _CONVOLUTIONS:
             continue
         weight: Any = node.args[1]
         like = weight.meta["val"]
-        if not _is_copied(like):
+        if not _is_copied(like) or aliases.is_written(weight):
             continue
         with module.graph.inserting_before(node):
             if weight not in laid:
