@@ -209,7 +209,7 @@ class Builder:
             device = str(device_of([t.device for t in (*flat.tensors, *weights)]))
             parts = {
                 "environment": environment_parts(device),
-                "config": self.engine.config.lowering_key(),
+                "config": self.engine.lowering.lowering_key(),
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
             }

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TOKENS: dict[str, str] = {
@@ -21,7 +21,7 @@ TOKENS: dict[str, str] = {
     "max-autotune": "search for the fastest kernels; compiles longer",
     "max-optimize": "all fusions; with max-autotune also the finest search",
     "cudagraphs": "replay whole steps as CUDA graphs",
-    "freezing": "inline weights as constants",
+    "freezing": "fold weights ahead and keep the results while the weights stay",
     "low-precision": "allow cheaper arithmetic",
     "cache-all": "keep everything compiled on disk (always on)",
     "benchmark": "let cuDNN measure its convolution algorithms",
@@ -64,12 +64,8 @@ _SEARCHING = ("max-autotune", "max-optimize")
 _FAST = ("jit", "disable-runtime-fusion")
 _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 
-# Tokens and options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what
-# is compiled, `lowering_key` picks it up by itself.
-_INACTIVE_TOKENS: dict[str, str] = {
-    "freezing": "weights stay inputs of the compiled blocks, so LoRA and model swaps never recompile; "
-    "nothing is inlined",
-}
+# Options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what is compiled,
+# `lowering_key` picks it up by itself.
 _INACTIVE_OPTIONS: dict[str, str] = {
     "triton.fuse_attention_allow_fp16_reduction": "the fused attention kernel",
     "inductor.force_triton_sdpa": "the fused attention kernel",
@@ -77,7 +73,12 @@ _INACTIVE_OPTIONS: dict[str, str] = {
 }
 _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
-_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
+_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `_keeps`
+
+_UNTOLD = (
+    "nobody says when weights of this network change, so nothing that is made of them can be kept; it is for ComfyUI's "
+    "MODEL"
+)
 
 _REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
 
@@ -107,6 +108,7 @@ class CompileConfig:
     fullgraph: bool = False
     disable: bool = False
     options: tuple[tuple[str, object], ...] = ()
+    told: bool = True  # whether the host says when weights change; nobody writes it, see `untold`
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, str):
@@ -161,6 +163,10 @@ class CompileConfig:
     def mode(self) -> str:
         """The canonical mode text: sorted, without duplicates."""
         return ":".join(self.tokens)
+
+    def untold(self) -> CompileConfig:
+        """This config where nobody says whether weights changed, so that no result may be kept from call to call."""
+        return replace(self, told=False)
 
     @property
     def profile(self) -> str:
@@ -223,7 +229,11 @@ class CompileConfig:
 
     def inactive(self) -> list[dict[str, str]]:
         """What was asked for and has no effect, with the reason: tokens first, then options."""
-        found = [(token, _INACTIVE_TOKENS[token]) for token in self.tokens if token in _INACTIVE_TOKENS]
+        found = []
+        if "freezing" in self.tokens and not self.told:
+            found.append(("freezing", _UNTOLD))
+        elif "freezing" in self.tokens and not self._keeps:
+            found.append(("freezing", "quant.keep_weights is off, so nothing that is made of weights is kept"))
         if self.profile != "fast":
             winner = next((token for token in _SEARCHING if token in self.tokens), "")
             reason = f"{winner} asks for the opposite of the fast-compile profile and wins"
@@ -241,17 +251,6 @@ class CompileConfig:
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
         return [{"token": token, "reason": reason} for token, reason in found]
 
-    def refuse_freezing(self, where: str) -> None:
-        """Raise ValueError if the mode has `freezing`; `where` names the place whose weights can change."""
-        if "freezing" not in self.tokens:
-            return
-        rest = ":".join(token for token in self.tokens if token != "freezing") or DEFAULT_MODE
-        raise ValueError(
-            f"mode {self.mode!r} has 'freezing', which inlines weights as constants, but in {where} weights "
-            f"can change (LoRA, model swap, offload) and the picture would silently keep the old ones; "
-            f"expected a mode without it, for example {rest!r}"
-        )
-
     def lowering_key(self) -> str:
         """Canonical text of only what changes an artefact; equal keys may share artefacts.
 
@@ -267,7 +266,8 @@ class CompileConfig:
         parts = {
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
-            "precision": [t for t in _LOWERING_TOKENS if t in asked and t not in _INACTIVE_TOKENS],
+            "precision": [t for t in _LOWERING_TOKENS if t in asked],
+            "weights": "laid out" if self._lays_out_weights else "prepared" if self._keeps else "as they are",
             "dynamic": self.dynamic,
             "layout": "free" if self._lays_out else "contiguous",
             "options": options,
@@ -279,10 +279,21 @@ class CompileConfig:
         """Whether lowering chooses how images lie inside the regions."""
         return self.memory_format != "contiguous_format"
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether lowering takes out what is computed of weights alone, so that it may be kept."""
+        asked = self.has("low-precision") or (self.told and self.has("freezing"))
+        return asked and self.option("quant.keep_weights", True) is True
+
+    @property
+    def _lays_out_weights(self) -> bool:
+        """Whether that is the layout of convolutions' weights too. Made in each call it would be in memory twice."""
+        return self._keeps and self.told and self._lays_out
+
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
 
-        The latter begin with "nexfort." (passes/). On a GPU only: that is where they were measured to win.
+        The latter begin with "nexfort." (passes/). Passes on a GPU only: that is where they were measured to win.
         """
         found = self.inductor_options(device_type)
         for name in _REWRITES:
@@ -295,7 +306,8 @@ class CompileConfig:
         found["nexfort.measured_attention"] = measured and not low
         found["nexfort.quantised_attention"] = measured and low
         found["nexfort.fold"] = self.option("compile.fold", True) is True
-        found["nexfort.prepare"] = found["nexfort.low_precision"] and self.option("quant.keep_weights", True) is True
+        found["nexfort.prepare"] = self._keeps
+        found["nexfort.inner_weights"] = device_type != "cpu" and self._lays_out_weights
         return found
 
     def inductor_options(self, device_type: str) -> dict[str, object]:
@@ -307,7 +319,7 @@ class CompileConfig:
         on_gpu = device_type != "cpu"
         search = self.profile == "search"
         found: dict[str, object] = {
-            "freezing": False,  # weights are inputs; inlining them would make every LoRA a new artefact
+            "freezing": False,  # Inductor's inlines weights, and every LoRA would be a new artefact
             "triton.cudagraphs": False,  # a graph around one region would copy its weights in on each call
             "max_autotune": search,
             "max_autotune_pointwise": search and on_gpu,

@@ -95,7 +95,9 @@ class Engine:
         self.others_code = others_code or _callables_in
         self.also = also or (lambda args, kwargs: [])
         self.then: Then = lambda args, kwargs: contextlib.nullcontext([])
-        self.report = Report(config, str(store.root))
+        # what artefacts are lowered with: nothing is kept where nobody says that weights changed
+        self.lowering = config if lender is not None and lender.says else config.untold()
+        self.report = Report(self.lowering, str(store.root))
         self.known = known or Known()
         self.keeps = True  # prepared weights, where there is room
         self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
@@ -149,7 +151,7 @@ class Engine:
         if device.type not in self._model_keys:
             parts = {
                 "environment": environment_parts(str(device)),
-                "config": self.config.lowering_key(),
+                "config": self.lowering.lowering_key(),
                 "structure": structure(self.root, besides=self.besides),
             }
             self._model_keys[device.type] = primary_key(parts)

@@ -161,7 +161,7 @@ class Finder:
 
     def options(self, device_type: str) -> dict[str, object]:
         """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
-        options = self.engine.config.lowering_options(device_type)
+        options = self.engine.lowering.lowering_options(device_type)
         if self.engine.config.has("low-precision") and (reason := products.missing(device_type)):
             self.engine.report.note(f"low precision is not active: {reason}")
             options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False

@@ -62,6 +62,10 @@ class Lender(Protocol):
     def signs(self) -> tuple[str, ...]:
         """Attributes of which at least one is set in a layer, or its class, that is not resident."""
 
+    @property
+    def says(self) -> bool:
+        """Whether `version` ever tells anything of this network."""
+
     def version(self) -> Hashable:
         """Equal as long as no weight of the network gets other numbers. None: that cannot be told now."""
 

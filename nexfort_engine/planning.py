@@ -105,7 +105,7 @@ class Planner:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
-                options = self.engine.config.lowering_options(wanted.device.type)
+                options = self.engine.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
         with laid_out(options):

@@ -28,6 +28,7 @@ from .parts import places
 
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
 _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
+_LOOKS = {"nexfort::innermost_weight"}  # operators that only say how a value lies: they stay with those who read it
 _UNSTABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Version = Hashable  # what the host says of its weights as a whole: while it is equal, none changed; None: it cannot say
@@ -108,7 +109,7 @@ def _is_pure(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return node.target is operator.getitem
-    return not schema.is_mutable and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
+    return not schema.is_mutable and schema.name not in _LOOKS and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
 
 
 def _may_do_more(node: Node) -> bool:

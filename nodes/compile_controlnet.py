@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
     from nexfort_engine.report import Report
 
-WHERE = "a ComfyUI control net"
-
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
 • channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for. It matters to control nets
@@ -69,7 +67,7 @@ class NexfortCompileControlNet(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, options: str | None = "") -> bool | str:
         """Refuse unreadable options before anything is loaded."""
-        return check_options(options, WHERE)
+        return check_options(options)
 
     @classmethod
     def execute(
@@ -83,7 +81,7 @@ class NexfortCompileControlNet(io.ComfyNode):
         verify: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first step."""
-        return compiled(control_net, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, verify, cls)
+        return compiled(control_net, _attach, (mode, dynamic, memory_format, options), enabled, verify, cls)
 
 
 def _attach(control_net: Any, config: CompileConfig) -> tuple[Any, Report | None]:

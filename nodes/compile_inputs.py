@@ -80,7 +80,6 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precisi
 def compiled(
     given: Any,
     attach: Callable[[Any, CompileConfig], tuple[Any, Report | None]],
-    where: str,
     widgets: tuple[str, bool, str, str | None],
     enabled: bool,
     verify: bool,
@@ -91,7 +90,7 @@ def compiled(
     attach: gives what comes out and its report. widgets: mode, dynamic, memory_format and options. verify: compare the
     first step with eager. node: the class that runs, whose badge is told. Raises ValueError as `read_config`.
     """
-    config = read_config(*widgets, where) if enabled else None
+    config = read_config(*widgets) if enabled else None
     result, report = (given, None) if config is None or config.disable else attach(given, config)
     if verify and report is not None:
         from nexfort_engine.hosts.comfy import verify_next
@@ -102,26 +101,23 @@ def compiled(
     return io.NodeOutput(result)
 
 
-def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None, where: str) -> CompileConfig:
+def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None) -> CompileConfig:
     """The config of a node's widgets, with `options` on top.
 
-    Raises ValueError with one sentence for options text that cannot be read, and for `freezing`: in ComfyUI
-    weights change (`where` says in what).
+    Raises ValueError with one sentence for options text that cannot be read.
     """
     from nexfort_engine.config import CompileConfig
 
     text = (options or "").strip()
     CompileConfig.parse(text)  # on its own first, so that an error is about what the user wrote
     widgets: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "memory_format": memory_format}
-    config = CompileConfig.parse({**widgets, **_given(text)})
-    config.refuse_freezing(where)
-    return config
+    return CompileConfig.parse({**widgets, **_given(text)})
 
 
-def check_options(options: str | None, where: str) -> bool | str:
+def check_options(options: str | None) -> bool | str:
     """For `validate_inputs`: True, or what is wrong in one sentence. Linked text is checked when it runs."""
     try:
-        read_config(MODES[0], True, MEMORY_FORMATS[0], options, where)
+        read_config(MODES[0], True, MEMORY_FORMATS[0], options)
     except ValueError as error:
         return str(error)
     return True

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nexfort_engine.config import CompileConfig
     from nexfort_engine.report import Report
 
-WHERE = "a ComfyUI model"
-
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
 • channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for: 6 % less time a step for
@@ -62,7 +60,7 @@ class NexfortCompileModel(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, options: str | None = "") -> bool | str:
         """Refuse unreadable options before anything is loaded."""
-        return check_options(options, WHERE)
+        return check_options(options)
 
     @classmethod
     def execute(
@@ -76,7 +74,7 @@ class NexfortCompileModel(io.ComfyNode):
         verify: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
-        return compiled(model, _attach, WHERE, (mode, dynamic, memory_format, options), enabled, verify, cls)
+        return compiled(model, _attach, (mode, dynamic, memory_format, options), enabled, verify, cls)
 
 
 def _attach(model: Any, config: CompileConfig) -> tuple[Any, Report | None]:

@@ -27,6 +27,15 @@ def residual(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
     return x + functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding=1)
 
 
+def shortened(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Such a block from more channels to fewer, whose results are looked at as rows too."""
+    h = functional.conv2d(functional.silu(functional.group_norm(x, 32, w[0], w[1])), w[2], w[3], padding=1)
+    h = h + functional.linear(functional.silu(embedding), w[4], w[5])[:, :, None, None]
+    h = functional.conv2d(functional.silu(functional.group_norm(h, 32, w[6], w[7])), w[8], w[9], padding="same")
+    rows = functional.conv2d(h, w[8], w[9], padding=1).view(h.shape[0], h.shape[1], -1).mean(2)
+    return functional.conv2d(x, w[10], w[11]) + h + rows[:, :, None, None]
+
+
 def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
@@ -155,6 +164,17 @@ MASKED = {
         [((2, 1024, D), (0, 1)), ((2, 1024), (0, 1))],
     )
 }
+FROZEN = {
+    "shortened": (
+        shortened,
+        torch.half,
+        [
+            *[(4 * C,), (4 * C,), (2 * C, 4 * C, 3, 3), (2 * C,), (2 * C, E), (2 * C,)],
+            *[(2 * C,), (2 * C,), (2 * C, 2 * C, 3, 3), (2 * C,), (2 * C, 4 * C, 1, 1), (2 * C,)],
+        ],
+        [((2, 4 * C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
+    )
+}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -172,7 +192,7 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **STACKS}[kind]
+    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **STACKS}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]

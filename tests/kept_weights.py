@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Flux in ComfyUI whose weights are packed and kept on a CPU, and where ComfyUI keeps the others meanwhile.
+"""Small networks in ComfyUI of whose weights something is kept on a CPU, and where ComfyUI keeps the others meanwhile.
+
+A Flux in low precision, with packed weights of products, and a UNet in full, with weights of convolutions laid out.
 
 No test lives here. ComfyUI must have been imported (the fixture `comfyui` in conftest.py does it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from backbones import make
 from card_memory import PAGE, PagedMemory, page
-from patchers import patcher_around, sample
+from patchers import TOLERANCE, patcher_around, sample, with_lora
 
 from nexfort_engine import loans, prepared
 from nexfort_engine.config import CompileConfig
@@ -35,18 +39,63 @@ def _times_rows(x: Any, weight: Any, bias: Any, like: torch.Tensor) -> Any:
 
 def packing_flux(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a Flux whose products are taken however small they are, and on the CPU."""
-    own = CompileConfig.lowering_options
-    more = {"nexfort.low_precision": True, "nexfort.prepare": True}
-    patch.setattr(CompileConfig, "lowering_options", lambda self, device: {**own(self, device), **more})
+    _as_on_a_card(patch, "nexfort.low_precision")
     patch.setattr(products, "missing", lambda _: None)
     patch.setattr(precision, "gain", lambda *_: 1.0)
     patch.setattr(precision, "times_rows", _times_rows)
-    patch.setattr(prepared, "LEAST", 1)
-    patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
-    patch.setenv("NEXFORT_WORKERS", "0")
     network = make("comfy_flux").module.bfloat16()
     network.dtype = torch.bfloat16
     return patcher_around(network, flux=True)
+
+
+def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
+    """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
+    _as_on_a_card(patch, "nexfort.inner_weights")
+    return patcher_around(make("comfy_unet").module)
+
+
+def _as_on_a_card(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Have a pass run wherever weights are prepared, of small ones too."""
+    own = CompileConfig.lowering_options
+
+    def options(config: CompileConfig, device: str) -> dict[str, object]:
+        found = own(config, device)
+        return {**found, name: found["nexfort.prepare"]}
+
+    patch.setattr(CompileConfig, "lowering_options", options)
+    patch.setattr(prepared, "LEAST", 1)
+    patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
+    patch.setenv("NEXFORT_WORKERS", "0")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is kept. error: how far the picture may be from eager's. one: a layer that is not asked for again.
+
+    dims: of the weights that are kept.
+    """
+
+    config: CompileConfig
+    made: Callable[[pytest.MonkeyPatch], Any]
+    error: float
+    one: str
+    dims: int
+
+    def is_kept(self, name: str, layer: Any) -> bool:
+        """Whether something is kept for a layer of this name in the network."""
+        if self.dims == 4:  # the last one may be called by itself too, and is not given back
+            return name != "out.2" and type(layer).__name__ == "Conv2d" and layer.weight.shape[-1] > 1
+        return is_packed(name)
+
+    def changed(self, patcher: Any, strength: float = 1.0) -> Any:
+        """A clone with a LoRA on weights of which something is kept."""
+        return with_lora(patcher, strength, size=0.2, dims=self.dims)
+
+
+KINDS = {
+    "packed in fp8": Kind(O3, packing_flux, FP8_ERROR, PACKED, 2),
+    "laid out": Kind(CompileConfig.parse("freezing"), freezing_unet, TOLERANCE, "input_blocks.1.0.in_layers.2", 4),
+}
 
 
 def engine_of(patcher: Any) -> Any:
@@ -70,10 +119,14 @@ def pages_of(layers: list[Any]) -> set[int]:
 
 
 class Elsewhere:
-    """A compiled clone whose weights ComfyUI keeps elsewhere. asked: the layers that it was asked for, in order."""
+    """A compiled clone whose weights ComfyUI keeps elsewhere. asked: the layers that it was asked for, in order.
 
-    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch) -> None:
-        self.clone = host.attach(patcher, O3)
+    kept: the names of those of which something is kept.
+    """
+
+    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch, kind: Kind = KINDS["packed in fp8"]) -> None:
+        self.clone = host.attach(patcher, kind.config)
+        self.kept = {n for n, sub in patcher.model.diffusion_model.named_modules() if kind.is_kept(n, sub)}
         self.asked: list[str] = []
         lend, names = ComfyWeights.lend, {id(sub): name for name, sub in patcher.model.diffusion_model.named_modules()}
 
@@ -91,13 +144,14 @@ class Elsewhere:
 
 class Paged(Elsewhere):
     """Under dynamic VRAM, in pretended memory. layers: those that have a place there. others: the pages of those that
-    are not packed."""
+    are not kept."""
 
-    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(patcher, patch)
-        self.memory = PagedMemory(1 << 20)
+    def __init__(self, patcher: Any, patch: pytest.MonkeyPatch, kind: Kind = KINDS["packed in fp8"]) -> None:
+        super().__init__(patcher, patch, kind)
+        self.memory = PagedMemory(1 << 25)
         self.layers = page(patcher, self.memory, patch)
-        self.others = pages_of([layer for layer in self.layers if not is_packed(layer.seed_key)])
+        kept = {f"diffusion_model.{name}" for name in self.kept}
+        self.others = pages_of([layer for layer in self.layers if layer.seed_key not in kept])
         patch.setattr(ComfyWeights, "room", lambda *_: 1 << 40)  # pages that others may have
         self._stay(patch)
 

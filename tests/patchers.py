@@ -160,14 +160,17 @@ def with_option(name: str, value: Any) -> Change:
     return change
 
 
-def with_lora(patcher: Any, strength: float, size: float = 0.05) -> Any:
-    """A clone with a change of every weight matrix of the blocks, as a LoRA node makes it; size: of its numbers."""
+def with_lora(patcher: Any, strength: float, size: float = 0.05, dims: int = 2) -> Any:
+    """A clone with a change of every weight matrix of the blocks, as a LoRA node makes it; size: of its numbers.
+
+    dims: 4 for weights of convolutions instead.
+    """
     clone = patcher.clone()
     generator = torch.Generator().manual_seed(3)
     patches = {
         name: (size * torch.randn(weight.shape, generator=generator),)
         for name, weight in patcher.model.state_dict().items()
-        if "blocks" in name and name.endswith("weight") and weight.ndim == 2
+        if "blocks" in name and name.endswith("weight") and weight.ndim == dims
     }
     assert len(clone.add_patches(patches, strength)) == len(patches) > 4
     return clone

@@ -231,14 +231,6 @@ def test_a_bad_keyword_is_refused_too():
         CompileConfig.parse(None, dynamic="yes")
 
 
-def test_freezing_is_refused_where_weights_can_change():
-    CompileConfig.parse("O2").refuse_freezing("ComfyUI")
-    with pytest.raises(ValueError, match=r"freezing.*in ComfyUI.*LoRA.*'max-autotune'"):
-        CompileConfig.parse("max-autotune:freezing").refuse_freezing("ComfyUI")
-    with pytest.raises(ValueError, match="for example 'O2'"):
-        CompileConfig.parse("freezing").refuse_freezing("ComfyUI")
-
-
 # --- what it means
 
 
@@ -276,7 +268,7 @@ def test_profiles(mode, profile):
 def test_what_has_no_effect_is_named_and_changes_no_artefact(config):
     named = {row["token"] for row in config.inactive()}
     assert named <= set(config.tokens) | set(dict(config.options))
-    assert {"freezing"} & set(config.tokens) <= named
+    assert ("freezing" in named) is ("freezing" in config.tokens and config.option("quant.keep_weights") is False)
     assert not {"cudagraphs", "triton.cudagraphs", "low-precision", "O3", "quant"} & named
     assert all(row["reason"] for row in config.inactive())
     kept = [token for token in config.tokens if token not in named]
@@ -433,6 +425,44 @@ def test_attention_is_measured_on_request_only_and_on_a_gpu():
     assert on(asked, "cpu") == on({**asked, "mode": "O3"}, "cpu") == (False, False)
     assert CompileConfig.parse(asked).lowering_key() != CompileConfig.parse(None).lowering_key()
     assert not CompileConfig.parse(asked).inactive()
+
+
+def test_freezing_prepares_weights_and_lays_out_those_of_convolutions():
+    def on(asked, device="cuda", told=True):
+        config = CompileConfig.parse(asked)
+        found = (config if told else config.untold()).lowering_options(device)
+        return found["nexfort.prepare"], found["nexfort.inner_weights"]
+
+    assert on("O2") == (False, False) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
+    assert on("freezing", "cpu") == (True, False), "Inductor leaves the layout of images alone there"
+    outermost = {"mode": "freezing", "memory_format": "contiguous_format"}
+    assert on(outermost) == (True, False)
+    kept = {"mode": "O3:freezing", "options": {"quant.keep_weights": False}}
+    assert on(kept) == (False, False)
+    assert on("freezing", told=False) == (False, False) and on("O3", told=False) == (True, False)
+
+
+@given(config=_configs)
+def test_freezing_splits_artefacts_where_it_makes_others_and_nowhere_else(config):
+    frozen = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:freezing"})
+    rest = ":".join(token for token in config.tokens if token != "freezing")
+    plain = CompileConfig.parse(config.as_dict() | {"mode": rest})
+    for one, other in ((frozen, plain), (frozen.untold(), plain.untold()), (frozen, frozen.untold())):
+        alike = all(one.lowering_options(device) == other.lowering_options(device) for device in ("cpu", "cuda"))
+        assert (one.lowering_key() == other.lowering_key()) is alike
+    assert frozen.untold().lowering_key() == plain.untold().lowering_key()
+
+
+def test_freezing_without_effect_is_named_with_the_reason():
+    def told(config):
+        return [(row["token"], row["reason"]) for row in config.inactive()]
+
+    assert not told(CompileConfig.parse("freezing")) and not told(CompileConfig.parse("O3").untold())
+    ((token, reason),) = told(CompileConfig.parse("O3:freezing").untold())
+    assert token == "freezing" and "nobody says when" in reason
+    ((token, reason),) = told(CompileConfig.parse({"mode": "freezing", "options": {"quant.keep_weights": False}}))
+    assert token == "freezing" and "quant.keep_weights is off" in reason
+    assert CompileConfig.parse("freezing").untold().as_dict() == CompileConfig.parse("freezing").as_dict()
 
 
 def test_importing_config_imports_neither_inductor_nor_triton():

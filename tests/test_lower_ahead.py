@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, lowered
+from gpu_blocks import BLOCKS, FROZEN, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, lowered
 
 from nexfort_engine import flags, lower, pool
 from nexfort_engine.conditions import Conditions, names
+from nexfort_engine.config import CompileConfig
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():
@@ -145,6 +146,27 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     assert "2147483647" in (payload / "limits.json").read_text(), "what is asked of sizes in a piece"
     alone = _code(payloads["wide"]).count(".run(")
     assert _code(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
+
+
+@pytest.mark.parametrize("mode", ["O2", "freezing"])
+def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
+    """Freezing: each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie."""
+    options = CompileConfig.parse(mode).lowering_options("cuda")
+    payload = _lowered(tmp_path, [*FROZEN], options)["shortened"]
+    code = _code(payload)
+    call = code.partition("def call(")[2].partition("runner = ")[0]
+    copies = re.findall(r"(buf\d+) = empty_strided_cuda\(\(128, \d+, 3, 3\)", call)
+    weights = re.findall(r"extern_kernels.convolution\(buf\d+, (.*?), stride=", call)
+    assert len(weights) == 4 and weights.count("arg10_1" if mode == "O2" else "arg8_1") == 1, "1x1"
+    if mode == "O2":
+        assert len(copies) == 3 and not (payload / "before").exists()
+        return
+    laid = r"reinterpret_tensor\(arg1[01]_1, \(128, (\d+), 3, 3\), \(\d+, 1, \d+, \1\), 0\)"
+    assert not copies and sum(re.fullmatch(laid, weight) is not None for weight in weights) == 3
+    told = json.loads((payload / "preparation.json").read_text())
+    assert told["takes"] == [2, 8] and told["gives"] == 2 and not {2, 8} & set(told["keeps"])
+    before = _code(payload / "before").partition("def call(")[2].partition("runner = ")[0]
+    assert before.count(".run(") == before.count("empty_strided_cuda((128, 3, 3, ") == 2
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from probe import Probe, block_of
 from torch.nn import functional
 
-from nexfort_engine import lower
+from nexfort_engine import lower, prepared
+from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.passes import split
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
 from nexfort_engine.passes.group_norm import by_channels, group_norms
+from nexfort_engine.passes.inner_weights import inner_weights
 from nexfort_engine.passes.linear_gelu import linear_gelus
 from nexfort_engine.passes.upsampling import inner_channels, upsamplings
 
@@ -267,3 +269,75 @@ def test_both_forms_are_rewritten_in_16_bits() -> None:
     assert gelus(graph) == 2 and gelus(graph) == 0
     graph.recompile()
     assert torch.allclose(graph(x)[0], wanted[0], atol=2e-2)
+
+
+# ---- weights of convolutions -----------------------------------------------------------------------------------------
+
+
+class Convolved(torch.nn.Module):
+    """Convolutions whose weights are of every kind, one of them used twice; results are looked at and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        two = torch.nn.Conv2d
+        self.wide, self.thin, self.small = two(8, 16, 3, padding=1), two(16, 16, 1), two(16, 2, 3)
+        self.tall, self.each, self.line = two(16, 16, (3, 1)), two(16, 16, 3, groups=16), torch.nn.Conv1d(16, 16, 3)
+        self.inner = two(16, 16, 3, padding="same").to(memory_format=torch.channels_last)
+        self.same, self.back = two(16, 16, 3, padding="same"), torch.nn.ConvTranspose2d(16, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.inner(self.same(self.same(self.thin(self.wide(x)))))
+        more = functional.conv2d(h, self.wide.weight.to(torch.float64).to(torch.float32).mT, padding=1, groups=2)
+        return (
+            h,
+            h.view(h.shape[0], 16, -1).sum(2),
+            self.back(h),
+            self.tall(h),
+            self.each(h),
+            self.line(h.flatten(2)),
+            more,
+        )
+
+
+def test_weights_of_convolutions_are_laid_out_where_their_kernels_would_copy_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each; not 1x1, of single channels, in one dimension, small, or laid out already. Results lie as they did."""
+    monkeypatch.setattr(prepared, "LEAST", 500)
+    block = Convolved().eval().requires_grad_(False)
+    captured = Probe(block, torch.randn(2, 8, 10, 12)).captured
+    assert inner_weights(captured.graph) == 5, "wide, same, tall, back, and the one that is computed"
+    taken = prepared.take_out(captured.graph, captured.lasting)
+    assert taken is not None and taken.gives == 5
+    left = [node for node in captured.graph.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert not left, "all of it is done ahead"
+    options = {"nexfort.inner_weights": True, "nexfort.prepare": True}
+    found = Probe(block, torch.randn(2, 8, 10, 12)).captured
+    lower.lower(found, tmp_path / "payload", options)
+    code = lower.load(tmp_path / "payload", options, [], len(found.weights))
+    assert isinstance(code, prepared.PreparingCode)
+    weights = [WeightSlots(block).read()[i] for i in found.weights]
+    laid = code.prepare(weights)
+    assert sorted(tuple(t.shape) for t in laid) == sorted(
+        [(16, 3, 3, 8), (16, 3, 3, 16), (16, 3, 1, 16), (16, 3, 3, 8), (16, 3, 3, 8)]
+    ) and all(t.is_contiguous() for t in laid)
+    for sizes in ((2, 8, 10, 12), (1, 8, 7, 5), (3, 8, 16, 16)):
+        x = torch.randn(sizes)
+        for result, wanted in zip(code.run([*weights, x], laid), block(x), strict=True):
+            assert error(result, wanted.double()) < 1e-5 and result.stride() == wanted.stride()
+
+
+def test_a_weight_that_the_graph_writes_to_is_read_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "LEAST", 1)
+
+    def changed(b: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = b.weight * 2
+        first = functional.conv2d(x, weight)
+        weight.view(-1)[:8].mul_(3)
+        return first + functional.conv2d(x, weight) + functional.conv2d(x, b.weight)
+
+    block = block_of(changed, weight=torch.nn.Parameter(torch.randn(4, 4, 3, 3), requires_grad=False))
+    probe = Probe(block, torch.randn(2, 4, 6, 6))
+    assert inner_weights(probe.captured.graph) == 1
+    probe.captured.graph.recompile()
+    probe.agrees(torch.randn(2, 4, 6, 6))

@@ -225,7 +225,7 @@ def test_a_layer_is_spared_if_all_of_its_weights_are() -> None:
 class Host:
     """A lender that lends nothing, and says what its weights are."""
 
-    signs, copies, hidden = (), frozenset(), {}
+    signs, copies, hidden, says = (), frozenset(), {}, True
 
     def __init__(self) -> None:
         self.said: Any = "one"
@@ -249,10 +249,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, list[int]]:
     """An engine of two blocks, its host, and the numbers of the blocks that were prepared."""
-    own, prepare, made = CompileConfig.lowering_options, Binding.prepare, []
-    monkeypatch.setattr(
-        CompileConfig, "lowering_options", lambda self, device: {**own(self, device), "nexfort.prepare": True}
-    )
+    prepare, made = Binding.prepare, []
     host, root = Host(), Both()
 
     def counted(self: Binding, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -260,7 +257,7 @@ def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, l
         return prepare(self, weights)
 
     monkeypatch.setattr(Binding, "prepare", counted)
-    return Engine(root, CompileConfig.parse(None), store, lender=host), host, made  # type: ignore[arg-type]
+    return Engine(root, CompileConfig.parse("freezing"), store, lender=host), host, made  # type: ignore[arg-type]
 
 
 def agrees(engine: Engine, seed: int = 0) -> bool:
@@ -294,6 +291,20 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     assert any("not given back (RuntimeError: Fault failed)" in note for note in engine.report.as_dict()["notes"]) is (
         not capturing
     )
+
+
+@pytest.mark.parametrize("host", [None, Host()], ids=["no host", "one that never says"])
+def test_where_nobody_says_when_weights_change_the_artefact_is_what_it_is_without(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if host is not None:
+        monkeypatch.setattr(host, "says", False, raising=False)
+    kept = Store(tmp_path)
+    frozen, plain = (Engine(Both(), CompileConfig.parse(mode), kept, lender=host) for mode in ("freezing", "O2"))
+    assert agrees(frozen) and not any(binding.prepares for region in frozen.regions for binding in region.bindings)
+    assert [row["token"] for row in frozen.report.as_dict()["inactive"]] == ["freezing"]
+    assert agrees(plain) and plain.report.as_dict()["artefacts_compiled"] == 0
+    assert not plain.report.as_dict()["inactive"]
 
 
 def test_they_are_made_once_for_each_block(made: tuple[Engine, Host, list[int]]) -> None:

@@ -76,8 +76,7 @@ def cache_root() -> Path:
 def attach(patcher: Any, config: CompileConfig) -> Any:
     """A clone of a model patcher whose network runs compiled. Nothing is compiled before its first step.
 
-    Returns the patcher itself where compiling is switched off. Raises TypeError for what is no model patcher and
-    ValueError where the config asks for frozen weights.
+    Returns the patcher itself where compiling is switched off. Raises TypeError for what is no model patcher.
     """
     if not hasattr(patcher, "add_wrapper_with_key") or getattr(patcher, "model", None) is None:
         raise TypeError(
@@ -89,7 +88,6 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
             f"Nexfort Compile Model got a {type(patcher.model).__qualname__}, which holds no diffusion model; connect "
             "the MODEL output of a checkpoint or diffusion model loader"
         )
-    config.refuse_freezing("a ComfyUI model")
     if config.disable or flags.disabled():
         return patcher
     from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -185,7 +183,6 @@ def attach_vae(vae: Any, config: CompileConfig) -> Any:
     model = getattr(vae, "first_stage_model", None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"Nexfort Compile VAE got a {type(vae).__qualname__}, expected the VAE output of a loader node")
-    config.refuse_freezing("a ComfyUI VAE")
     if config.disable or flags.disabled():
         return vae
     original = model.uncompiled() if hasattr(model, "uncompiled") else model  # type: ignore[operator]

@@ -38,14 +38,13 @@ def attach_control(control: Any, config: CompileConfig) -> Any:
     """A copy of a control net whose networks run compiled; the one that comes in stays as it is.
 
     Nothing is compiled before its first step. Returns the control net itself where compiling is switched off. Raises
-    TypeError for what is no control net, ValueError where the config asks for frozen weights.
+    TypeError for what is no control net.
     """
     if not all(callable(getattr(control, name, None)) for name in ("copy", "pre_run", "get_control")):
         raise TypeError(
             f"Nexfort Compile ControlNet got a {type(control).__qualname__}, expected the CONTROL_NET output of a "
             "loader node"
         )
-    config.refuse_freezing("a ComfyUI control net")
     if config.disable or flags.disabled():
         return control
     copied = control.copy()
@@ -134,7 +133,7 @@ class _Maker:
 
     def __init__(self, name: str, config: CompileConfig) -> None:
         self.name, self.config = name, config
-        self.report = Report(config, str(comfy.cache_root()))
+        self.report = Report(config.untold(), str(comfy.cache_root()))
         self._known = Known()
         self._verify_due = False
         comfy.tell_of(self)

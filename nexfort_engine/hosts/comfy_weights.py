@@ -44,6 +44,7 @@ class ComfyWeights:
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
         self._own_casts = OwnCasts(self.hidden)
+        self.says = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
     def version(self) -> Hashable:
         """What ComfyUI notes of the patches that the weights were loaded with. None where hooks change them as well."""

@@ -3,7 +3,8 @@
 
 One operator a file: its kernels, the same in plain torch beside them (`reference`, which is also what runs where a
 graph is not lowered for a GPU), and how it is lowered: Inductor calls the kernels on the tensors as they lie in memory,
-so they are part of an artefact as its own are. A pass puts the operator in a graph (passes/). Nothing here imports
+so they are part of an artefact as its own are. One has no kernel, because all it says is how a weight lies
+(innermost_weight.py). A pass puts the operator in a graph (passes/). Nothing here imports
 Triton before a graph is lowered for a GPU.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from . import group_factors, narrow_attention
+from . import group_factors, innermost_weight, narrow_attention
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def known_to_inductor() -> Iterator[None]:
     """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
     from torch._inductor.lowering import lowerings
 
-    ours = {**group_factors.lowerings(), **narrow_attention.lowerings()}
+    ours = {**group_factors.lowerings(), **innermost_weight.lowerings(), **narrow_attention.lowerings()}
     added = {operator: lower for operator, lower in ours.items() if operator not in lowerings}
     with ExitStack() as stack:
         for operator, lower in added.items():

@@ -19,6 +19,7 @@ from ..attention import operator
 from ..quant.precision import low_precision
 from .gelu import gelus
 from .group_norm import LaidOut, group_norms
+from .inner_weights import inner_weights
 from .linear_gelu import linear_gelus
 from .measured_attention import measured_attentions, quantised_attentions
 from .narrow_attention import narrow_attentions
@@ -29,6 +30,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "group_norm": group_norms,
     "inner_channels": inner_channels,
     "upsample": upsamplings,
+    "inner_weights": inner_weights,
     "low_precision": low_precision,
     "linear_gelu": linear_gelus,  # of those that are not brought to low precision
     "gelu": gelus,

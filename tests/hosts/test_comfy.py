@@ -140,13 +140,12 @@ def test_reports_name_every_engine_that_is_alive(patcher: Any) -> None:
     assert found == [type(patcher.model).__name__]
 
 
-def test_freezing_is_refused_with_the_reason(patcher: Any) -> None:
+def test_freezing_is_told_to_have_no_effect_where_nothing_is_kept(patcher: Any) -> None:
     config = CompileConfig.parse("O2:freezing")
-    with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI model weights can change.*expected.*'O2'"):
-        host.attach(patcher, config)
-    with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI VAE"):
-        host.attach_vae(vae(taesd(4)), config)
-    assert_clean(patcher)
+    of_vae = host.attach_vae(vae(taesd(4)), config).first_stage_model.report.as_dict()
+    (row,) = of_vae["inactive"]
+    assert row["token"] == "freezing" and "ComfyUI's MODEL" in row["reason"] and of_vae["config"]["mode"] == config.mode
+    assert not report(host.attach(patcher, config))["inactive"]
 
 
 def test_switched_off_it_gives_back_what_it_gets(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,17 @@ def test_what_is_no_control_net_is_refused(value: object) -> None:
         comfy_control.attach_control(value, CONFIG)
 
 
-def test_freezing_is_refused_and_switched_off_it_gives_back_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_freezing_is_told_to_have_no_effect(name: str) -> None:
+    compiled = comfy_control.attach_control(KINDS[name][0](), CompileConfig.parse("O2:freezing"))
+    found = comfy_control.report_of(compiled)
+    assert found is not None
+    (row,) = found.as_dict()["inactive"]
+    assert row["token"] == "freezing" and "ComfyUI's MODEL" in row["reason"]
+
+
+def test_switched_off_it_gives_back_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = control_nets.t2i()
-    with pytest.raises(ValueError, match=r"'freezing'.*a ComfyUI control net weights can change"):
-        comfy_control.attach_control(plain, CompileConfig.parse("O2:freezing"))
     assert comfy_control.attach_control(plain, CompileConfig.parse({"disable": True})) is plain
     pair, _ = begun("t2i")
     calls = pair.report.as_dict()["calls"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are packed once and kept, in ComfyUI: a LoRA, its strength and hooks are seen as if none were kept.
+"""Weights packed or laid out once and kept, in ComfyUI: a LoRA, its strength and hooks are seen as if none were kept.
 
-Where ComfyUI keeps the weights elsewhere, it is not asked again for those that are kept packed.
+Where ComfyUI keeps the weights elsewhere, it is not asked again for those that are kept so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from card_memory import PAGE, loaded_in_part, unload
-from kept_weights import FP8_ERROR, O3, PACKED, Elsewhere, Paged, engine_of, is_packed, kept, packing_flux
-from patchers import distance, sample, with_lora
+from kept_weights import KINDS, Elsewhere, Kind, Paged, engine_of, kept, packing_flux
+from patchers import CONFIG, distance, sample
 
 from nexfort_engine import dispatch, loans
 from nexfort_engine.engine import Engine
@@ -25,22 +25,44 @@ from nexfort_engine.hosts.comfy_weights import ComfyWeights
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
 
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture
-def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
+def patcher(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return kind.made(monkeypatch)
+
+
+@pytest.fixture
+def flux(monkeypatch: pytest.MonkeyPatch) -> Any:
     return packing_flux(monkeypatch)
 
 
+def test_in_full_precision_the_picture_is_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = KINDS["laid out"]
+    patcher = kind.made(monkeypatch)
+    without, frozen = host.attach(patcher, CONFIG), host.attach(patcher, kind.config)
+    for changed in (lambda one: one, kind.changed, lambda one: one):
+        assert distance(sample(changed(frozen)), sample(changed(without))) < 1e-5
+    engines = patcher.model.diffusion_model.__dict__[host._ENGINES]
+    assert not any(b.prepares for region in engines[CONFIG].regions for b in region.bindings)
+    assert all(b.kept for region in engines[kind.config].regions for b in region.bindings if b.prepares)
+    assert not engines[kind.config].report.as_dict()["inactive"]
+
+
 def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
-    patcher: Any, monkeypatch: pytest.MonkeyPatch
+    patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clone = host.attach(patcher, O3)
+    clone = host.attach(patcher, kind.config)
     first = sample(clone)
     before = kept(clone)
-    assert before and all(before) and distance(first, sample(patcher)) < FP8_ERROR
+    assert before and all(before) and distance(first, sample(patcher)) < kind.error
     assert torch.equal(sample(clone), first) and kept(clone) == before, "made once"
     results = {}
     for strength in (0.0, 0.5, 1.0):
-        changed = with_lora(clone, strength, size=0.2)
+        changed = kind.changed(clone, strength)
         results[strength] = sample(changed)
         assert torch.equal(sample(changed), results[strength])
         assert not set(kept(clone)) & set(before), "made again"
@@ -50,11 +72,11 @@ def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
             assert torch.equal(sample(changed), results[strength]), "as if nothing were kept"
             assert not any(kept(clone))
     assert torch.equal(results[0.0], first)
-    assert distance(results[0.5], first) > FP8_ERROR and distance(results[1.0], results[0.5]) > FP8_ERROR / 2
+    assert distance(results[0.5], first) > kind.error and distance(results[1.0], results[0.5]) > kind.error / 2
     assert torch.equal(sample(clone), first), "and the model without it is what it was"
 
 
-def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any) -> None:
+def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any, kind: Kind) -> None:
     version = ComfyWeights(patcher.model).version
     import comfy.model_management as management
 
@@ -63,7 +85,7 @@ def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any) -> N
     patcher.model.current_patcher = patcher
     said = version()
     assert said is not None and version() == said
-    changed = with_lora(patcher, 0.5, size=0.2)
+    changed = kind.changed(patcher, 0.5)
     management.load_models_gpu([changed])
     patcher.model.current_patcher = changed
     assert version() not in (None, said)
@@ -73,10 +95,10 @@ def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any) -> N
     patcher.model.current_patcher = None
 
 
-def test_what_is_kept_goes_with_the_model(patcher: Any) -> None:
+def test_what_is_kept_goes_with_the_model(patcher: Any, kind: Kind) -> None:
     import comfy.model_management as management
 
-    clone = host.attach(patcher, O3)
+    clone = host.attach(patcher, kind.config)
     for last in (clone, patcher):
         sample(clone)
         sample(last)
@@ -89,20 +111,20 @@ def test_what_is_kept_goes_with_the_model(patcher: Any) -> None:
 
 
 @pytest.fixture(params=["all pages stay", "few pages stay"])
-def paged(request: pytest.FixtureRequest, patcher: Any, monkeypatch: pytest.MonkeyPatch) -> Paged:
+def paged(request: pytest.FixtureRequest, patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Paged:
     """Under dynamic VRAM, on a card with much room and with little."""
-    found = Paged(patcher, monkeypatch)
+    found = Paged(patcher, monkeypatch, kind)
     if request.param == "few pages stay":
         found.memory.fits = 2 * PAGE
     return found
 
 
-def test_the_host_is_not_asked_again_for_what_is_kept_packed(paged: Paged) -> None:
+def test_the_host_is_not_asked_again_for_what_is_kept(paged: Paged, kind: Kind) -> None:
     first, asked = paged.sampled()
-    assert PACKED in asked and all(kept(paged.clone))
+    assert kind.one in asked and all(kept(paged.clone))
     again, asked_again = paged.sampled()
     assert torch.equal(again, first)
-    assert not [name for name in asked_again if is_packed(name)]
+    assert not asked_again & paged.kept
     assert not +paged.memory.pins, "what was taken out is given back"
 
 
@@ -119,11 +141,11 @@ def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: py
     assert all(kept(paged.clone)) and not set(kept(paged.clone)) & set(made)
 
 
-def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = paged.sampled()
-    changed = with_lora(paged.clone, 1.0, size=0.2)
+    changed = kind.changed(paged.clone)
     found, asked = paged.sampled(changed)
-    assert PACKED in asked and distance(found, first) > FP8_ERROR
+    assert kind.one in asked and distance(found, first) > kind.error
     assert torch.equal(paged.sampled(changed)[0], found)
     with monkeypatch.context() as patch:
         patch.setattr(ComfyWeights, "version", lambda _: None)
@@ -138,36 +160,36 @@ def test_pages_of_what_is_kept_packed_may_go(paged: Paged) -> None:
     before = kept(paged.clone)
     again, asked = paged.sampled()
     assert torch.equal(again, first)
-    assert kept(paged.clone) == before and not any(map(is_packed, asked))
+    assert kept(paged.clone) == before and not asked & paged.kept
 
 
-def test_what_is_kept_lasts_from_picture_to_picture(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_lasts_from_picture_to_picture(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """ComfyUI's dynamic patcher makes tiny weights anew in each load, which no packed one is made of."""
     import comfy.utils
 
-    found = Paged(patcher, monkeypatch)
-    norms = [(name, sub) for name, sub in patcher.model.named_modules() if name.endswith("norm")]
+    found = Paged(flux, monkeypatch)
+    norms = [(name, sub) for name, sub in flux.model.named_modules() if name.endswith("norm")]
     tiny = [name for name, sub in norms if getattr(sub, "weight", None) is not None]
 
     def load_again() -> None:
         for name in tiny:
-            layer = comfy.utils.get_attr(patcher.model, name)
+            layer = comfy.utils.get_attr(flux.model, name)
             layer.__dict__.pop("_v", None)
-            comfy.utils.set_attr_param(patcher.model, f"{name}.weight", layer.weight.clone())
+            comfy.utils.set_attr_param(flux.model, f"{name}.weight", layer.weight.clone())
 
     load_again()
     found.sampled()
     before = kept(found.clone)
     load_again()
     _, asked = found.sampled()
-    assert tiny and kept(found.clone) == before and not any(map(is_packed, asked))
+    assert tiny and kept(found.clone) == before and not asked & found.kept
 
 
 def test_what_is_fetched_for_each_call_is_not_kept_where_nothing_gives_way(
-    patcher: Any, monkeypatch: pytest.MonkeyPatch
+    patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without dynamic VRAM a model that does not fit leaves no more room than a step needs."""
-    found = Elsewhere(patcher, monkeypatch)
+    found = Elsewhere(patcher, monkeypatch, kind)
     lend = ComfyWeights.lend
 
     def for_this_call(*args: Any) -> Any:
@@ -179,16 +201,16 @@ def test_what_is_fetched_for_each_call_is_not_kept_where_nothing_gives_way(
     with loaded_in_part(0.0):
         first, _ = found.sampled()
         again, asked = found.sampled()
-        assert torch.equal(again, first) and PACKED in asked and not any(kept(found.clone))
+        assert torch.equal(again, first) and kind.one in asked and not any(kept(found.clone))
         monkeypatch.setattr(ComfyWeights, "room", lambda *_: 1 << 40)
         assert torch.equal(found.sampled()[0], first) and all(kept(found.clone))
         again, asked = found.sampled()
-        assert torch.equal(again, first) and not any(map(is_packed, asked))
+        assert torch.equal(again, first) and not asked & found.kept
         unload()
 
 
-def test_only_layers_that_code_can_do_without_are_left_out(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Paged(patcher, monkeypatch)
+def test_only_layers_that_code_can_do_without_are_left_out(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Paged(flux, monkeypatch)
     found.sampled()
     region = next(r for r in engine_of(found.clone).regions if r.path == "double_blocks.0")
     (binding,) = region.bindings
@@ -206,10 +228,10 @@ def test_only_layers_that_code_can_do_without_are_left_out(patcher: Any, monkeyp
         assert region._stand_ins(binding, weights) is loans.NO_STAND_INS
 
 
-def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = patcher.model.diffusion_model.double_blocks
+def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = flux.model.diffusion_model.double_blocks
     other.img_mlp[0] = one.img_mlp[0]
-    found = Paged(patcher, monkeypatch)
+    found = Paged(flux, monkeypatch)
     found.sampled()
     engine = engine_of(found.clone)
     first, second = [r for r in engine.regions if r.path.startswith("double_blocks")]
@@ -223,31 +245,32 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(patcher: Any, m
 
 
 @pytest.fixture
-def roomy(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> Paged:
+def roomy(patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Paged:
     """Under dynamic VRAM, on a card with much room."""
-    return Paged(patcher, monkeypatch)
+    return Paged(patcher, monkeypatch, kind)
 
 
-def test_pages_of_what_is_kept_packed_are_given_back_once(roomy: Paged) -> None:
+def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> None:
     memory = roomy.memory
     first, asked = roomy.sampled(steps=1)
-    assert PACKED in asked and len(memory.given_back) == 1
+    assert kind.one in asked and len(memory.given_back) == 1
     left = set(memory.resident)
     assert memory.given_back[0] == PAGE * (len(memory.filled) - len(left))
     _, asked = roomy.sampled(steps=3)
-    assert asked and roomy.pages_of(asked) == left == memory.resident, "all that is asked for still, and only that"
+    assert asked and roomy.pages_of(asked) <= left == memory.resident, "all that is asked for still"
+    assert left <= roomy.others, "and nothing of what is kept"
     assert torch.equal(roomy.sampled(steps=1)[0], first)
     assert set(memory.filled.values()) == {1}, "nothing was read again"
     assert len(memory.given_back) == 1 and not +memory.pins
 
 
-def test_a_lora_has_pages_given_back_once_more(roomy: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = roomy.memory
     first, _ = roomy.sampled()
     left = set(memory.resident)
-    changed = with_lora(roomy.clone, 1.0, size=0.2)
+    changed = kind.changed(roomy.clone)
     found, asked = roomy.sampled(changed)
-    assert PACKED in asked and len(memory.given_back) == 2 and memory.resident == left
+    assert kind.one in asked and len(memory.given_back) == 2 and memory.resident == left
     assert torch.equal(roomy.sampled(changed)[0], found) and len(memory.given_back) == 2
     with monkeypatch.context() as patch:
         patch.setattr(ComfyWeights, "version", lambda _: None)
@@ -258,9 +281,9 @@ def test_a_lora_has_pages_given_back_once_more(roomy: Paged, monkeypatch: pytest
     assert len(memory.given_back) == 3 and memory.resident == left
 
 
-def test_pages_of_another_model_stay(roomy: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_another_model_stay(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = roomy.sampled()
-    other = Paged(packing_flux(monkeypatch), monkeypatch)
+    other = Paged(kind.made(monkeypatch), monkeypatch, kind)
     left, given_back = set(roomy.memory.resident), list(roomy.memory.given_back)
     assert torch.equal(other.sampled()[0], wanted) and len(other.memory.given_back) == 1
     assert roomy.memory.resident == left and roomy.memory.given_back == given_back
@@ -268,15 +291,15 @@ def test_pages_of_another_model_stay(roomy: Paged, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("why", ["nobody can say", "no room", "memory was short", "all code needs them"])
-def test_without_packed_weights_that_are_kept_no_page_is_given_back(
-    roomy: Paged, monkeypatch: pytest.MonkeyPatch, why: str
+def test_where_nothing_is_kept_no_page_is_given_back(
+    roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "nobody can say":
         monkeypatch.setattr(ComfyWeights, "version", lambda _: None)
     elif why == "no room":
         monkeypatch.setattr(dispatch, "room_for", lambda *_: False)
     elif why == "memory was short":
-        host.engine_for(roomy.clone.model.diffusion_model, O3, roomy.clone.model).keeps = False
+        host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).keeps = False
     else:
         monkeypatch.setattr(loans.Layers, "stand_ins", lambda *_: {})
     roomy.sampled(steps=3)
@@ -299,7 +322,8 @@ def test_what_was_let_go_of_before_the_step_ended_is_not_given_back(
 
 def test_a_step_that_did_not_end_is_made_up_for(roomy: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(roomy.clone.model.diffusion_model.final_layer, "forward", _interrupted)
+        *_, last = roomy.clone.model.diffusion_model.children()
+        patch.setattr(last, "forward", _interrupted)
         roomy.sampled()
     assert any(kept(roomy.clone)) and not roomy.memory.given_back and not +roomy.memory.pins
     roomy.sampled()
@@ -347,10 +371,13 @@ def test_eager_code_leaves_no_pages_behind(roomy: Paged, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("place", ["resident", "offloaded", "paged"])
 def test_a_function_on_a_weight_is_asked_in_each_call(
-    place: str, patcher: Any, monkeypatch: pytest.MonkeyPatch
+    place: str, patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Paged(patcher, monkeypatch) if place == "paged" else Elsewhere(patcher, monkeypatch)
-    layers = [sub for name, sub in patcher.model.named_modules() if "double_blocks.0" in name and is_packed(name)]
+    found = Paged(patcher, monkeypatch, kind) if place == "paged" else Elsewhere(patcher, monkeypatch, kind)
+    block = kind.one[: kind.one.index(".", kind.one.index(".") + 1)]
+    layers = [
+        sub for n, sub in patcher.model.diffusion_model.named_modules() if n.startswith(block) and n in found.kept
+    ]
     factor = [1.0]
 
     def told_nobody(weight: torch.Tensor) -> torch.Tensor:
@@ -372,15 +399,15 @@ def test_a_function_on_a_weight_is_asked_in_each_call(
             given, _ = found.sampled()
             engine_of(found.clone).release()
             wanted, _ = found.sampled()
-            assert torch.equal(given, wanted) and distance(given, first) > FP8_ERROR
+            assert torch.equal(given, wanted) and distance(given, first) > kind.error
         unload()
 
 
 # ---- who else needs the memory -------------------------------------------------------------------------------
 
 
-def test_what_stands_in_goes_with_the_model(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Paged(patcher, monkeypatch)
+def test_what_stands_in_goes_with_the_model(patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Paged(patcher, monkeypatch, kind)
     found.sampled()
     found.sampled()
     bindings = [binding for region in engine_of(found.clone).regions for binding in region.bindings if binding.kept]
@@ -391,12 +418,12 @@ def test_what_stands_in_goes_with_the_model(patcher: Any, monkeypatch: pytest.Mo
     assert not [one for one in held if one() is not None]
 
 
-def test_another_model_gives_way(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_gives_way(patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody takes a model under dynamic VRAM off the device for another one."""
-    first = Paged(patcher, monkeypatch)
+    first = Paged(patcher, monkeypatch, kind)
     wanted, _ = first.sampled()
     assert all(kept(first.clone))
-    second = host.attach(packing_flux(monkeypatch), O3)
+    second = host.attach(kind.made(monkeypatch), kind.config)
     monkeypatch.setattr(dispatch, "room_for", lambda *_: not any(kept(first.clone)))
     sample(second)
     assert all(kept(second)) and not any(kept(first.clone))

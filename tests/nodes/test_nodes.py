@@ -208,7 +208,7 @@ def test_options_text_replaces_the_widgets_it_names(
 @pytest.mark.parametrize("name", COMPILE)
 @pytest.mark.parametrize(
     "options",
-    ["{", "{'mode': 'O2'}", "[1]", "3", '{"mod": "O2"}', '{"mode": "O9"}', "freezing", "O2:freezing"],
+    ["{", "{'mode': 'O2'}", "[1]", "3", '{"mod": "O2"}', '{"mode": "O9"}'],
 )
 def test_bad_options_are_one_sentence(
     plugin: types.ModuleType, handed: list[tuple[Any, CompileConfig]], name: str, options: str
