@@ -306,6 +306,14 @@ class Limits:
         self._env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
         self._known = len(self._env.guards) if self._env is not None else 0
 
+    def equalities(self) -> list[str]:
+        """What was taken to be equal from here on, as conditions have it: by passes, whose code is not eager's."""
+        import sympy
+
+        # as they were asked: to the environment both sides are one by now
+        found = [guard.expr for guard in self._env.guards[self._known :]] if self._env is not None else []
+        return list(dict.fromkeys(_print(expr) for expr in found if isinstance(expr, sympy.Eq)))
+
     def texts(self) -> list[str]:
         """The relations, as conditions have them."""
         import sympy

@@ -46,6 +46,7 @@ OPTIONS: dict[str, type] = {
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
     "fuse.linear_gelu": bool,
+    "fuse.rotary": bool,
     "quant.keep_weights": bool,
     "quant.attention": bool,
     "attention.measure": bool,
@@ -79,7 +80,7 @@ _LOWERING_TOKENS = ("low-precision",)
 _RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME)
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "rotary")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {
