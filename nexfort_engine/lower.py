@@ -203,7 +203,7 @@ def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
     free = Conditions(**conditions).unbound()
     if free:
         raise LoweringFailed(
-            f"what its code takes for granted about sizes cannot be checked, as no input has these alone: {sorted(free)}"
+            f"what its code takes for granted about sizes cannot be checked: no input has these alone: {sorted(free)}"
         )
 
 

@@ -96,6 +96,9 @@ def rotaries(module: GraphModule) -> int:
         if all(one == other for one, other in sizes):  # asked, and so guarded
             _put(turn.node, [_written(turn, number) for number in range(len(turn.turned))])
             found += 1
+            for x in dict.fromkeys(turn.turned):
+                if not x.users and x.target is aten.cat.default:  # its parts were turned
+                    module.graph.erase_node(x)
     return found
 
 
@@ -158,16 +161,15 @@ def _equal(x: torch.Tensor, table: torch.Tensor) -> list[tuple[Any, Any]]:
 
     A table's size of 1 is for any of x.
     """
-    before = table.shape[:-3]
-    beside = zip(x.shape[x.dim() - 1 - len(before) : -1], before, strict=True)
+    beside = zip(x.shape[:-1], table.shape[:-3], strict=True)
     matrices = zip((x.shape[-1] // 2, 2, 2), table.shape[-3:], strict=True)
     return [*((one, other) for one, other in beside if fixed(other) != 1), *matrices]
 
 
 def _unlike(x: torch.Tensor, table: torch.Tensor, alone: set[Any]) -> str | None:
     """Why a table (..., E/2, 2, 2) may be none for x (..., E), or None."""
-    if not 3 <= table.dim() <= x.dim() + 2:
-        return f"expected one of 3 to {x.dim() + 2} dimensions"
+    if table.dim() != x.dim() + 2:
+        return "expected two dimensions more"
     if [hint(size) for size in table.shape[-3:]] != [x.shape[-1] / 2, 2, 2]:
         return "expected a matrix of 2x2 for each pair of numbers"
     for one, other in _equal(x, table):
@@ -254,15 +256,14 @@ def _parts(x: Node) -> tuple[Sequence[Node], int]:
 
 def _split(table: Any, like: torch.Tensor, parts: Sequence[Node], dim: int) -> list[Any]:
     """The table's part for each part of what is joined along a dimension."""
-    at = dim - parts[0].meta["val"].dim() - 2  # a table has two dimensions more
-    if like.dim() + at < 0 or fixed(like.shape[at]) == 1:
+    if fixed(like.shape[dim]) == 1:
         return [table] * len(parts)
 
     def size(part: Node) -> Any:
         known = fixed(part.meta["val"].shape[dim])
         return aten.sym_size.int(Proxy(part, table.tracer), dim) if known is None else known
 
-    split = aten.split_with_sizes.default(table, list(map(size, parts)), at)
+    split = aten.split_with_sizes.default(table, list(map(size, parts)), dim)
     return [split[i] for i in range(len(parts))]
 
 
