@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .assumptions import Limits
+from .assumptions import Equalities, Limits
 from .capture import Captured
 from .choices import whole_rows
 from .conditions import Conditions
@@ -101,11 +101,11 @@ def lower_graph(
     Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)
-    asked = Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
+    equal = Equalities([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
     for name, rewrite in PASSES.items():
         if own.get(name):
             rewrite(graph)
-    agreed = asked.equalities()
+    agreed = equal.texts()
     before = take_out(graph, lasting) if own.get("prepare") else None
     if before is not None:
         _lowered(before.graph, payload / _BEFORE, options, own, each)

@@ -26,16 +26,13 @@ def replace(node: Node, written: Proxy) -> None:
 
 def fill(nodes: Iterable[Node]) -> None:
     """Give calls that passes put in their values without numbers. nodes: in order."""
-    mode: Any = None
-    with torch.no_grad():
-        for node in nodes:
-            if node.op != "call_function" or "val" in node.meta:
-                continue
+    empty = [node for node in nodes if node.op == "call_function" and "val" not in node.meta]
+    inputs = empty[0].graph.find_nodes(op="placeholder") if empty else []
+    mode = next((node.meta["val"].fake_mode for node in inputs if isinstance(node.meta["val"], FakeTensor)), None)
+    with mode or nullcontext(), torch.no_grad():
+        for node in empty:
             args, kwargs = map_arg((node.args, node.kwargs), lambda part: part.meta["val"])
-            given = [part.meta["val"] for part in node.all_input_nodes]
-            mode = next((value.fake_mode for value in given if isinstance(value, FakeTensor)), mode)
-            with mode or nullcontext():
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def fixed(size: Any) -> int | None:
