@@ -294,24 +294,40 @@ def _print(expr: Any) -> str:
 _COUNTED = 2**31 - 1
 
 
-class Limits:
-    """How large the tensors of a graph may get that is lowered from here on: what 32 bits count.
-
-    Nearly every kernel for a GPU is made for that and would read and write elsewhere beyond. The rest of what lowering
-    takes for granted about sizes chooses between equal results, as with `_guards`.
-    """
+class _Since:
+    """The guards that a graph's shape environment gets from here on. inputs: the graph's, as values without numbers."""
 
     def __init__(self, inputs: list[Any]) -> None:
         sizes = [size for value in inputs for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
         self._env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
         self._known = len(self._env.guards) if self._env is not None else 0
 
+    def _relations(self) -> list[Any]:
+        """As they were asked: afterwards both sides of an equality are one to the environment."""
+        return [guard.expr for guard in self._env.guards[self._known :]] if self._env is not None else []
+
+
+class Equalities(_Since):
+    """What passes over a graph take to be equal from here on: what they write is wrong at other sizes."""
+
     def texts(self) -> list[str]:
         """The relations, as conditions have them."""
         import sympy
 
-        if self._env is None:
-            return []
-        found = [self._env.replace(guard.expr) for guard in self._env.guards[self._known :]]
+        return list(dict.fromkeys(_print(expr) for expr in self._relations() if isinstance(expr, sympy.Eq)))
+
+
+class Limits(_Since):
+    """How large the tensors of a graph may get that is lowered from here on: what 32 bits count.
+
+    Nearly every kernel for a GPU is made for that and would read and write elsewhere beyond. The rest of what lowering
+    takes for granted about sizes chooses between equal results, as with `_guards`.
+    """
+
+    def texts(self) -> list[str]:
+        """The relations, as conditions have them."""
+        import sympy
+
+        found = [self._env.replace(expr) for expr in self._relations()] if self._env is not None else []
         limits = [expr for expr in found if isinstance(expr, sympy.Le) and expr.rhs == _COUNTED and expr.free_symbols]
         return list(dict.fromkeys(_print(expr) for expr in limits))

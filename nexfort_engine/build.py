@@ -29,7 +29,7 @@ from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
 from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
-from .passes import narrow_attention
+from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
 from .quant import precision
 from .report import named
@@ -326,6 +326,8 @@ class Builder:
             info["products"] = precision.told(captured.graph)
         if options.get("nexfort.narrow_attention"):
             info["attention"] = narrow_attention.told(captured.graph)
+        for reason in rotary.left(captured.graph) if options.get("nexfort.rotary") else ():
+            self.engine.report.note(f"in {region.kind} {reason}")
         return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:

@@ -46,6 +46,7 @@ OPTIONS: dict[str, type] = {
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
     "fuse.linear_gelu": bool,
+    "fuse.rotary": bool,
     "quant.keep_weights": bool,
     "quant.attention": bool,
     "attention.measure": bool,
@@ -80,7 +81,7 @@ _UNTOLD = (
     "MODEL"
 )
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "rotary")
 
 # Words of torch.compile and of habit that are not near their equivalent by spelling.
 _SYNONYMS = {

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
 
+from .passes.writing import fill
 from .prepared import getter
 from .repeats import Nodes, segments_of, tensors_of
 
@@ -78,7 +79,7 @@ def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
     """
     if sum(node.op == "call_function" for node in module.graph.nodes) < least:
         return None
-    _fill(module.graph)
+    fill(module.graph.nodes)
     nodes = _operators(module.graph)
     if nodes is None:
         return None
@@ -89,17 +90,6 @@ def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
 
 
 # ---- what there is to cut ------------------------------------------------------------------------------------
-
-
-def _fill(graph: Graph) -> None:
-    """Give the calls that passes put in their values without numbers."""
-    values = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    with mode or nullcontext(), torch.no_grad():
-        for node in graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda part: part.meta["val"])
-                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _operators(graph: Graph) -> list[Node] | None:

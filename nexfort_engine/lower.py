@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .assumptions import Limits
+from .assumptions import Equalities, Limits
 from .capture import Captured
 from .choices import whole_rows
 from .conditions import Conditions
@@ -101,14 +101,16 @@ def lower_graph(
     Raises LoweringFailed; whatever Inductor itself raises passes through.
     """
     own, options = split(options)
+    equal = Equalities([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
     for name, rewrite in PASSES.items():
         if own.get(name):
             rewrite(graph)
+    agreed = equal.texts()
     before = take_out(graph, lasting) if own.get("prepare") else None
     if before is not None:
         _lowered(before.graph, payload / _BEFORE, options, own, each)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
-    texts = _lowered(graph, payload, options, own, each)
+    texts = [*agreed, *_lowered(graph, payload, options, own, each)]
     if texts:
         (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     if constants:
@@ -125,7 +127,7 @@ def _lowered(
     own: Mapping[str, object],
     each: Callable[[Works], list[list[str]]],
 ) -> list[str]:
-    """Lower one graph, in pieces where it repeats itself; gives how large its tensors may get."""
+    """Lower one graph, in pieces where it repeats itself; gives what that takes for granted about sizes."""
     # begun before the pieces: what is asked of sizes is noted once, and pieces that fail have asked it too
     limits = Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
 
@@ -187,7 +189,7 @@ def _inductor(
 
 
 def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
-    """Move what says how large tensors may get from the payload to the conditions in its manifest.
+    """Move what lowering took for granted about sizes from the payload to the conditions in its manifest.
 
     Raises LoweringFailed where that cannot be checked.
     """
@@ -200,7 +202,9 @@ def take_limits(payload: Path, manifest: dict[str, Any]) -> None:
     conditions["guards"] = [*conditions["guards"], *(t for t in texts if t not in conditions["guards"])]
     free = Conditions(**conditions).unbound()
     if free:
-        raise LoweringFailed(f"its kernels count in 32 bits, and these sizes no input has alone: {sorted(free)}")
+        raise LoweringFailed(
+            f"what its code takes for granted about sizes cannot be checked: no input has these alone: {sorted(free)}"
+        )
 
 
 def measures(options: Mapping[str, object]) -> bool:

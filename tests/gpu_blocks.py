@@ -217,14 +217,19 @@ MEASURED = CompileConfig.parse({"mode": "O2", "options": {"attention.measure": T
 
 
 def lowered(
-    folder: Path, module: str, kinds: Sequence[str] = tuple(BLOCKS), options: dict[str, object] = OPTIONS
+    folder: Path,
+    module: str,
+    kinds: Sequence[str] = tuple(BLOCKS),
+    options: dict[str, object] = OPTIONS,
+    capture: Callable[[str], Captured] = captured,
 ) -> dict[str, Path]:
     """The payload of blocks, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
     answers: queue.Queue[str | None] = queue.Queue()
     with pool.Pool(1, "cuda", None) as helpers:
         for kind in kinds:
             (folder / kind).mkdir()
-            helpers.submit(captured(kind), folder / kind, [module], options, "cuda:0", answers.put, _never)
+            one = capture(kind)
+            helpers.submit(one, folder / kind, [module, *one.modules], options, "cuda:0", answers.put, _never)
         problems = [answers.get(timeout=300) for _ in kinds]
     assert problems == [None] * len(kinds), problems
     return {kind: folder / kind / "payload" for kind in kinds}

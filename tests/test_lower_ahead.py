@@ -10,14 +10,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, FROZEN, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, lowered
+from gpu_blocks import BLOCKS, FROZEN, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
+from host_blocks import HOST_BLOCKS, host_captured
 
 from nexfort_engine import flags, lower, pool
+from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions, names
 from nexfort_engine.config import CompileConfig
 
@@ -34,12 +37,14 @@ def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
 
 
-def _lowered(folder: Path, kinds: list[str], options: dict[str, object]) -> dict[str, Path]:
+def _lowered(
+    folder: Path, kinds: list[str], options: dict[str, object], capture: Callable[[str], Captured] = captured
+) -> dict[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
         patch.setattr(pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
-        return lowered(folder, "pretended_worker", kinds, options)
+        return lowered(folder, "pretended_worker", kinds, options, capture)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -193,6 +198,66 @@ def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Pat
         _code(measured["stack"] / f"piece_{piece}").count("= torch.ops.nexfort.attention") for piece, _ in told["calls"]
     ]
     assert sum(calls) == LAYERS and told["pieces"] < LAYERS
+
+
+# ---- rotary operators of ComfyUI's blocks ----------------------------------------------------------------------------
+
+
+def _of_host(folder: Path, kinds: list[str], mode: str, *, fused: bool = True) -> dict[str, Path]:
+    config = CompileConfig.parse({"mode": mode, "options": {"fuse.rotary": fused}})
+    return _lowered(folder, kinds, config.lowering_options("cuda"), host_captured)
+
+
+@pytest.fixture(scope="module")
+def turned(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ComfyUI's blocks without their rotary operators."""
+    return _of_host(tmp_path_factory.mktemp("turned"), list(HOST_BLOCKS), "O2")
+
+
+def _launches(payload: Path) -> int:
+    """Kernels of Inductor's and calls of the rotary operators in one call of a payload's code."""
+    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    return call.count(".run(") + call.count("= torch.ops.comfy_kitchen.")
+
+
+@pytest.mark.comfy
+def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Path], tmp_path: Path) -> None:
+    """One that has a norm in it is a kernel either way."""
+    assert not [kind for kind, payload in turned.items() if "comfy_kitchen" in _code(payload)]
+    fused = {kind: _launches(payload) for kind, payload in turned.items()}
+    assert fused == {"flux_double": 11, "flux_single": 5, "wan": 7, "z_image": 6}
+    before = _of_host(tmp_path, ["flux_double", "wan"], "O2", fused=False)
+    assert {kind: _launches(payload) for kind, payload in before.items()} == {"flux_double": 14, "wan": 10}
+
+
+@pytest.mark.comfy
+def test_rotary_operators_are_fused_in_low_precision_too(comfyui: Path, tmp_path: Path) -> None:
+    """With attention in 8 bits behind, and weights that are prepared."""
+    payloads = _of_host(tmp_path, ["flux_single", "wan"], "O3")
+    assert {kind: _launches(payload) for kind, payload in payloads.items()} == {"flux_single": 7, "wan": 15}
+    for payload in payloads.values():
+        assert "comfy_kitchen" not in _code(payload) and "attend_" in _code(payload)
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("kind", HOST_BLOCKS)
+def test_sizes_that_were_taken_to_be_equal_are_conditions(kind: str, turned: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "payload"
+    shutil.copytree(turned[kind], folder)
+    manifest = {"conditions": host_captured(kind).conditions.as_json()}
+    lower.take_limits(folder, manifest)
+    taken = Conditions(**manifest["conditions"])
+    shapes = [list(one[0]) for one in HOST_BLOCKS[kind]()[1] if one is not None]
+    table = next(shape for shape in shapes if len(shape) == 6)
+    assert taken.broken(shapes) is None, "the captured call"
+    (at,) = (i for i in (1, 2) if table[i] > 1)
+    for change in (1, -1):
+        table[at] += change
+        assert "==" in (taken.broken(shapes) or ""), "another length of the table alone"
+        table[at] -= change
+    table[at] += 8
+    shapes[0][1] += 8
+    assert taken.broken(shapes) is None and taken.broken([[1, *shape[1:]] for shape in shapes]) is None
 
 
 def _code(payload: Path) -> str:

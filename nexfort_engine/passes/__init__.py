@@ -23,6 +23,7 @@ from .inner_weights import inner_weights
 from .linear_gelu import linear_gelus
 from .measured_attention import measured_attentions, quantised_attentions
 from .narrow_attention import narrow_attentions
+from .rotary import rotaries
 from .upsampling import inner_channels, upsamplings
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
@@ -31,6 +32,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "inner_channels": inner_channels,
     "upsample": upsamplings,
     "inner_weights": inner_weights,
+    "rotary": rotaries,
     "low_precision": low_precision,
     "linear_gelu": linear_gelus,  # of those that are not brought to low precision
     "gelu": gelus,

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.fx import Node, Proxy
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -18,6 +22,17 @@ def replace(node: Node, written: Proxy) -> None:
     written.node.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(written.node)
     node.graph.erase_node(node)
+
+
+def fill(nodes: Iterable[Node]) -> None:
+    """Give calls that passes put in their values without numbers. nodes: in order."""
+    empty = [node for node in nodes if node.op == "call_function" and "val" not in node.meta]
+    inputs = empty[0].graph.find_nodes(op="placeholder") if empty else []
+    mode = next((node.meta["val"].fake_mode for node in inputs if isinstance(node.meta["val"], FakeTensor)), None)
+    with mode or nullcontext(), torch.no_grad():
+        for node in empty:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda part: part.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def fixed(size: Any) -> int | None:
