@@ -136,7 +136,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     narrow = {"k8": k8, "v8": v8, "k_scale": k_scale, "v_scale": v_scale}
     launch(
         kernels.narrow_keys_values,
-        [blocks * rows, 1, 1],
+        [2 * blocks * rows, 1, 1],
         list(narrow),
         {"k": k, "v": v, **narrow, **sizes, **_strides(k, "kb", "kh", "kn"), **_strides(v, "vb", "vh", "vn")}
         | {"E": e, "W": w, "N": KEYS, "SAMPLE": _SAMPLE},

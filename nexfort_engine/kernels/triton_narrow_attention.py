@@ -38,37 +38,41 @@ def narrow_keys_values(
 ):
     """Keys as int8 (B*H, blocks, N, W) and values as e4m3 (B*H, blocks, W, N), with the scales of each block.
 
+    Every second program has a block's values, the others its keys.
+
     Some keys' mean is taken from all of them, which moves all scores of a query by the same and its softmax by nothing.
     Values lie in the order in which a warp holds its scores, so that these are multiplied where they are: place
     16a + 4q + 2j + r of a block has key 16a + 8j + 2q + r. v_scale is the logarithm to base 2 of what theirs stand for.
     """
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks
+    block = tl.program_id(0) // 2 % blocks
+    head = tl.program_id(0) // 2 // blocks
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     e = tl.arange(0, W)
-    k += b * kb + h * kh
-    v += b * vb + h * vh
     tile = (head.to(tl.int64) * blocks + block) * (N * W)
-    some = (tl.arange(0, SAMPLE).to(tl.int64) * keys) // SAMPLE
-    sampled = tl.load(k + some[:, None] * kn + e[None, :], mask=(e < E)[None, :], other=0.0)
-    mean = tl.sum(sampled.to(tl.float32), 0) / SAMPLE
     place = tl.arange(0, N)
-    key = block * N + place
-    given = (key < keys)[:, None] & (e < E)[None, :]
-    x = tl.load(k + key[:, None].to(tl.int64) * kn + e[None, :], mask=given, other=0.0).to(tl.float32)
-    x = tl.where(given, x - mean[None, :], 0.0)
-    most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), SMALLEST)
-    steps = ((x * (127.0 / most) + SUMMAND) - SUMMAND).to(tl.int8)
-    tl.store(k8 + tile + place[:, None] * W + e[None, :], steps)
-    tl.store(k_scale + head * blocks + block, most / 127.0)
-    key = block * N + place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
-    given = (key < keys)[:, None] & (e < E)[None, :]
-    y = tl.load(v + key[:, None].to(tl.int64) * vn + e[None, :], mask=given, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), SMALLEST)
-    narrow = (y * (448.0 / most)).to(tl.float8e4nv)
-    tl.store(v8 + tile + e[:, None] * N + place[None, :], tl.trans(narrow))
-    tl.store(v_scale + head * blocks + block, tl.log2(most / 448.0))
+    if tl.program_id(0) % 2 == 0:
+        k += b * kb + h * kh
+        some = (tl.arange(0, SAMPLE).to(tl.int64) * keys) // SAMPLE
+        sampled = tl.load(k + some[:, None] * kn + e[None, :], mask=(e < E)[None, :], other=0.0)
+        mean = tl.sum(sampled.to(tl.float32), 0) / SAMPLE
+        key = block * N + place
+        given = (key < keys)[:, None] & (e < E)[None, :]
+        x = tl.load(k + key[:, None].to(tl.int64) * kn + e[None, :], mask=given, other=0.0).to(tl.float32)
+        x = tl.where(given, x - mean[None, :], 0.0)
+        most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), SMALLEST)
+        steps = ((x * (127.0 / most) + SUMMAND) - SUMMAND).to(tl.int8)
+        tl.store(k8 + tile + place[:, None] * W + e[None, :], steps)
+        tl.store(k_scale + head * blocks + block, most / 127.0)
+    else:
+        v += b * vb + h * vh
+        key = block * N + place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
+        given = (key < keys)[:, None] & (e < E)[None, :]
+        y = tl.load(v + key[:, None].to(tl.int64) * vn + e[None, :], mask=given, other=0.0).to(tl.float32)
+        most = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), SMALLEST)
+        narrow = (y * (448.0 / most)).to(tl.float8e4nv)
+        tl.store(v8 + tile + e[:, None] * N + place[None, :], tl.trans(narrow))
+        tl.store(v_scale + head * blocks + block, tl.log2(most / 448.0))
 
 
 @triton.jit

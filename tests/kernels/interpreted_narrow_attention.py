@@ -23,7 +23,7 @@ def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     v8 = torch.full((rows, blocks, KEYS * w), float("nan")).to(torch.float8_e4m3fn)
     scales = torch.full((2, rows, blocks), float("nan"))
     sizes = {"keys": keys, "blocks": blocks, "heads": heads, "E": e, "W": w, "N": KEYS}
-    kernels.narrow_keys_values[(blocks * rows,)](
+    kernels.narrow_keys_values[(2 * blocks * rows,)](
         k, v, k8, v8, *scales, kb=k.stride(0), kh=k.stride(1), kn=k.stride(2),
         vb=v.stride(0), vh=v.stride(1), vn=v.stride(2), SAMPLE=64, **sizes,
     )  # fmt: skip

@@ -17,7 +17,7 @@ def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> to
     w, blocks, rows = narrow_attention.width(e), -(-keys // n), batch * heads
     k8, v8 = (torch.empty(rows, blocks, n * w, dtype=t, device="cuda") for t in (torch.int8, torch.float8_e4m3fn))
     scales = torch.empty(2, rows, blocks, device="cuda")
-    kernels.narrow_keys_values[(blocks * rows,)](
+    kernels.narrow_keys_values[(2 * blocks * rows,)](
         k, v, k8, v8, *scales, keys, blocks, heads, *k.stride()[:3], *v.stride()[:3], E=e, W=w, N=n, SAMPLE=64
     )
     out = torch.empty_like(q)
