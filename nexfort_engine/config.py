@@ -1,60 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode grammar and options -> one frozen `CompileConfig`.
+"""Mode and options, as `grammar.py` reads them -> one frozen `CompileConfig`.
 
-A config says what the user asked for and what of it changes an artefact. This file parses, names the nearest
-valid word on errors and translates to Inductor's settings by name. It does not import torch or Inductor,
-changes no setting of the process, and decides nothing about a model.
+A config says what the user asked for and what of it changes an artefact, and translates to Inductor's settings by name.
+It does not import torch or Inductor, changes no setting of the process, and decides nothing about a model.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-TOKENS: dict[str, str] = {
-    "O2": "default: fused kernels at the model's own precision, no search, any size",
-    "O3": "O2 plus low-precision",
-    "max-autotune": "search for the fastest kernels; compiles longer",
-    "max-optimize": "all fusions; with max-autotune also the finest search",
-    "cudagraphs": "replay whole steps as CUDA graphs",
-    "freezing": "fold weights ahead and keep the results while the weights stay",
-    "low-precision": "allow cheaper arithmetic",
-    "cache-all": "keep everything compiled on disk (always on)",
-    "benchmark": "let cuDNN measure its convolution algorithms",
-    "jit": "fast-compile profile: least compile time, less speed",
-    "disable-runtime-fusion": "fast-compile profile, as jit",
-    "quant": "weights that quantize_pipe packed; nothing else is needed for them",
-}
-DEFAULT_MODE = "O2"
-
-OPTIONS: dict[str, type] = {
-    "inductor.optimize_linear_epilogue": bool,
-    "triton.fuse_attention_allow_fp16_reduction": bool,
-    "overrides.conv_benchmark": bool,
-    "overrides.matmul_allow_tf32": bool,
-    "inductor.force_triton_sdpa": bool,
-    "cuda.fuse_timestep_embedding": bool,
-    "triton.cudagraphs": bool,
-    "compile.background": bool,
-    "compile.fold": bool,
-    "fuse.group_norm": bool,
-    "fuse.upsample": bool,
-    "fuse.whole_rows": bool,
-    "fuse.gelu": bool,
-    "fuse.linear_gelu": bool,
-    "fuse.rotary": bool,
-    "quant.keep_weights": bool,
-    "quant.attention": bool,
-    "attention.measure": bool,
-}
-KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
-MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
-
-EXAMPLE = '{"mode": "O2", "memory_format": "channels_last", "dynamic": true}'
+from .grammar import (
+    DEFAULT_MODE,
+    MEMORY_FORMATS,
+    OPTIONS,
+    TOKENS,
+    as_mapping,
+    check_bool,
+    check_key,
+    check_name,
+    pairs_of,
+    tokens_of,
+)
 
 # What the composite tokens stand for. cache-all is always on: the engine has no mode without its disk cache.
 _EXPANSION: dict[str, tuple[str, ...]] = {
@@ -68,12 +37,23 @@ _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 # Options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what is compiled,
 # `lowering_key` picks it up by itself.
 _INACTIVE_OPTIONS: dict[str, str] = {
-    "triton.fuse_attention_allow_fp16_reduction": "the fused attention kernel",
+    "triton.fuse_attention_allow_fp16_reduction": "an attention kernel that sums in fp16 (products can, with "
+    "overrides.matmul_allow_fp16_accumulation)",
     "inductor.force_triton_sdpa": "the fused attention kernel",
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
 _LOWERING_TOKENS = ("low-precision",)
-_RUN_TIME = ("overrides.conv_benchmark", "triton.cudagraphs", "compile.background")
+_HELD = {  # options that torch keeps for the process, by the keywords of `flags.backend_scope`
+    "conv_benchmark": "overrides.conv_benchmark",
+    "matmul_allow_tf32": "overrides.matmul_allow_tf32",
+    "matmul_allow_fp16_accumulation": "overrides.matmul_allow_fp16_accumulation",
+}
+_RUN_TIME = (
+    "overrides.conv_benchmark",
+    "overrides.matmul_allow_fp16_accumulation",
+    "triton.cudagraphs",
+    "compile.background",
+)
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `_keeps`
 
 _UNTOLD = (
@@ -82,18 +62,6 @@ _UNTOLD = (
 )
 
 _REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "rotary")
-
-# Words of torch.compile and of habit that are not near their equivalent by spelling.
-_SYNONYMS = {
-    "default": "O2",
-    "reduce-overhead": "cudagraphs",
-    "max-autotune-no-cudagraphs": "max-autotune",
-    "cuda-graphs": "cudagraphs",
-    "fp8": "quant",
-    "int8": "quant",
-    "nhwc": "channels_last",
-    "nchw": "contiguous_format",
-}
 
 
 @dataclass(frozen=True)
@@ -117,13 +85,13 @@ class CompileConfig:
         for token in self.tokens:
             check_name(token, TOKENS, "mode token")
         for key in ("dynamic", "fullgraph", "disable"):
-            _check_bool(getattr(self, key), key)
+            check_bool(getattr(self, key), key)
         if self.memory_format is not None:
             check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
         values = dict(self.options)
         for name, value in values.items():
             check_name(name, OPTIONS, "option")
-            _check_bool(value, f"option {name!r}")
+            check_bool(value, f"option {name!r}")
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))) or (DEFAULT_MODE,))
         object.__setattr__(self, "options", tuple(sorted(values.items())))
 
@@ -141,23 +109,23 @@ class CompileConfig:
         """
         if isinstance(options, CompileConfig):
             return options
-        given = _as_mapping(options)
+        given = as_mapping(options)
         fields: dict[str, Any] = {}
         for key, value in given.items():
-            _check_key(key)
+            check_key(key)
             if value is not None:  # null means "not given": torch.compile users write dynamic=None
                 fields[key] = value
         if dynamic is not None:
             fields.setdefault("dynamic", dynamic)
         if "mode" in fields:
-            fields["tokens"] = _parse_mode(fields.pop("mode"))
+            fields["tokens"] = tokens_of(fields.pop("mode"))
         if "memory_format" in fields:
             # str() turns torch.channels_last into "torch.channels_last" without importing torch here
             name = str(fields["memory_format"])
             plain = name.removeprefix("torch.")
             fields["memory_format"] = plain if plain in MEMORY_FORMATS else name
         if "options" in fields:
-            fields["options"] = _parse_options(fields["options"])
+            fields["options"] = pairs_of(fields["options"])
         return cls(**fields)
 
     @property
@@ -351,114 +319,7 @@ class CompileConfig:
 
     def backend_flags(self) -> dict[str, bool]:
         """Settings to hold while the model runs, as keywords for `flags.backend_scope`."""
-        found: dict[str, bool] = {}
-        conv = self.option("overrides.conv_benchmark", True if "benchmark" in self.tokens else None)
-        if conv is not None:
-            found["conv_benchmark"] = conv
-        tf32 = self.option("overrides.matmul_allow_tf32")
-        if tf32 is not None:
-            found["matmul_allow_tf32"] = tf32
-        return found
-
-
-def _as_mapping(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if options is None:
-        return {}
-    if isinstance(options, Mapping):
-        return options
-    if not isinstance(options, str):
-        raise ValueError(
-            f"options is a {type(options).__name__}; expected a dict, JSON text or a mode, for example {EXAMPLE}"
-        )
-    text = options.strip()
-    if not text:
-        return {}
-    if text != "null" and not re.search(r'[{}\[\]"]', text):
-        return {"mode": text}
-    loaded = _load_json(text)
-    if loaded is None:
-        return {}
-    if isinstance(loaded, str):
-        return {"mode": loaded}
-    if not isinstance(loaded, dict):
-        raise ValueError(f"options is a JSON {type(loaded).__name__}; expected an object, for example {EXAMPLE}")
-    return loaded
-
-
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        hint = "; JSON wants double quotes" if "'" in text and '"' not in text else ""
-        near = text[max(0, error.pos - 12) : error.pos + 12]
-        raise ValueError(
-            f"options is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}, "
-            f"near {near!r}{hint}; expected for example {EXAMPLE}"
-        ) from error
-    except RecursionError as error:
-        raise ValueError(f"options is nested too deeply for JSON; expected for example {EXAMPLE}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"options has the key {key!r} twice; expected each key once, so remove one of them")
-        found[key] = value
-    return found
-
-
-def _parse_mode(mode: object) -> tuple[str, ...]:
-    if not isinstance(mode, str):
-        raise ValueError(
-            f"mode is a {type(mode).__name__}; expected text of tokens joined by ':', for example "
-            f"'max-optimize:max-autotune'. All tokens: {', '.join(TOKENS)}"
-        )
-    return tuple(token.strip() for token in mode.split(":") if token.strip())
-
-
-def _parse_options(options: object) -> tuple[tuple[str, object], ...]:
-    if not isinstance(options, Mapping):
-        raise ValueError(
-            f'"options" is a {type(options).__name__}; expected an object such as '
-            f'{{"overrides.conv_benchmark": true}}. All options: {", ".join(OPTIONS)}'
-        )
-    for name in options:
-        if name in KEYS:
-            raise ValueError(
-                f'{name!r} stands inside "options"; expected one level up, beside "mode", for example {EXAMPLE}'
-            )
-    return tuple((name, value) for name, value in options.items() if value is not None)
-
-
-def _check_key(key: object) -> None:
-    if isinstance(key, str) and key in OPTIONS:
-        raise ValueError(
-            f'{key!r} is a low-level option; expected inside "options": {{"options": {{"{key}": true}}}}. '
-            f"All keys here: {', '.join(KEYS)}"
-        )
-    check_name(key, KEYS, "key")
-
-
-def _check_bool(value: object, what: str) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}, a {type(value).__name__}; expected true or false")
-
-
-def check_name(name: object, valid: Iterable[str], what: str) -> None:
-    """Raise ValueError, with the nearest valid word and all of them, unless `name` is one."""
-    words = tuple(valid)
-    if isinstance(name, str) and name in words:
-        return
-    raise ValueError(f"unknown {what} {name!r}; did you mean {_nearest(str(name), words)!r}? Valid: {', '.join(words)}")
-
-
-def _nearest(name: str, words: tuple[str, ...]) -> str:
-    """The valid word nearest to `name`: by habit first, then by spelling regardless of case, '_' and '-'."""
-    plain = name.strip().lower()
-    synonym = _SYNONYMS.get(plain.replace("_", "-"), "")
-    if synonym in words:
-        return synonym
-    folded = {word.lower().replace("_", "-"): word for word in words}
-    best = difflib.get_close_matches(plain.replace("_", "-"), list(folded), n=1, cutoff=0.0)
-    return folded[best[0]]
+        found = {name: self.option(option) for name, option in _HELD.items()}
+        if found["conv_benchmark"] is None and "benchmark" in self.tokens:
+            found["conv_benchmark"] = True
+        return {name: value is True for name, value in found.items() if value is not None}

@@ -280,9 +280,15 @@ def supported_options(options: Mapping[str, object]) -> dict[str, object]:
 
 @contextmanager
 def backend_scope(
-    *, conv_benchmark: bool | None = None, matmul_allow_tf32: bool | None = None, conv_allow_tf32: bool | None = None
+    *,
+    conv_benchmark: bool | None = None,
+    matmul_allow_tf32: bool | None = None,
+    matmul_allow_fp16_accumulation: bool | None = None,
+    conv_allow_tf32: bool | None = None,
 ) -> Iterator[None]:
-    """Hold cuDNN benchmarking and TF32 in products and convolutions at these values; None leaves one as it is.
+    """Hold what torch keeps for the process at these values; None leaves one as it is.
+
+    cuDNN's benchmarking, TF32 in products and in convolutions, and sums of products of float16 in float16.
 
     They belong to the process: a model running eagerly in another thread sees them while the block lasts.
     Where blocks overlap, the latest still open decides, and the last to leave restores what the first one
@@ -291,6 +297,7 @@ def backend_scope(
     wanted = {
         "conv_benchmark": conv_benchmark,
         "matmul_allow_tf32": matmul_allow_tf32,
+        "matmul_allow_fp16_accumulation": matmul_allow_fp16_accumulation,
         "conv_allow_tf32": conv_allow_tf32,
     }
     with ExitStack() as stack:

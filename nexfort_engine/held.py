@@ -74,6 +74,18 @@ def _write_tf32(value: bool | tuple[bool | None, str | None]) -> None:
         matmul.allow_tf32 = value
 
 
+def _read_fp16_sums() -> bool:
+    import torch
+
+    return torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _write_fp16_sums(value: bool) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_fp16_accumulation = value
+
+
 def _read_conv_tf32() -> bool | None:
     import torch
 
@@ -101,5 +113,6 @@ HELD = {
     "collection": Held(gc.isenabled, _write_collection),
     "conv_benchmark": Held(_read_cudnn, _write_cudnn),
     "matmul_allow_tf32": Held(_read_tf32, _write_tf32),
+    "matmul_allow_fp16_accumulation": Held(_read_fp16_sums, _write_fp16_sums),
     "conv_allow_tf32": Held(_read_conv_tf32, _write_conv_tf32),
 }

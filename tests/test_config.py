@@ -14,14 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexfort_engine.config import (
-    EXAMPLE,
-    KEYS,
-    MEMORY_FORMATS,
-    OPTIONS,
-    TOKENS,
-    CompileConfig,
-)
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.grammar import EXAMPLE, KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
 
 _tokens = st.lists(st.sampled_from(sorted(TOKENS)), min_size=1, max_size=16)
 _given = st.fixed_dictionaries(
@@ -62,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 18)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 19)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -392,6 +386,10 @@ def test_linear_epilogue_is_active_exactly_where_it_has_an_effect():
         ({"mode": "benchmark", "options": {"overrides.conv_benchmark": False}}, {"conv_benchmark": False}),
         ({"options": {"overrides.conv_benchmark": True}}, {"conv_benchmark": True}),
         ({"options": {"overrides.matmul_allow_tf32": True}}, {"matmul_allow_tf32": True}),
+        (
+            {"mode": "O3:benchmark", "options": {"overrides.matmul_allow_fp16_accumulation": True}},
+            {"conv_benchmark": True, "matmul_allow_fp16_accumulation": True},
+        ),
     ],
 )
 def test_backend_flags(options, flags):

@@ -172,14 +172,14 @@ def test_backend_scope_sets_and_restores():
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     with (
         pytest.raises(RuntimeError, match="inside"),
-        flags.backend_scope(conv_benchmark=True, matmul_allow_tf32=True),
+        flags.backend_scope(conv_benchmark=True, matmul_allow_tf32=True, matmul_allow_fp16_accumulation=True),
     ):
-        assert cudnn.benchmark is True and matmul.allow_tf32 is True
+        assert cudnn.benchmark is True and matmul.allow_tf32 is True and matmul.allow_fp16_accumulation is True
         with flags.backend_scope(conv_benchmark=False):
             assert cudnn.benchmark is False and matmul.allow_tf32 is True
         assert cudnn.benchmark is True
         raise RuntimeError("inside")
-    assert cudnn.benchmark is False and matmul.allow_tf32 is False
+    assert cudnn.benchmark is False and matmul.allow_tf32 is False and matmul.allow_fp16_accumulation is False
     with flags.backend_scope():
         assert cudnn.benchmark is False
 

@@ -20,7 +20,7 @@ ENGINE = ROOT / "nexfort_engine"
 # The engine's rooms from the bottom up; DESIGN.md explains them. A room imports from rooms below it and from itself.
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
-        *("config", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
+        *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
         *("conditions", "driver", "graphmemory", "held"),
     ),
     "cache": ("cache",),

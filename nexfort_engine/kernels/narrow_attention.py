@@ -2,13 +2,14 @@
 """Attention in low precision: queries and keys in int8, exponentials and values in fp8 (e4m3), sums in fp32.
 
 Two launches: keys and values are brought to 8 bits, each block of 128 with scales of its own, then attention of 64
-queries a program. A mean of some keys is taken from all of them first, which no softmax sees and which makes keys that
-have something in common as exact as others (Zhang et al., "SageAttention", 2024, which also has the choice of int8 for
-scores). Of normal numbers the result is 0.038 of its norm off, most of it from the exponentials and values.
+queries a program, or of 128 by a kernel for compute capability 9.0. A mean of some keys is taken from all of them first,
+which no softmax sees and which makes keys that have something in common as exact as others (Zhang et al.,
+"SageAttention", 2024, which also has the choice of int8 for scores). Of normal numbers the result is 0.038 of its norm
+off, by the kernel for 9.0 0.042, most of it from the exponentials and values.
 
-Microseconds so (both launches) and by torch's own choice, cuDNN (H100, torch 2.11, in a graph, 2026-11-24), heads of
-128: 2 x 12 heads of 14040 tokens 3176 and 4075, 24 of 4608 412 and 442; of 64: 2 x 5 of 9216 411 and 512, 2 x 10 of
-4096 182 and 193, 2 x 20 of 1024 32 and 32.
+Microseconds by the kernel for 9.0 (both launches) and by torch's own choice, cuDNN (H200, torch 2.11, in a graph,
+2026-11-24), heads of 128: 2 x 12 heads of 14040 tokens 2563 and 3917, 24 of 4608 351 and 396; of 64: 2 x 5 of 9216 408
+and 479, 2 x 10 of 4096 169 and 186. By the other one: 3021, 400, 415 and 182; and 2 x 20 of 1024 32 and 32 (H100).
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from .attending import HALVES, Attention, attentions, put
 from .writing import fixed
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
-# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head (H100, torch 2.11, 2026-11).
-# The kernel takes heads of others as the next of these, which was not measured.
-_HALF = {64: 430e12, 128: 595e12}
-_NARROW = {64: 545e12, 128: 740e12}
+# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head (H200, torch 2.11, 2026-11).
+# The kernel takes heads of others as the next of these, which was not measured, or, for heads of 72 and 80, is slower.
+_HALF = {64: 455e12, 128: 620e12}
+_NARROW = {64: 545e12, 128: 840e12}
 _LEAST = 0.05  # of the time it takes: sizes and cards differ by less
 
 

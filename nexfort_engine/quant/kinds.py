@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import check_name
+from ..grammar import check_name
 
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
