@@ -2,7 +2,7 @@
 """Attention in low precision: queries and keys in int8, exponentials and values in fp8 (e4m3), sums in fp32.
 
 Two launches: keys and values are brought to 8 bits, each block of 128 with scales of its own, then attention of 64
-queries a program, or of 128 by a kernel for compute capability 9.0. A mean of some keys is taken from all of them first,
+queries a program, or of 128 by one for compute capability 9.0. A mean of some keys is taken from all of them first,
 which no softmax sees and which makes keys that have something in common as exact as others (Zhang et al.,
 "SageAttention", 2024, which also has the choice of int8 for scores). Of normal numbers the result is 0.038 of its norm
 off, by the kernel for 9.0 0.042, most of it from the exponentials and values.
