@@ -18,12 +18,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 
 def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, custom_kernel=False):
-    """As torch._inductor.runtime.triton_heuristics.user_autotune, for one configuration.
+    """As torch._inductor.runtime.triton_heuristics.user_autotune, for at most one configuration.
 
     Inductor compiles what is not compiled yet, and takes every kernel for one in Triton's language: so this one is
     compiled before Inductor looks. The object is Inductor's own, which is kept with a graph and unpacked elsewhere.
     """
-    (config,) = map(config_from_dict, configs)
+    config = config_from_dict(*configs) if configs else triton.Config({})
     made = cached_autotune(
         None,
         [config],

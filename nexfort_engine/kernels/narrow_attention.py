@@ -97,24 +97,11 @@ def width(e: int) -> int:
     raise ValueError(f"heads have {e} numbers; expected at most {WIDTHS[-1]}")
 
 
-@functools.cache
-def _attend() -> Any:
-    """The kernel with how it is launched; other sizes of it, and other numbers of warps, were slower."""
-    import triton
+def _in_groups() -> Any:
+    """The kernel for cards of compute capability 9.0; it has warps of its own beside four."""
+    from .gluon_narrow_attention import attend_in_groups
 
-    from . import triton_narrow_attention as kernels
-
-    return triton.autotune(configs=[triton.Config({}, num_warps=4, num_stages=3)], key=[])(kernels.attend)
-
-
-@functools.cache
-def _attend_in_groups() -> Any:
-    """The kernel for cards of compute capability 9.0; it has warps of its own beside these four."""
-    import triton
-
-    from . import gluon_narrow_attention as kernels
-
-    return triton.autotune(configs=[triton.Config({}, num_warps=4, num_stages=1)], key=[])(kernels.attend_in_groups)
+    return attend_in_groups
 
 
 def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
@@ -147,14 +134,15 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     out = {name: lies[list(order).index(i)] for i, name in enumerate(("ob", "oh", "ol"))}
     grouped = DeviceProperties.create(q.get_device()).major == 9
     each = QUERIES_IN_GROUPS if grouped else QUERIES
+    # four warps and three stages are Triton's own: with those said Inductor would make a kernel for each call's sizes
     launch(
-        _attend(),
+        kernels.attend,
         [CeilDiv(queries, each) * rows, 1, 1],
         ["out"],
         {"q": q, **narrow, "out": made, "queries": queries, **sizes}
         | {**_strides(q, "qb", "qh", "ql"), **out}
         | {"SCALE": scale, "E": e, "W": w, "M": each, "N": KEYS},
-        _attend_in_groups() if grouped else None,
+        _in_groups() if grouped else None,
     )
     return permute(made, _back(order))
 
