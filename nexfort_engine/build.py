@@ -326,8 +326,8 @@ class Builder:
             info["products"] = precision.told(captured.graph)
         if options.get("nexfort.narrow_attention"):
             info["attention"] = narrow_attention.told(captured.graph)
-        for reason in rotary.left(captured.graph) if options.get("nexfort.rotary") else ():
-            self.engine.report.note(f"in {region.kind} {reason}")
+        if options.get("nexfort.rotary") and (left := rotary.left(captured.graph)):
+            info["notes"] = [f"in {region.kind} {reason}" for reason in left]
         return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:

@@ -22,6 +22,7 @@ from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region, device_of
+from .kernels.narrow_attention import slower
 from .modulestate import Hidden, matches_text
 from .passes import narrow_attention
 from .quant import products
@@ -79,6 +80,8 @@ class Finder:
                 info = artefact.entry.info if artefact.entry is not None else {}
                 if info.get("products") or info.get("attention"):
                     self.engine.report.precision(region.path, info.get("products", []), info.get("attention", []))
+                for note in info.get("notes", []):
+                    self.engine.report.note(note)
                 return binding, None
         return None, nearest
 
@@ -167,6 +170,8 @@ class Finder:
             options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False
         if options["nexfort.narrow_attention"] and not self.engine.config.option("quant.attention"):
             options["nexfort.narrow_attention"] = torch.cuda.get_device_capability() in narrow_attention.MEASURED
+        if options["nexfort.narrow_attention"] and device_type == "cuda" and (reason := slower()):
+            self.engine.report.note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options
 
 

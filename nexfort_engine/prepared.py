@@ -118,7 +118,10 @@ def _may_do_more(node: Node) -> bool:
 
 
 def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
-    """Those of the values that are made of a large weight, more than a look at something, and used by the rest."""
+    """Those of the values that are made of a large weight, more than a look at something, and used by the rest.
+
+    What takes more memory than what it is made of, such as a weight that is unpacked, is not worth keeping beside it.
+    """
     first: dict[Any, Node] = {}  # in each piece of memory; the others are looks at it
     used: set[Any] = set()
     for node, value in values.items():
@@ -129,7 +132,8 @@ def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
                 used.add(memory)
     there = [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
     sources = {node: [part for part in _behind([node]) if part.op == "placeholder"] for node in there}
-    return [node for node in there if any(values[source].numel() >= LEAST for source in sources[node])]
+    large = [node for node in there if any(values[source].numel() >= LEAST for source in sources[node])]
+    return [node for node in large if values[node].nbytes <= sum(values[source].nbytes for source in sources[node])]
 
 
 def _behind(results: list[Node]) -> set[Node]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from gpu_blocks import captured
 from subjects import graphs_as_they_are
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 import nexfort_engine
 from nexfort_engine.cli import main
 from nexfort_engine.config import CompileConfig
+from nexfort_engine.kernels import launching
 from nexfort_engine.kernels import narrow_attention as kernel
 from nexfort_engine.passes.narrow_attention import gain, narrow_attentions, plan, told
 from nexfort_engine.quant import products
@@ -61,8 +63,8 @@ def test_gain_follows_what_was_measured() -> None:
         (10, 9216, 9216, 64): 1 - 408 / 479,
         (20, 4096, 4096, 64): 1 - 169 / 186,
     }
-    assert all(gain(*sizes) == pytest.approx(part, abs=0.13) for sizes, part in measured.items())
-    assert gain(24, 14040, 14040, 128) > gain(24, 4608, 4608, 128) > 0.05
+    assert all(gain(*sizes) == pytest.approx(part, abs=0.05) for sizes, part in measured.items())
+    assert gain(48, 1536, 1536, 128) < 0, "rounds of programs that are not full"
     assert gain(40, 1024, 1024, 64) < 0.05
     assert gain(24, 4096, 77, 64) < 0 and gain(24, 1, 1, 128) < 0
 
@@ -183,3 +185,19 @@ def test_it_is_chosen_where_it_was_measured_or_asked_for(
     assert compiled._nexfort_engine.builder.finder.options("cuda")["nexfort.narrow_attention"] is expected
     assert CompileConfig.parse("O2").lowering_options("cuda")["nexfort.narrow_attention"] is False
     assert CompileConfig.parse("O3").lowering_options("cpu")["nexfort.narrow_attention"] is False
+
+
+def test_where_the_fastest_kernel_cannot_be_called_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch may write calls of kernels otherwise; the kernel that all cards have serves then."""
+    assert launching.gluon_missing() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    compiled = nexfort_engine.compile(Looking(), options={"mode": "O3"})
+    finder = compiled._nexfort_engine.builder.finder
+    assert finder.options("cuda")["nexfort.narrow_attention"] and not compiled.report.as_dict()["notes"]
+    launching.gluon_missing.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(PythonWrapperCodegen, "define_user_defined_triton_kernel", lambda self: None)
+        assert finder.options("cuda")["nexfort.narrow_attention"]
+    launching.gluon_missing.cache_clear()
+    (note,) = compiled.report.as_dict()["notes"]
+    assert "not by the fastest of its kernels: torch" in note and "otherwise than 2.11" in note

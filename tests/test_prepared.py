@@ -73,6 +73,24 @@ def test_what_is_made_of_large_weights_alone_is_taken_out() -> None:
     assert take_out(graph, [True] * len(taken.keeps)) is None, "nothing else is worth it"
 
 
+class Unpacking(nn.Module):
+    """A layer whose weight is kept in one byte a number, or in as many as it is computed in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = nn.Buffer(torch.ones(WIDE, WIDE).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.packed.to(x.dtype) * 2)
+
+
+@pytest.mark.parametrize(("dtype", "gives"), [(torch.int8, None), (torch.float32, 1)])
+def test_what_takes_more_memory_than_what_it_is_made_of_is_not_kept(dtype: torch.dtype, gives: int | None) -> None:
+    probe = Probe(Unpacking(dtype), x())
+    taken = take_out(probe.captured.graph, [True] * len(probe.captured.weights))
+    assert (taken.gives if taken is not None else None) == gives
+
+
 def test_a_graph_that_uses_its_weights_as_they_are_stays_as_it_is() -> None:
     probe = Probe(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)).eval().requires_grad_(False), x())
     before = str(probe.captured.graph.graph)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nexfort_engine import lower
 from nexfort_engine.conditions import Conditions
-from nexfort_engine.passes.rotary import left, plan, rotaries
+from nexfort_engine.passes.rotary import _NAMES, left, plan, rotaries
 
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
 
@@ -295,7 +295,30 @@ def test_graphs_without_any_are_left_alone_where_the_package_was_never_imported(
     assert rotaries(graph) == 0 and str(graph.graph) == before
 
 
-def test_every_operator_is_known_by_its_name() -> None:
-    from nexfort_engine.passes.rotary import _NAMES
+def test_every_rotary_operator_of_the_package_is_known_by_its_name() -> None:
+    there = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("comfy_kitchen::") and "rope" in name
+    }
+    assert there and {name.removesuffix("_") for name in there} <= _NAMES
 
-    assert {name.partition("::")[2] for name in _NAMES} == set(ALL)
+
+def test_one_that_turns_what_another_turned_is_written_too() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: T, y: T, table: T) -> list[T]:
+            one, other = torch.ops.comfy_kitchen.apply_rope(x, y, table)
+            return [*torch.ops.comfy_kitchen.apply_rope(torch.ops.comfy_kitchen.apply_rope1(one, table), other, table)]
+
+    args = (X, X + 1, table_of(1, 1, 6))
+    graph, wanted = graph_of(Twice(), *args), Twice()(*args)
+    assert rotaries(graph) == 3 and operators_in(graph) == 0
+    graph.graph.lint()
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(run(graph, args), wanted, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.comfy_kitchen, "apply_rope1_"), reason="older versions have none")
+def test_one_that_writes_to_what_it_turns_stays_and_is_told() -> None:
+    graph = graph_of(Turned("apply_rope1"), X, X, table_of(1, 1, 6), torch.ones(8), torch.ones(8))
+    (node,) = [node for node in graph.graph.nodes if "comfy_kitchen" in str(node.target)]
+    node.target = torch.ops.comfy_kitchen.apply_rope1_.default
+    assert left(graph) == ["comfy_kitchen::apply_rope1_ is not fused: it writes to the tensor that it turns"]
+    assert rotaries(graph) == 0 and operators_in(graph) == 1

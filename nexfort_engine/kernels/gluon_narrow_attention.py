@@ -84,63 +84,15 @@ def attend_in_groups(
     k_scale += head * blocks
     v_scale += head * blocks
     # registers of a thread: 232 for each that computes
-    gl.warp_specialize(
-        [
-            (
-                _attend,
-                (
-                    q,
-                    k_scale,
-                    v_scale,
-                    out,
-                    first,
-                    queries,
-                    keys,
-                    blocks,
-                    ql,
-                    ol,
-                    k_tiles,
-                    v_tiles,
-                    q_tiles.index(0),
-                    ones,
-                    full,
-                    empty,
-                    SCALE,
-                    E,
-                    W,
-                    N,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    q,
-                    k_scale,
-                    v_scale,
-                    out,
-                    first + EACH,
-                    queries,
-                    keys,
-                    blocks,
-                    ql,
-                    ol,
-                    k_tiles,
-                    v_tiles,
-                    q_tiles.index(1),
-                    ones,
-                    full,
-                    empty,
-                    SCALE,
-                    E,
-                    W,
-                    N,
-                ),
-            ),
-            (_copy, (k8, v8, blocks, k_tiles, v_tiles, full, empty, W, N)),
-        ],
-        [4, 4],
-        [232, 40],
-    )
+    # fmt: off
+    gl.warp_specialize([
+        (_attend, (q, k_scale, v_scale, out, first, queries, keys, blocks, ql, ol,
+                   k_tiles, v_tiles, q_tiles.index(0), ones, full, empty, SCALE, E, W, N)),
+        (_attend, (q, k_scale, v_scale, out, first + EACH, queries, keys, blocks, ql, ol,
+                   k_tiles, v_tiles, q_tiles.index(1), ones, full, empty, SCALE, E, W, N)),
+        (_copy, (k8, v8, blocks, k_tiles, v_tiles, full, empty, W, N)),
+    ], [4, 4], [232, 40])
+    # fmt: on
 
 
 @gluon.jit

@@ -46,6 +46,21 @@ def launch(
 
 
 @functools.cache
+def gluon_missing() -> str | None:
+    """Why no kernel in Gluon can be called from what Inductor writes here, or None."""
+    try:
+        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+        from . import gluon_autotuner, gluon_narrow_attention  # noqa: F401  # what they import may be gone
+    except ImportError as error:
+        return str(error)
+    written = inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
+    if all(part in written for part in ("async_compile.triton(", "@triton_heuristics.user_autotune(", "@triton.jit")):
+        return None
+    return f"torch {torch.__version__} writes kernels otherwise than 2.11 does"
+
+
+@functools.cache
 def _gluon_kernel() -> Any:
     from torch._inductor import ir
 
@@ -80,7 +95,8 @@ def _as_gluon(text: str, compiling: str) -> str:
         text,
         re.DOTALL,
     )
-    assert found is not None, f"Inductor writes kernels otherwise than torch 2.11 did: {text[:1000]}"
+    if found is None:
+        raise RuntimeError(f"torch {torch.__version__} wrote a kernel otherwise than 2.11 does: {text[:1000]}")
     kernels = found["kernels"].replace("@triton.jit", "@gluon.jit")
     compiled = f"\n{found['name']} = gluon_autotune({found['how']}\n)({found['name']})\n"
     return found["call"] + found["imports"] + compiling + _GLUON + kernels + compiled + found["end"]

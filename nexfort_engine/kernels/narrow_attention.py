@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .launching import empty, launch
+from .launching import empty, gluon_missing, launch
 
 QUERIES, KEYS = 64, 128  # of a block
 QUERIES_IN_GROUPS = 128  # of a program of the kernel for compute capability 9.0
@@ -97,6 +97,11 @@ def width(e: int) -> int:
     raise ValueError(f"heads have {e} numbers; expected at most {WIDTHS[-1]}")
 
 
+def slower() -> str | None:
+    """Why a card of compute capability 9.0 has the kernel that all cards have, or None."""
+    return gluon_missing() if torch.cuda.get_device_capability()[0] == 9 else None
+
+
 def _in_groups() -> Any:
     """The kernel for cards of compute capability 9.0; it has warps of its own beside four."""
     from .gluon_narrow_attention import attend_in_groups
@@ -132,7 +137,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
     lies = made.get_stride()
     out = {name: lies[list(order).index(i)] for i, name in enumerate(("ob", "oh", "ol"))}
-    grouped = DeviceProperties.create(q.get_device()).major == 9
+    grouped = DeviceProperties.create(q.get_device()).major == 9 and gluon_missing() is None
     each = QUERIES_IN_GROUPS if grouped else QUERIES
     # four warps and three stages are Triton's own: with those said Inductor would make a kernel for each call's sizes
     launch(

@@ -22,10 +22,13 @@ from .attending import HALVES, Attention, attentions, put
 from .writing import fixed
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
-# Operations a second of torch's own choice and of the narrow kernel, by the numbers a head (H200, torch 2.11, 2026-11).
-# The kernel takes heads of others as the next of these, which was not measured, or, for heads of 72 and 80, is slower.
-_HALF = {64: 455e12, 128: 620e12}
-_NARROW = {64: 545e12, 128: 840e12}
+# By the numbers a head (H200, torch 2.11, 2026-11): operations a second of torch's own choice, and of the narrow kernel
+# seconds for each block of keys and for each program. Heads of 72 and 80, taken for 128, were slower.
+_HALF = {64: 455e12, 128: 650e12}
+_BLOCK = {64: 0.85e-6, 128: 1.06e-6}
+_PROGRAM = {64: 4.7e-6, 128: 7.5e-6}
+_AT_ONCE = 132  # programs
+_PREPARED = 2.8e12  # bytes a second, keys and values read in two bytes a number and written in one
 _LEAST = 0.05  # of the time it takes: sizes and cards differ by less
 
 
@@ -97,8 +100,8 @@ def _unfit(attention: Attention) -> str | None:
 
 def gain(heads: int, queries: int, keys: int, width: int) -> float:
     """The part of its time that attention is estimated to save in 8 bits. Negative: it loses."""
-    work = 4.0 * heads * queries * keys * width
-    half = work / _HALF[width]
-    # keys and values are read in two bytes and written in one; a launch more
-    prepared = heads * keys * 2 * width * (2.0 + 1.0) / H200.memory + H200.kernel
-    return 1 - (work / _NARROW[width] + prepared) / half
+    half = 4.0 * heads * queries * keys * width / _HALF[width]
+    rounds = math.ceil(heads * math.ceil(queries / kernel.QUERIES_IN_GROUPS) / _AT_ONCE)
+    narrow = rounds * (math.ceil(keys / kernel.KEYS) * _BLOCK[width] + _PROGRAM[width])
+    prepared = heads * keys * 2 * width * 3.0 / _PREPARED + H200.kernel
+    return 1 - (narrow + prepared) / half

@@ -71,6 +71,8 @@ def plan(module: GraphModule) -> list[Turn]:
         if _name(node) in _NAMES:
             turn = Turn(node, _given(node))
             found.append(Turn(node, turn.given, _odd(turn) or _unfit(turn, alone)))
+        elif _name(node).removesuffix("_") in _NAMES:
+            found.append(Turn(node, {}, "it writes to the tensor that it turns"))
     return found
 
 
@@ -87,10 +89,11 @@ def rotaries(module: GraphModule) -> int:
     do not: the shape environment has each as a guard, and `lower.py` makes it a condition of the artefact.
     """
     found = 0
-    for turn in plan(module):
-        if turn.reason is not None:
-            log.debug("Nexfort: %s is not fused: %s", _name(turn.node), turn.reason)
+    for seen in plan(module):
+        if seen.reason is not None:
+            log.debug("Nexfort: %s is not fused: %s", _name(seen.node), seen.reason)
             continue
+        turn = Turn(seen.node, _given(seen.node))  # what another operator gave it is what was written for that by now
         table = turn.given[_TABLE].meta["val"]
         sizes = [pair for x in turn.turned for pair in _equal(x.meta["val"], table)]
         if all(one == other for one, other in sizes):  # asked, and so guarded
