@@ -106,7 +106,9 @@ def lower_graph(
         if own.get(name):
             rewrite(graph)
     agreed = equal.texts()
-    before = take_out(graph, lasting) if own.get("prepare") else None
+    # in full precision a weight that is unpacked would lie beside its packed self
+    larger = own.get("low_precision") is True
+    before = take_out(graph, lasting, larger=larger) if own.get("prepare") else None
     if before is not None:
         _lowered(before.graph, payload / _BEFORE, options, own, each)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")

@@ -53,17 +53,19 @@ class Preparation:
         return {"takes": self.takes, "keeps": self.keeps, "gives": self.gives}
 
 
-def take_out(module: GraphModule, lasting: Sequence[bool]) -> Preparation | None:
+def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = True) -> Preparation | None:
     """Take what a graph computes of its weights alone out of it, if there is anything worth it.
 
     lasting: for each of the weights, which are its first inputs, whether its numbers stay while the host says that no
-    weight changed. Afterwards the graph's inputs are the weights that it still reads, the prepared tensors, and the
-    rest as before.
+    weight changed. larger: also what takes more memory than what it is made of. Afterwards the graph's inputs are the
+    weights that it still reads, the prepared tensors, and the rest as before.
     """
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(lasting)]
     values = _values(graph, [node for node, lasts in zip(inputs, lasting, strict=True) if lasts])
     results = _worth_it(values)
+    if not larger:
+        results = [node for node in results if values[node].nbytes <= sum(values[s].nbytes for s in _sources(node))]
     if not results:
         return None
     behind = _behind(results)
@@ -118,10 +120,7 @@ def _may_do_more(node: Node) -> bool:
 
 
 def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
-    """Those of the values that are made of a large weight, more than a look at something, and used by the rest.
-
-    What takes more memory than what it is made of, such as a weight that is unpacked, is not worth keeping beside it.
-    """
+    """Those of the values that are made of a large weight, more than a look at something, and used by the rest."""
     first: dict[Any, Node] = {}  # in each piece of memory; the others are looks at it
     used: set[Any] = set()
     for node, value in values.items():
@@ -131,9 +130,12 @@ def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
             if not values.keys() >= node.users.keys():
                 used.add(memory)
     there = [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
-    sources = {node: [part for part in _behind([node]) if part.op == "placeholder"] for node in there}
-    large = [node for node in there if any(values[source].numel() >= LEAST for source in sources[node])]
-    return [node for node in large if values[node].nbytes <= sum(values[source].nbytes for source in sources[node])]
+    return [node for node in there if any(values[source].numel() >= LEAST for source in _sources(node))]
+
+
+def _sources(node: Node) -> list[Node]:
+    """The inputs that a value is made of."""
+    return [part for part in _behind([node]) if part.op == "placeholder"]
 
 
 def _behind(results: list[Node]) -> set[Node]:

@@ -85,10 +85,13 @@ class Unpacking(nn.Module):
 
 
 @pytest.mark.parametrize(("dtype", "gives"), [(torch.int8, None), (torch.float32, 1)])
-def test_what_takes_more_memory_than_what_it_is_made_of_is_not_kept(dtype: torch.dtype, gives: int | None) -> None:
+def test_what_takes_more_memory_than_what_it_is_made_of_is_kept_if_that_is_asked_for(
+    dtype: torch.dtype, gives: int | None
+) -> None:
     probe = Probe(Unpacking(dtype), x())
-    taken = take_out(probe.captured.graph, [True] * len(probe.captured.weights))
+    taken = take_out(probe.captured.graph, [True] * len(probe.captured.weights), larger=False)
     assert (taken.gives if taken is not None else None) == gives
+    assert take_out(Probe(Unpacking(dtype), x()).captured.graph, [True] * len(probe.captured.weights)) is not None
 
 
 def test_a_graph_that_uses_its_weights_as_they_are_stays_as_it_is() -> None:
