@@ -216,7 +216,7 @@ class CompileConfig:
                 found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
             elif name == "compile.background" and value and not self.background:
                 found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
-            elif name == "quant.keep_weights" and not {"freezing", "low-precision"} & self._effective():
+            elif name == "quant.keep_weights" and not (self.has("freezing") or self.has("low-precision")):
                 found.append((name, "weights are kept prepared with freezing or low-precision alone"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))

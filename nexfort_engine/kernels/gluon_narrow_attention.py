@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-BITS = gl.constexpr(0x4B400000)  # of 1.5 * 2**23: see triton_narrow_attention.py
-SUMMAND = gl.constexpr(12582912.0)
-SMALLEST = gl.constexpr(1e-30)
+from .triton_narrow_attention import BITS, SMALLEST, SUMMAND
+
 HIGHEST = gl.constexpr(
     15.75
 )  # power of 2 that e4m3's bits 126 stand for, above its smallest: that of the largest number
