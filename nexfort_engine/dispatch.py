@@ -21,7 +21,7 @@ import torch
 from .artefact import Artefact, Binding
 from .constants import unwatched
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
-from .modulestate import Hidden, WeightSlots, foreign, structure
+from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept, room_for
 from .readset import Refused, look
@@ -50,7 +50,7 @@ class Region:
         self.known: dict[Any, list[Binding]] = {}
         self.declined: dict[Any, list[tuple[Callable[[list[Any]], bool], str]]] = {}
         self.latched: str | None = None
-        self._ids: list[int] = []
+        self._seen = Seen()
         self._dtypes: list[torch.dtype] = []
         self._device: torch.device | None = None
         self.parts: Parts | None = None  # how weights come apart that are not plain
@@ -132,6 +132,8 @@ class Region:
         except Exception as error:
             if session.capturing:
                 raise  # the capture is over, and the step runs region by region
+            if self._is_another():  # artefacts look at the sizes of what they are given before they do anything
+                return self.call(plain, args, kwargs, session)
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
@@ -238,7 +240,7 @@ class Region:
         if not due and not self._lent:
             return due
         raw = self.slots.read()
-        changed = list(map(id, raw)) != self._ids or list(map(_DTYPE, raw)) != self._dtypes
+        changed = not self._seen.again(raw) or list(map(_DTYPE, raw)) != self._dtypes
         if changed or due is not self._due:
             self._sound = None
             lent = layers.dtypes(due, raw) if layers is not None else {}
@@ -297,7 +299,7 @@ class Region:
         """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
         weights = self.slots.read()
         if (
-            list(map(id, weights)) != self._ids
+            not self._seen.again(weights)
             or list(map(_DTYPE, weights)) != self._dtypes
             or (weights and (weights[0].device != self._device or weights[-1].device != self._device))
         ):
@@ -306,6 +308,12 @@ class Region:
         if self._problem is not None:
             raise Ineligible(self._problem)
         return weights if self.parts is None else self._apart(weights)
+
+    def _is_another(self) -> bool:
+        """Whether weights got other sizes or strides in their place, as by `weight.data = ...`; no call looks at it."""
+        before = self.structure()
+        self._inspect(self.slots.read())
+        return self.structure() != before
 
     def _apart(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         """The plain tensors that the weights hold. Raises Ineligible."""
@@ -330,7 +338,7 @@ class Region:
         before = self._structure
         self._structure = None
         if self._problem is None or self.engine.lender is not None:
-            self._ids, self._dtypes = list(map(id, weights)), [w.dtype for w in weights]
+            self._seen, self._dtypes = Seen(weights), [w.dtype for w in weights]
             self._device = weights[0].device if weights else None
             if before is not None and self.structure() != before:
                 self.forget()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import contains
 from typing import Any
@@ -57,6 +58,22 @@ class WeightSlots:
     def read(self) -> list[torch.Tensor]:
         """The tensors as they are now. A slot that lost its tensor gives None."""
         return list(map(dict.get, self._tables, self._keys))  # type: ignore[arg-type]
+
+
+class Seen:
+    """Which tensors a list held, by identity. One that is gone is never taken for a later one at its address.
+
+    It keeps none of them alive.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor | None] = ()) -> None:
+        tensors = list(tensors)
+        ids = self._ids = list(map(id, tensors))
+        self._watch = [weakref.ref(t, lambda _: ids.clear()) for t in tensors if t is not None]
+
+    def again(self, tensors: list[Any]) -> bool:
+        """Whether another list holds the same tensors, each in its place."""
+        return list(map(id, tensors)) == self._ids
 
 
 def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

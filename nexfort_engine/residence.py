@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .loans import Layers, Lender, NotLent
-from .modulestate import Slot, WeightSlots
+from .modulestate import Seen, Slot, WeightSlots
 
 
 class Residence:
@@ -32,7 +32,7 @@ class Residence:
         self._layers = Layers(lender, root, self._slots.names) if lender is not None else None
         mine = {(id(table), name) for table, name in spared}
         self._spared = [i for i, (table, name) in enumerate(self._slots.slots) if (id(table), name) in mine]
-        self._seen: list[int] = []
+        self._seen = Seen()
         self._lent = False  # whether those held last are the host's
 
     @contextmanager
@@ -87,9 +87,8 @@ class Residence:
         layers = self._layers
         if layers is None:
             return []
-        seen = list(map(id, weights))
-        if seen != self._seen:
-            self._seen = seen
+        if not self._seen.again(weights):
+            self._seen = Seen(weights)
             layers.forget()
         try:
             due = layers.due()

@@ -161,7 +161,7 @@ def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[An
     """A page with the front end loaded, the user's settings as in SETTINGS but for those given with _ for the dots."""
     server.post("/settings", {**SETTINGS, **{name.replace("_", "."): value for name, value in settings.items()}})
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(60_000)  # a busy machine takes seconds to open a dialog
     faults = Faults(page)
     page.goto(server.url)
     page.wait_for_function(READY, timeout=60_000)  # most of it on a machine with other work
@@ -226,6 +226,22 @@ def shown_in_tab(page: Any, name: str, *, badges: bool = True) -> None:
     if badges:
         page.locator(BADGE).first.wait_for(state="attached")
     page.wait_for_timeout(400)
+
+
+def search_templates(page: Any, words: str) -> None:
+    """Open the template browser and look for a workflow in it."""
+    from playwright.sync_api import TimeoutError as TooLate
+
+    box = page.get_by_role("dialog").get_by_role("textbox").first
+    for _ in range(3):
+        page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+        try:
+            box.fill(words, timeout=20_000)
+            return
+        except TooLate:  # what the front end still loads closes what was opened, or keeps it from being shown
+            page.keyboard.press("Escape")
+            box.wait_for(state="detached")
+    raise AssertionError("the template browser does not show its search")
 
 
 def search_and_place(page: Any, words: str, name: str, at: tuple[int, int]) -> None:

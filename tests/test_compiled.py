@@ -243,6 +243,19 @@ def test_memory_format_changes_layout_and_no_value(memory_format: str | None) ->
 # ---- what it leaves to eager -----------------------------------------------------------------------------------
 
 
+def test_weights_of_another_layout_in_their_place_run_compiled() -> None:
+    """`module.to(memory_format=...)` is such a change: each parameter gets other data, and no call looks at that."""
+    module = net()
+    compiled = nexfort_engine.compile(module)
+    assert_compiled(compiled, run(module))
+    for block in module.blocks:
+        block.up.weight.data = block.up.weight.data.mul(2).t().contiguous().t()
+    changed = run(module)
+    mark = compiled.report.mark()
+    assert distance(run(compiled), changed) < TOLERANCE
+    assert not compiled.report.since(mark)["eager"]
+
+
 def test_with_gradients_it_runs_eager_with_the_reason_and_they_are_right() -> None:
     module = net().requires_grad_(True)
     compiled = nexfort_engine.compile(module)

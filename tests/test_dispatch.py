@@ -525,6 +525,22 @@ def test_a_change_of_the_module_is_honoured(pair: Pair, change: Change) -> None:
     pair.agrees(x(3, 9))
 
 
+def test_a_weight_at_the_address_of_one_that_is_gone_is_another(tmp_path: Path) -> None:
+    """As a LoRA that reshapes a layer and is taken off leaves them: each time the host makes a parameter anew."""
+    net = Net()
+    net.head = nn.Linear(8, 4, bias=False)
+    pair = Pair(net, tmp_path)
+    pair.agrees(x())
+    address, others = id(net.head.weight), []
+    del net.head._parameters["weight"]
+    gc.collect()
+    while not others or id(others[-1]) != address:
+        assert len(others) < 100_000, "no parameter came to lie there, so that this says nothing"
+        others.append(nn.Parameter(torch.randn(6, 8), requires_grad=False))
+    net.head._parameters["weight"] = others[-1]
+    assert [row["region"] for row in pair.agrees(x())["artefacts"]] == ["head"]
+
+
 def _linear(factor: float) -> nn.Module:
     layer = nn.Linear(8, 8)
     nn.init.constant_(layer.weight, factor)

@@ -383,9 +383,7 @@ def test_the_front_end_loads_each_without_a_complaint(page: Any) -> None:
 @pytest.mark.slow
 def test_the_template_browser_shows_it_with_its_picture(page: Any) -> None:
     page.evaluate("() => window.app.graph.clear()")
-    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    dialog = page.get_by_role("dialog")
-    dialog.get_by_role("textbox").first.fill("flux_kontext_compile_model")
+    browser.search_templates(page, "flux_kontext_compile_model")
     card = page.get_by_test_id("template-workflow-flux_kontext_compile_model")
     card.wait_for()
     wide = "card => [...card.querySelectorAll('img')].map((picture) => picture.complete && picture.naturalWidth)"
