@@ -28,6 +28,7 @@ from .modulestate import Hidden, ModuleState
 from .prepared import Kept, PreparingCode
 from .signature import Flat, Leaves, kind_of, unflatten
 from .strengths import look
+from .substitutes import called_with
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "output": _spec_to_json(captured.output),
         "mutated": captured.mutated,
         "writes": captured.writes,
+        "sites": captured.sites,
         "sources": captured.sources,
         "modules": captured.modules,
         "info": {"kind": kind, **info},
@@ -115,6 +117,7 @@ class Artefact:
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
+        self.sites: list[list[Any]] = manifest["sites"]
         self.code: Loaded | None = None
         self.entry: Entry | None = None  # where its code is, if it comes from the store
 
@@ -223,10 +226,11 @@ class Binding:
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()
-        if kept is not None and isinstance(self.code, PreparingCode):
-            results = self.code.run(inputs, kept.tensors)
+        if artefact.sites:
+            with called_with(flat.mappings, artefact.sites):
+                results = self._results(inputs, kept)
         else:
-            results = self.code(inputs)
+            results = self._results(inputs, kept)
         if any(map(operator.is_not, tensors, flat.tensors)):
             results = [_as_given(result, flat.tensors, tensors) for result in results]
         if self.plain:
@@ -238,6 +242,11 @@ class Binding:
         for number, key, template in artefact.writes:
             flat.mappings[number][key] = self._written(template, flat)
         return unflatten(artefact.output, Leaves(results))
+
+    def _results(self, inputs: list[Any], kept: Kept | None) -> list[Any]:
+        if kept is not None and isinstance(self.code, PreparingCode):
+            return self.code.run(inputs, kept.tensors)
+        return self.code(inputs)
 
     def _written(self, template: Any, flat: Flat) -> Any:
         if "plain" in template:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import substitutes
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
 from .cache.key import environment_parts, primary_key
@@ -326,8 +327,11 @@ class Builder:
             info["products"] = precision.told(captured.graph)
         if options.get("nexfort.narrow_attention"):
             info["attention"] = narrow_attention.told(captured.graph)
-        if options.get("nexfort.rotary") and (left := rotary.left(captured.graph)):
-            info["notes"] = [f"in {region.kind} {reason}" for reason in left]
+        notes = substitutes.told(captured.sites)
+        if options.get("nexfort.rotary"):
+            notes += [f"in {region.kind} {reason}" for reason in rotary.left(captured.graph)]
+        if notes:
+            info["notes"] = notes
         return captured, manifest_of(captured, region.kind, driver, info)
 
     def _adopt(self, wanted: Wanted, job: Job) -> None:

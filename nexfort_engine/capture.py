@@ -49,6 +49,7 @@ from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kin
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
+from .substitutes import Sites, Substitute, mark_spare
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
@@ -73,6 +74,7 @@ class Example:
 class Captured:
     """A graph and everything that must be checked before its artefact is used.
 
+    sites: where it calls functions of its options (substitutes.py).
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
@@ -97,6 +99,7 @@ class Captured:
     modules: list[str] = field(default_factory=list)
     lasting: list[bool] = field(default_factory=list)
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
+    sites: list[list[Any]] = field(default_factory=list)
 
 
 class _Trace:
@@ -118,6 +121,7 @@ class _Trace:
         self.recordings: list[readset.Recording] = []
         self.admitted: dict[readset.Path, Any] = {}
         self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
+        self.sites = Sites()
         self.output: Any = None
         self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
@@ -129,6 +133,16 @@ class _Trace:
             for path, name, keys in strengths.places(block)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
+
+    def admit(self, path: readset.Path) -> None:
+        """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
+        value = readset.look(self.example.mappings, path)
+        if callable(value):
+            self.admitted[path] = Substitute(path, value, self.sites)
+        elif isinstance(readset.admit(self.example.mappings, path), torch.Tensor):
+            self.paths.append(path)
+        else:
+            self.admitted[path] = value
 
     def factors(self) -> list[float]:
         """The numbers at `strengths` as they are now."""
@@ -172,6 +186,7 @@ class _Lifted(nn.Module):
         log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
         recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
         trace.recordings = recordings
+        trace.sites.begin(recordings)
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
         before = _contents((args, kwargs))
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -264,11 +279,7 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
                 return program
             scales = False
         except ValueUsed as used:
-            value = readset.admit(example.mappings, used.path)
-            if isinstance(value, torch.Tensor):
-                trace.paths.append(used.path)
-            else:
-                trace.admitted[used.path] = value
+            trace.admit(used.path)
         except StrengthUsed as used_as_it_is:
             trace.strengths.remove(used_as_it_is.place)
         except Exception as error:
@@ -395,6 +406,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
     weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
     inputs.tidy(graph)
+    mark_spare(graph)
     return Captured(
         graph=graph,
         weights=weights,
@@ -413,6 +425,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
+        sites=trace.sites.rows,
     )
 
 

@@ -24,10 +24,11 @@ from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept, room_for
-from .readset import Refused, look
+from .readset import Refused, look, where
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
+from .substitutes import Raised, Strayed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -89,13 +90,15 @@ class Region:
             return self._eager(plain, args, kwargs, session, str(reason))
         if binding is None:
             return self.inside(plain, args, kwargs, session)
-        if loan is None:
-            return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
-        session.fetched |= not loan.kept
+        session.fetched |= loan is not None and not loan.kept
         try:
             return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
+        except Strayed as reason:
+            self._leave(binding, key, flat, reason)
+            return self._eager(plain, args, kwargs, session, str(reason))
         finally:
-            loan.give_back()
+            if loan is not None:
+                loan.give_back()
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
@@ -127,8 +130,10 @@ class Region:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
             return binding.run(weights, flat, tensors, kept)
-        except torch.OutOfMemoryError:
-            raise  # the host has its own remedies: unloading, tiling
+        except (torch.OutOfMemoryError, Strayed):
+            raise  # of memory the host has remedies of its own: unloading, tiling
+        except Raised as raised:
+            raise self._noted(raised.error, f"by {where(raised.path)}") from None
         except Exception as error:
             if session.capturing:
                 raise  # the capture is over, and the step runs region by region
@@ -137,6 +142,15 @@ class Region:
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
+
+    def _leave(self, binding: Binding, key: Any, flat: Flat, stray: Strayed) -> None:
+        """Do not call a binding in this way again while the function that no artefact can follow is there."""
+        function = look(flat.mappings, stray.path)
+        row = (lambda mappings: look(mappings, stray.path) is function), str(stray)
+        self.declined.setdefault(key, []).append(row)
+        for bindings in self.known.values():
+            if binding in bindings:
+                bindings.remove(binding)
 
     def _kept(self, binding: Binding) -> Kept | None:
         """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.
@@ -215,11 +229,16 @@ class Region:
         try:
             return plain(*args, **kwargs)
         except Exception as error:
-            if hasattr(error, "add_note") and not isinstance(error, self.engine.stops()):  # Python 3.11
-                error.add_note(f"It was raised in the block {self.path} ({self.kind}), which Nexfort ran uncompiled.")
+            self._noted(error, "which Nexfort ran uncompiled")
             raise
         finally:
             session.inside = before
+
+    def _noted(self, error: BaseException, how: str) -> BaseException:
+        """An error with a note of where it was raised."""
+        if hasattr(error, "add_note") and not isinstance(error, self.engine.stops()):  # Python 3.11
+            error.add_note(f"It was raised in the block {self.path} ({self.kind}), {how}.")
+        return error
 
     # -- what the module is now --------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from . import lower
+from . import lower, substitutes
 from .artefact import Artefact, Binding, Misfit
 from .cache.key import driver_problem
 from .cache.store import Entry, StoreError
@@ -156,6 +156,8 @@ class Finder:
         options = self.options("cuda" if torch.cuda.is_available() else "cpu")
         # a copy that only this process writes to, checked byte by byte before anything of it is loaded
         payload = self.engine.store.ready(entry)
+        if artefact.sites:
+            substitutes.operator()
         artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
 
     def share(self, artefact: Artefact, entry: Entry) -> None:

@@ -20,29 +20,37 @@ def to_json(log: ReadSet) -> list[list[Any]]:
     """The guards of a finished capture as JSON-able rows. Paths hold plain keys only, else Refused."""
     rows: list[list[Any]] = []
     for path, found in log.present.items():
-        rows.append(["present", _json_path(path), found])
+        rows.append(["present", json_path(path), found])
     for path, is_none in log.none.items():
         if path in log.present or path in log.admitted:
-            rows.append(["none", _json_path(path), is_none])
+            rows.append(["none", json_path(path), is_none])
     for path in log.mappings:
-        rows.append(["mapping", _json_path(path), True])
+        rows.append(["mapping", json_path(path), True])
     for path, keys in log.keys.items():
-        rows.append(["keys", _json_path(path), list(keys)])
+        rows.append(["keys", json_path(path), list(keys)])
     for path, template, found in log.patched:
-        rows.append(["patch" if found else "no patch", _json_path(path), template])
+        rows.append(["patch" if found else "no patch", json_path(path), template])
     for path, count in log.lengths.items():
-        rows.append(["length", _json_path(path), count])
+        rows.append(["length", json_path(path), count])
     for path, value in {**log.flags, **log.admitted}.items():
-        if not isinstance(value, torch.Tensor):
-            rows.append(["value", _json_path(path), _json_value(value)])
+        if is_plain(value):
+            rows.append(["value", json_path(path), _json_value(value)])
+        elif not isinstance(value, torch.Tensor):  # it is called, whatever it is
+            rows.append(["function", json_path(path), True])
     return rows
 
 
-def _json_path(path: Path) -> list[Any]:
+def json_path(path: Path) -> list[Any]:
+    """A path as JSON can hold it. Raises Refused for other keys than plain ones."""
     for key in path:
         if type(key) not in (str, int) and not is_plain(key):
             raise Refused(f"it reads {where(path)}, whose key cannot be written down")
     return [list(k) if isinstance(k, tuple) else k for k in path]
+
+
+def from_json_path(raw: list[Any]) -> Path:
+    """The path that `json_path` wrote."""
+    return tuple(tuple(k) if isinstance(k, list) else k for k in raw)
 
 
 def _json_value(value: Any) -> Any:
@@ -71,8 +79,7 @@ def checker(rows: list[list[Any]]) -> Check:
     """A function that says whether a call's mappings answer every guard as the captured call did."""
     tests: list[Check] = []
     for kind, raw, expected in rows:
-        path = tuple(tuple(k) if isinstance(k, list) else k for k in raw)
-        tests.append(_test(kind, path, expected))
+        tests.append(_test(kind, from_json_path(raw), expected))
 
     def check(mappings: list[Any]) -> bool:
         for test in tests:  # noqa: SIM110  # asked on every call: a generator in `all` takes twice the time
@@ -105,7 +112,9 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "value":
         value = _from_json_value(expected)
         return lambda maps: _same(look(maps, path), value)
-    known = "present, none, mapping, keys, patch, no patch, length or value"
+    if kind == "function":
+        return lambda maps: callable(look(maps, path))
+    known = "present, none, mapping, keys, patch, no patch, length, value or function"
     raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
 
 

@@ -374,7 +374,12 @@ def admit(mappings: list[Any], path: Path) -> Any:
     value = look(mappings, path)
     if isinstance(value, torch.Tensor) or is_plain(value):
         return value
-    raise Refused(f"it uses {where(path)} ({describe_foreign(value)}), which an artefact cannot hold")
+    raise Refused(cannot_hold(path, value))
+
+
+def cannot_hold(path: Path, value: Any) -> str:
+    """The reason for a value that is neither data nor plain."""
+    return f"it uses {where(path)} ({describe_foreign(value)}), which an artefact cannot hold"
 
 
 def is_plain(value: Any) -> bool:

@@ -73,9 +73,10 @@ def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], list[
 
 def work(job: dict[str, Any]) -> None:
     """Lower one job. Raises what Inductor raises."""
-    from . import lower
+    from . import lower, substitutes
     from .cpu_probe import remember_in
 
+    substitutes.operator()
     for name in job["modules"]:
         importlib.import_module(name)
     if job["probes"]:

@@ -72,7 +72,12 @@ HOST_BLOCKS: dict[str, Callable[[], tuple[nn.Module, list[Input]]]] = {
 }
 
 
-def host_captured(kind: str) -> Captured:
+def with_attention_of_others(kind: str) -> Captured:
+    """As `host_captured`, with an attention override among the options."""
+    return host_captured(kind, {"optimized_attention_override": lambda own, *args, **kwargs: own(*args, **kwargs)})
+
+
+def host_captured(kind: str, options: dict[str, Any] | None = None) -> Captured:
     """A block as a process with a GPU captures it."""
     block, inputs = HOST_BLOCKS[kind]()
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
@@ -85,5 +90,5 @@ def host_captured(kind: str) -> Captured:
                     module._parameters[name] = nn.Parameter(there, requires_grad=False)
         given = [None if one is None else torch.empty(one[0], dtype=one[1], device="cuda:0") for one in inputs]
         flat = Flat()
-        spec = flatten_call(tuple(given), {"transformer_options": {}}, flat)
+        spec = flatten_call(tuple(given), {"transformer_options": options or {}}, flat)
         return capture(block, Example.of(spec, flat))

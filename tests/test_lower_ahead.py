@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_blocks import BLOCKS, FROZEN, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
-from host_blocks import HOST_BLOCKS, host_captured
+from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 
 from nexfort_engine import flags, lower, pool
 from nexfort_engine.capture import Captured
@@ -240,6 +240,17 @@ def test_rotary_operators_are_fused_in_low_precision_too(comfyui: Path, tmp_path
         assert _code(payload).count("async_compile.triton('attend_in_groups") == 1, (
             "one for what looks at itself and the text"
         )
+
+
+@pytest.mark.comfy
+def test_attention_of_others_is_called_between_kernels_and_costs_none(comfyui: Path, tmp_path: Path) -> None:
+    """What it is given is what the kernels before it wrote, and goes on to be written over."""
+    config = CompileConfig.parse("O2")
+    payloads = _lowered(tmp_path, ["wan"], config.lowering_options("cuda"), with_attention_of_others)
+    call = _code(payloads["wan"]).partition("def call(")[2].partition("runner = ")[0]
+    assert call.count("= torch.ops.nexfort.substitute.default(") == 2 and "_scaled_dot_product" not in call
+    assert call.count("[True, True, True])") == 2, "its own and the prompt's: nobody uses query, key and value after it"
+    assert _launches(payloads["wan"]) == 7, "as many as without"
 
 
 @pytest.mark.comfy

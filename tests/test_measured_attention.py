@@ -195,7 +195,7 @@ def test_an_attention_override_of_the_users_wins(name: str, kernels: Kernels, re
     wanted = tiny.module(*args, **kwargs)
     args, kwargs = given(tiny, options=options)
     found = compiled(*args, **kwargs)
-    assert kernels.asked["fast"] == asked and compiled.report.as_dict()["eager"]
+    assert kernels.asked["fast"] == asked and not compiled.report.as_dict()["eager"]
     apart = (found.float() - wanted.float()).norm() / wanted.float().norm()
     moved = (first.float() - wanted.float()).norm() / wanted.float().norm()
     assert apart < 0.01 < moved / 10

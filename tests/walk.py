@@ -120,6 +120,15 @@ def _in_attention(*factors: float) -> tuple[Any, ...]:
     return (None, *map(louder, factors))
 
 
+def _overrides() -> tuple[Any, ...]:
+    """Attention of others in the place of the network's own, which blocks call from inside their artefacts."""
+
+    def louder(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs) * -2.0
+
+    return (None, *(with_option("optimized_attention_override", other) for other in (flipped, louder)))
+
+
 def _unet() -> list[Knob]:
     hypertile = node(
         "comfy_extras.nodes_hypertile.HyperTile", tile_size=32, swap_size=2, max_depth=1, scale_depth=False
@@ -132,7 +141,7 @@ def _unet() -> list[Knob]:
     return [
         Knob("attn1_patch", "model", _in_attention(3.0, 0.25), (_REPLACED,)),
         Knob("attn2_replace", "model", (None, *adapters), (_REPLACED,)),
-        Knob("override", "model", (None, with_option("optimized_attention_override", flipped)), (_REPLACED,)),
+        Knob("override", "model", _overrides()),
         Knob("HyperTile", "model", (None, hypertile), (_REPLACED,)),
         Knob("FreeU", "model", (None, *free)),
         Knob("output_block_patch", "model", (None, louder)),
@@ -149,7 +158,7 @@ def _dit(attention: list[Callable[..., Any]], *more: Knob) -> list[Knob]:
     return [
         Knob("attn1_patch", "model", (None, *patched), (_REPLACED,)),
         Knob("block replaced", "model", (None, *replaced)),
-        Knob("override", "model", (None, with_option("optimized_attention_override", flipped)), (_REPLACED,)),
+        Knob("override", "model", _overrides()),
         *more,
     ]
 

@@ -35,7 +35,8 @@ log = logging.getLogger("nexfort")
 KEY = "nexfort"
 _CORE_S_KEY = "torch.compile"  # of the wrapper of core's compile node
 _ENGINES = "_nexfort_engines"
-_HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", "optimized_attention_override")
+_OVERRIDE = "optimized_attention_override"
+_HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", _OVERRIDE)
 
 
 class Told(Protocol):
@@ -276,7 +277,14 @@ def plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     if not isinstance(options, dict):
         return args, kwargs
     plain = {k: v for k, v in options.items() if k not in _HOST_ADDED}
+    if options.get(_OVERRIDE) is not None:  # blocks call whatever is there, so let them be planned with it
+        plain[_OVERRIDE] = _as_it_is
     return args, {**kwargs, "transformer_options": {**plain, "wrappers": {}, "callbacks": {}}}
+
+
+def _as_it_is(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What an attention override is that changes nothing."""
+    return own(*args, **kwargs)
 
 
 def _others_code(options: dict[Any, Any]) -> str | None:
@@ -284,7 +292,7 @@ def _others_code(options: dict[Any, Any]) -> str | None:
     for key in ("patches", "patches_replace"):
         if any(options.get(key, {}).values()):
             return f"the model carries {key}"
-    if options.get("optimized_attention_override") is not None:
+    if options.get(_OVERRIDE) is not None:
         return "the model carries an attention override"
     if options.get("wrappers", {}).get("diffusion_model"):
         return "the model carries wrappers of its network"

@@ -83,5 +83,7 @@ def test_an_attention_override_added_later_acts_as_in_eager(name: str) -> None:
     option_edits.override(options)
     wanted = made.eager(options=options)
     assert distance(wanted, made.eager()) > MOVES
+    mark = made.report.mark()
     assert distance(made.run(options=options), wanted) < TOLERANCE
+    assert not _unforeseen(name, {"eager": made.report.since(mark)["eager"]}), "it is called from inside artefacts"
     assert equal_bits(made.run(), before)

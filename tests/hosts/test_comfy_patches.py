@@ -67,7 +67,6 @@ IN_EVERY_ATTENTION: dict[str, Change] = {
     "attn1_patch": with_method("set_model_attn1_patch", lambda n, context, value, extra: (n, context, value * 3)),
     "attn1_output_patch": with_method("set_model_attn1_output_patch", lambda n, extra: n * 3),
     "attn2_output_patch": with_method("set_model_attn2_output_patch", lambda n, extra: n * 3),
-    "optimized_attention_override": with_option("optimized_attention_override", flipped),
     "HyperTile": node(
         "comfy_extras.nodes_hypertile.HyperTile", tile_size=32, swap_size=2, max_depth=1, scale_depth=False
     ),
@@ -147,6 +146,41 @@ def test_an_adapter_that_changes_between_runs_is_followed(pair: MakePair) -> Non
     at.is_left_by(plain, before)
 
 
+# ---- attention of others -------------------------------------------------------------------------------------------
+
+
+def other(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Another attention, which looks at what its block is told."""
+    assert kwargs["transformer_options"]["cond_or_uncond"] in ([0], [0, 1], [1, 0])
+    return attention(*args, **kwargs).flip(2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_of_others_runs_inside_compiled_blocks(pair: MakePair, name: str) -> None:
+    at = pair(name)
+    first = at.honours(with_option("optimized_attention_override", flipped))
+    blocks = {region for region in regions_of(at) if re.search(r"block|layers|refiner", region)}
+    made = [row["region"] for row in first["artefacts"]]
+    assert made and set(made) <= blocks and not first["eager"], first
+    assert sorted(made) == sorted(row["region"] for row in first["variants"]), first
+    assert any("optimized_attention_override'] is called" in note for note in first["notes"]), first["notes"]
+    for call in ({}, {"cfg": 12.0, "batch": 3}, {"size": (24, 16), "cfg": 12.0}):
+        nothing_new(at.honours(with_option("optimized_attention_override", other), **call))
+
+
+@pytest.mark.parametrize("name", ["comfy_unet", "comfy_flux", "comfy_wan"])
+def test_core_s_node_for_attention_leaves_blocks_compiled(pair: MakePair, name: str) -> None:
+    advanced = pytest.importorskip("comfy_extras.nodes_model_advanced")
+    if not hasattr(advanced, "ModelAttentionBackend"):
+        pytest.skip("an older ComfyUI, which has no such node")
+    at = pair(name)
+    before, mark = sample(at.clone), at.mark()
+    (chosen,) = advanced.ModelAttentionBackend().patch(at.clone, "pytorch attention")
+    assert distance(sample(chosen), before) < TOLERANCE
+    new = at.since(mark)
+    assert new["artefacts"] and not new["eager"], new
+
+
 # ---- patches of other families ---------------------------------------------------------------------------------------
 
 
@@ -181,13 +215,6 @@ def test_a_replaced_block_that_is_first_called_at_batch_one_is_compiled_for_larg
     assert "where 1 was captured" in second["variants"][0]["reason"]
     for call in ({"cfg": 1.0}, {"cfg": 1.0, "batch": 3}, {"batch": 2}, {"size": (24, 16)}):
         nothing_new(at.honours(change, **call))
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "comfy_unet"])
-def test_an_attention_override_of_a_dit(pair: MakePair, name: str) -> None:
-    at = pair(name)
-    blocks = {region for region in regions_of(at) if re.search(r"blocks|layers|refiner", region)}
-    eager_only(at.honours(with_option("optimized_attention_override", flipped)), blocks, "optimized_attention_override")
 
 
 def test_an_attention_patch_of_flux(pair: MakePair) -> None:
