@@ -27,6 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "block": (
         "modulestate",
         "strengths",
+        "substitutes",
         "shadow",
         "parts",
         "aliases",
