@@ -117,7 +117,7 @@ class Artefact:
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
-        self.sites: list[list[Any]] = manifest["sites"]
+        self.sites: list[list[list[Any]]] = manifest["sites"]
         self.code: Loaded | None = None
         self.entry: Entry | None = None  # where its code is, if it comes from the store
 
@@ -227,7 +227,8 @@ class Binding:
         if self._strengths:
             inputs += self._as_inputs()
         if artefact.sites:
-            with called_with(flat.mappings, artefact.sites):
+            changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
+            with called_with(flat.mappings, artefact.sites, changed):
                 results = self._results(inputs, kept)
         else:
             results = self._results(inputs, kept)

@@ -49,7 +49,7 @@ from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kin
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
-from .substitutes import Sites, Substitute, mark_spare
+from .substitutes import Sites, Substitute, settled
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
@@ -99,7 +99,7 @@ class Captured:
     modules: list[str] = field(default_factory=list)
     lasting: list[bool] = field(default_factory=list)
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
-    sites: list[list[Any]] = field(default_factory=list)
+    sites: list[list[list[Any]]] = field(default_factory=list)
 
 
 class _Trace:
@@ -406,7 +406,6 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
     weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
     inputs.tidy(graph)
-    mark_spare(graph)
     return Captured(
         graph=graph,
         weights=weights,
@@ -425,7 +424,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
-        sites=trace.sites.rows,
+        sites=settled(graph, trace.sites.rows),
     )
 
 

@@ -28,7 +28,7 @@ from .readset import Refused, look, where
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
-from .substitutes import Raised, Strayed
+from .substitutes import Raised, Strayed, still_there
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -145,9 +145,8 @@ class Region:
 
     def _leave(self, binding: Binding, key: Any, flat: Flat, stray: Strayed) -> None:
         """Do not call a binding in this way again while the function that no artefact can follow is there."""
-        function = look(flat.mappings, stray.path)
-        row = (lambda mappings: look(mappings, stray.path) is function), str(stray)
-        self.declined.setdefault(key, []).append(row)
+        is_there = still_there(flat.mappings, stray.path)
+        self.declined.setdefault(key, []).append((is_there, str(stray)))
         for bindings in self.known.values():
             if binding in bindings:
                 bindings.remove(binding)

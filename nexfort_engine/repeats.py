@@ -178,6 +178,6 @@ def _looked_at(node: Node) -> Node | None:
 
 
 def _is_library(node: Node) -> bool:
-    """Whether a call is a product, a convolution or attention, which Inductor leaves to a library's kernel."""
+    """Whether a call is a product, a convolution or attention, which Inductor leaves to somebody else's kernel."""
     name = str(node.target)
-    return any(word in name for word in ("linear", "mm", "matmul", "conv", "attention", "einsum"))
+    return any(word in name for word in ("linear", "mm", "matmul", "conv", "attention", "einsum", "substitute"))

@@ -16,15 +16,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import sys
 import types
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .guards import from_json_path, json_path
 from .readset import BOOKKEEPING, MISSING, PLAIN, Path, Place, Recording, Refused, Sentinel, cannot_hold, look, where
@@ -90,7 +93,7 @@ class Substitute:
         expected = _result_of(own, args[1:], kwargs, first)
         if not isinstance(expected, torch.Tensor) or expected.device != first.device:
             raise Refused(f"it takes another thing than one tensor from {where(self._path)}")
-        sizes = [rows.as_given(size) for size in expected.shape]
+        sizes = [rows.as_given(i, size) for i, size in enumerate(expected.shape)]
         self._sites.rows.append(site)
         return operator()(
             rows.tensors, rows.numbers, sizes, expected.dtype, len(self._sites.rows) - 1, [False] * len(rows.tensors)
@@ -142,12 +145,20 @@ class _Rows:
     def _items(self, value: dict[Any, Any]) -> list[Any]:
         return [[json_path((0, key))[1], self.of(inner)] for key, inner in value.items()]
 
-    def as_given(self, size: int | torch.SymInt) -> int | torch.SymInt:
-        """A size of the result as one of those of the arguments. Raises Refused where it is none."""
+    def as_given(self, place: int, size: int | torch.SymInt) -> int | torch.SymInt:
+        """A size of the result, at some place, as one of those of the arguments. Raises Refused where it is none.
+
+        One that is the same in other terms counts too: that it is becomes a condition of the artefact.
+        """
         if isinstance(size, int) or size.node.expr.is_number:
             return int(size)
-        for given in (*(s for t in self.tensors for s in t.shape), *self.numbers):
+        alike = self.tensors[0].shape[place : place + 1]
+        sizes = [*alike, *(given for t in self.tensors for given in t.shape), *self.numbers]
+        for given in sizes:
             if isinstance(given, torch.SymInt) and given.node.expr == size.node.expr:
+                return given
+        for given in sizes:
+            if size == given:
                 return given
         raise Refused(f"a size of what {where(self._path)} gives back is none of its arguments'")
 
@@ -210,28 +221,61 @@ def _result_of(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: t
         return own(*other(args), **{key: other(value) for key, value in kwargs.items()})
 
 
-def told(sites: list[_Row]) -> list[str]:
+def settled(graph: GraphModule, rows: list[_Row]) -> list[list[_Row]]:
+    """Give each call of a captured graph its last two arguments; the sites by number, each in the order of its calls.
+
+    Calls one behind the other that differ in numbers alone, as those of a block's layers do, have one number, so that
+    the layers are the same code. Which tensors nobody uses after a call is noted: a function may change those, of
+    others it gets copies.
+    """
+    calls = [node for node in graph.graph.nodes if node.target is _operator_if_any()]
+    before = _before(graph, calls)
+    found: list[tuple[str, list[int]]] = []
+    for i, call in enumerate(calls):
+        text = json.dumps(_masked(rows[call.args[4]]))
+        at = next((n for n, (t, those) in enumerate(found) if t == text and those[-1] in before[call]), len(found))
+        found += [(text, [])] if at == len(found) else []
+        found[at][1].append(i)
+        call.update_arg(5, [not _memory_of([given]) & _used_after(graph, call) for given in call.args[0]])
+        call.meta["nexfort_site"] = at
+    sites = [[rows[calls[i].args[4]] for i in those] for _, those in found]
+    for call in calls:
+        call.update_arg(4, call.meta.pop("nexfort_site"))
+    if calls:
+        graph.recompile()
+    return sites
+
+
+def told(sites: list[list[_Row]]) -> list[str]:
     """What a user should know of the functions that an artefact calls."""
-    paths = dict.fromkeys(where(from_json_path(path)) for path, *_ in sites)
+    paths = dict.fromkeys(where(from_json_path(path)) for rows in sites for path, *_ in rows)
     return [f"{path} is called from inside compiled blocks, as it is" for path in paths]
 
 
-def mark_spare(graph: GraphModule) -> None:
-    """Note for each call which tensors nobody uses after it. A function may change those; of others it gets copies."""
-    calls = [node for node in graph.graph.nodes if node.target is _operator_if_any()]
-    for call in calls:
-        used: set[int] = set()
-        before = True
-        for node in graph.graph.nodes:
-            before = before and node is not call
-            if node.op == "placeholder":
-                used |= _memory_of([node])
-            elif not before and node is not call:
-                used |= _memory_of(node.all_input_nodes)
-        call.update_arg(5, [not _memory_of([given]) & used for given in call.args[0]])
+def _masked(row: Any) -> Any:
+    """A site without its numbers."""
+    if isinstance(row, list):
+        return ["plain"] if row[:1] == ["plain"] and type(row[1]) is int else list(map(_masked, row))
+    return row
 
 
-def _memory_of(nodes: list[torch.fx.Node]) -> set[int]:
+def _before(graph: GraphModule, calls: list[Node]) -> dict[Node, set[int]]:
+    """For each node the calls, by their number, whose result it depends on."""
+    found: dict[Node, set[int]] = {}
+    for node in graph.graph.nodes:
+        found[node] = set().union(*(found[given] for given in node.all_input_nodes))
+        found[node] |= {i for i, call in enumerate(calls) if call in node.all_input_nodes}
+    return found
+
+
+def _used_after(graph: GraphModule, call: Node) -> set[int]:
+    """The memory of a graph's inputs, and of all that is used after a call."""
+    nodes = list(graph.graph.nodes)
+    later = {given for node in nodes[nodes.index(call) + 1 :] for given in node.all_input_nodes}
+    return _memory_of([*later, *(node for node in nodes if node.op == "placeholder")])
+
+
+def _memory_of(nodes: list[Node]) -> set[int]:
     values = [node.meta.get("val") for node in nodes]
     return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 
@@ -239,25 +283,49 @@ def _memory_of(nodes: list[torch.fx.Node]) -> set[int]:
 # ---- while an artefact runs ------------------------------------------------------------------------------------------
 
 
+def still_there(mappings: list[dict[Any, Any]], path: Path) -> Callable[[list[Any]], bool]:
+    """Whether mappings have the very function that these have there. It is not kept alive."""
+    function = look(mappings, path)
+    try:
+        found: Callable[[], Any] = weakref.ref(function)
+    except TypeError:  # of a class with slots
+        found = lambda: function  # noqa: E731
+    return lambda others: (kept := found()) is not None and look(others, path) is kept
+
+
 @dataclass
 class _Call:
     """One call of an artefact: its mappings, the places that it calls functions from, and that one of them raised."""
 
     mappings: list[dict[Any, Any]]
-    sites: list[_Row]
+    sites: list[list[_Row]]
+    count: Counter[int]  # of calls by the number of their site
     raised: Raised | None = None
+
+    def next(self, site: int) -> _Row:
+        """The row of a call."""
+        self.count[site] += 1
+        return self.sites[site][self.count[site] - 1]
 
 
 _current: ContextVar[_Call] = ContextVar("nexfort_substitutes")
 
 
 @contextlib.contextmanager
-def called_with(mappings: list[dict[Any, Any]], sites: list[_Row]) -> Iterator[None]:
-    """Inside the block an artefact finds its substitutes in these mappings. What one raises comes out as Raised."""
-    call = _Call(mappings, sites)
+def called_with(mappings: list[dict[Any, Any]], sites: list[list[_Row]], changed: list[torch.Tensor]) -> Iterator[None]:
+    """Inside the block an artefact finds its substitutes in these mappings. What one raises comes out as Raised.
+
+    changed: what the artefact writes to, put back as it was where a function strayed, so that the block can run.
+    """
+    before = [tensor.clone() for tensor in changed]
+    call = _Call(mappings, sites, Counter())
     token = _current.set(call)
     try:
         yield
+    except Strayed:
+        for tensor, was in zip(changed, before, strict=True):
+            tensor.copy_(was)
+        raise
     except BaseException:
         if call.raised is not None:
             raise call.raised from None
@@ -275,11 +343,12 @@ def _substitute(
     spare: list[bool],
 ) -> torch.Tensor:
     call = _current.get()
-    path = from_json_path(call.sites[site][0])
+    row = call.next(site)
+    path = from_json_path(row[0])
     tensors = [tensor if own else _copy(tensor) for tensor, own in zip(given, spare, strict=True)]
     copies = [tensor for tensor, own in zip(tensors, spare, strict=True) if not own]
     held, versions = list(map(_holders, tensors)), [copy._version for copy in copies]
-    result = _called(call, site, tensors, numbers)
+    result = _called(call, row, tensors, numbers)
     if type(result) is not torch.Tensor:
         raise Strayed(path, f"gives back a {type(result).__qualname__} and not a tensor")
     if (list(result.shape), result.dtype, result.device) != (list(size), dtype, given[0].device):
@@ -300,12 +369,12 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-def _called(call: _Call, site: int, tensors: list[torch.Tensor], numbers: list[int]) -> Any:
-    path, args, kwargs = call.sites[site]
+def _called(call: _Call, row: _Row, tensors: list[torch.Tensor], numbers: list[int]) -> Any:
+    path, args, kwargs = row
     built = _Built(call.mappings, tensors, numbers)
     function = look(call.mappings, from_json_path(path))
     try:
-        return function(*[built.of(row) for row in args], **{key: built.of(row) for key, row in kwargs})
+        return function(*[built.of(arg) for arg in args], **{key: built.of(arg) for key, arg in kwargs})
     except BaseException as error:
         call.raised = Raised(from_json_path(path), error)
         raise

@@ -20,11 +20,13 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine import lower, substitutes
+from nexfort_engine.folding import FoldedCode
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 T = torch.Tensor
 TOLERANCE = 1e-5
 NAME = "options['attend']"
+DEPTH = 16  # layers of a block, enough to be worth taking apart
 
 
 def attention(query: T, key: T, value: T, heads: int, mask: T | None = None, **_: Any) -> T:
@@ -198,6 +200,43 @@ def test_one_that_changes_what_the_block_uses_afterwards_stays_eager_while_it_is
     pair.stays_eager(writes, "changes a tensor that the block uses afterwards")
 
 
+class Layers(nn.Module):
+    """A block of layers alike, each of which notes where it stands."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(depth)])
+
+    def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
+        for number, layer in enumerate(self.layers):
+            options["transformer_index"] = number
+            x = layer(x, prompt, options)
+        return x
+
+
+def test_layers_of_a_block_are_one_piece_of_code_and_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+    monkeypatch.setattr(lower, "FoldedCode", lambda *args: pieces.append(args) or FoldedCode(*args))
+    net = Net()
+    net.blocks = nn.ModuleList([Layers(DEPTH) for _ in range(2)])
+    net.eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(net)
+    x, prompt, seen = torch.randn(2, 6, 16), torch.randn(2, 4, 16), []
+
+    def looks(own: Way, *args: Any, **kwargs: Any) -> T:
+        seen.append((kwargs["options"]["block_index"], kwargs["options"]["transformer_index"]))
+        return own(*args, **kwargs).flip(1) * (1.0 + kwargs["copied"]["transformer_index"])
+
+    with torch.inference_mode():
+        compiled(x, prompt, {"attend": turned})
+        assert pieces, "the layers were not found to be alike"
+        wanted = net(x, prompt, {"attend": looks})
+        seen.clear()
+        torch.testing.assert_close(compiled(x, prompt, {"attend": looks}), wanted, rtol=1e-4, atol=1e-4)
+    assert seen == [(block, layer) for block in range(2) for layer in range(DEPTH)]
+    assert not compiled.report.as_dict()["eager"]
+
+
 # ---- what no artefact can follow -------------------------------------------------------------------------------------
 
 
@@ -213,6 +252,28 @@ def test_one_that_gives_back_no_tensor_stays_eager_while_it_is_there(pair: Pair)
         pass
 
     pair.stays_eager(lambda own, *a, **k: own(*a, **k).flip(1).as_subclass(Odd), "gives back a")
+
+
+def test_a_block_that_changes_its_input_gets_it_back_before_it_runs_eager() -> None:
+    class InPlace(Block):
+        def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
+            x.mul_(1.5)
+            return super().forward(x, prompt, options)
+
+    net = Net()
+    net.blocks = nn.ModuleList([InPlace() for _ in range(2)])
+    net.eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(net)
+    x, prompt = torch.randn(2, 6, 16), torch.randn(2, 4, 16)
+
+    def wide(own: Way, *args: Any, **kwargs: Any) -> T:
+        return own(*args, **kwargs)[:1]
+
+    with torch.inference_mode():
+        for way in (turned, wide, turned):
+            wanted, found = (module(x.clone(), prompt, {"attend": way}) for module in (net, compiled))
+            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert any("gives back" in row["reason"] for row in compiled.report.as_dict()["eager"])
 
 
 @pytest.mark.parametrize("hold", [lambda t: t, lambda t: t.detach(), lambda t: t[:, 1:]], ids=["it", "alias", "view"])
