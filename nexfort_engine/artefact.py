@@ -228,7 +228,7 @@ class Binding:
             inputs += self._as_inputs()
         if artefact.sites:
             changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
-            with called_with(flat.mappings, artefact.sites, changed):
+            with called_with(flat.mappings, artefact.sites, artefact.check, changed):
                 results = self._results(inputs, kept)
         else:
             results = self._results(inputs, kept)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import substitutes
+from . import sites
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
 from .cache.key import environment_parts, primary_key
@@ -327,7 +327,7 @@ class Builder:
             info["products"] = precision.told(captured.graph)
         if options.get("nexfort.narrow_attention"):
             info["attention"] = narrow_attention.told(captured.graph)
-        notes = substitutes.told(captured.sites)
+        notes = sites.told(captured.sites)
         if options.get("nexfort.rotary"):
             notes += [f"in {region.kind} {reason}" for reason in rotary.left(captured.graph)]
         if notes:

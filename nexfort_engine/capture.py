@@ -46,10 +46,10 @@ from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
 from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kind_of, spec_text, unflatten_call
+from .sites import Sites, Substitute, settled
 from .sources import hashes, operator_modules, walked
 from .strengths import Place, Strength, StrengthUsed
 from .subclasses import own_operators
-from .substitutes import Sites, Substitute, settled
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
@@ -74,7 +74,7 @@ class Example:
 class Captured:
     """A graph and everything that must be checked before its artefact is used.
 
-    sites: where it calls functions of its options (substitutes.py).
+    sites: where it calls functions of its options (sites.py).
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
@@ -186,7 +186,7 @@ class _Lifted(nn.Module):
         log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
         recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
         trace.recordings = recordings
-        trace.sites.begin(recordings)
+        trace.sites.begin(log)
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
         before = _contents((args, kwargs))
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -424,7 +424,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
-        sites=settled(graph, trace.sites.rows),
+        sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
     )
 
 

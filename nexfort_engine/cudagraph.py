@@ -198,7 +198,7 @@ class StepGraphs:
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
             session.used, session.looked_up = [], []
-            session.ran_eager = session.fetched = session.spares = False
+            session.ran_eager = session.fetched = session.spares = session.others = False
             try:
                 with Rehearsal() if fragile() else Remembering() as watched:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
@@ -237,6 +237,8 @@ class StepGraphs:
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.engine.report.note("no CUDA graph: a region ran eager")
+        elif session.others:
+            self.engine.report.note("no CUDA graph: code of others runs inside its blocks")
         elif session.fetched or not residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
         elif watched.reason:
@@ -323,7 +325,7 @@ class StepGraphs:
         for slot, tensor in zip(slots, call.tensors, strict=True):
             slot.copy_(tensor)
         graph = torch.cuda.CUDAGraph()
-        session.ran_eager = session.fetched = False
+        session.ran_eager = session.fetched = session.others = False
         session.looked_up = []
         fits, problem, answering = False, None, Answering(step.sent)
         self._steps.pop(key, None)  # until it is there
@@ -347,7 +349,7 @@ class StepGraphs:
                 raise problem
             if answering.reason:
                 raise Refused(answering.reason)
-            if session.ran_eager or session.fetched or not fits:
+            if session.ran_eager or session.fetched or session.others or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")

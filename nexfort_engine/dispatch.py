@@ -28,7 +28,7 @@ from .readset import Refused, look, where
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
-from .substitutes import Raised, Strayed, still_there
+from .substitutes import Strayed, raised_by, still_there
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -92,19 +92,26 @@ class Region:
             return self.inside(plain, args, kwargs, session)
         session.fetched |= loan is not None and not loan.kept
         try:
-            return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
-        except Strayed as reason:
-            self._leave(binding, key, flat, reason)
-            return self._eager(plain, args, kwargs, session, str(reason))
+            try:
+                return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
+            except Strayed as stray:
+                path, why = stray.path, str(stray)
+            # not before the error is gone, which holds on to what the artefact had made
+            self.declined.setdefault(key, []).append((still_there(flat.mappings, path), why))
+            return self._eager(plain, args, kwargs, session, why)
         finally:
             if loan is not None:
                 loan.give_back()
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in self.known.get(key, ()):
-            if binding.usable(flat):
+            if binding.usable(flat) and not (binding.artefact.sites and self._strays(key, flat)):
                 return binding
         return None
+
+    def _strays(self, key: Any, flat: Flat) -> bool:
+        """Whether a function of the options is there that no artefact can follow; what is declined says why."""
+        return any(check(flat.mappings) for check, _ in self.declined.get(key, ()))
 
     def _run(
         self,
@@ -123,6 +130,7 @@ class Region:
             return self._eager(plain, args, kwargs, session, reason)
         self.engine.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
+        session.others |= bool(binding.artefact.sites)
         if binding.artefact.options:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
         tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
@@ -132,24 +140,17 @@ class Region:
             return binding.run(weights, flat, tensors, kept)
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
-        except Raised as raised:
-            raise self._noted(raised.error, f"by {where(raised.path)}") from None
         except Exception as error:
             if session.capturing:
                 raise  # the capture is over, and the step runs region by region
+            if (path := raised_by(error)) is not None:
+                self._noted(error, f"by {where(path)}")
+                raise
             if self._is_another():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
-
-    def _leave(self, binding: Binding, key: Any, flat: Flat, stray: Strayed) -> None:
-        """Do not call a binding in this way again while the function that no artefact can follow is there."""
-        is_there = still_there(flat.mappings, stray.path)
-        self.declined.setdefault(key, []).append((is_there, str(stray)))
-        for bindings in self.known.values():
-            if binding in bindings:
-                bindings.remove(binding)
 
     def _kept(self, binding: Binding) -> Kept | None:
         """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.

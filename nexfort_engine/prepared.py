@@ -28,7 +28,8 @@ from .parts import places
 
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
 _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
-_LOOKS = {"nexfort::innermost_weight"}  # operators that only say how a value lies: they stay with those who read it
+# operators that stay with those who read what they give: one only says how a value lies, another calls code of others
+_LOOKS = {"nexfort::innermost_weight", "nexfort::substitute"}
 _UNSTABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Version = Hashable  # what the host says of its weights as a whole: while it is equal, none changed; None: it cannot say

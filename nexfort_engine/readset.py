@@ -140,6 +140,7 @@ class ReadSet:
         self.present: dict[Path, bool] = {}
         self.none: dict[Path, bool] = {}
         self.keys: dict[Path, tuple[str, ...]] = {}
+        self.walks: dict[Path, Mapping[Any, Any]] = {}  # the mappings that were walked over
         self.lengths: dict[Path, int] = {}
         self.nested: list[Recording] = []  # the mappings inside mappings, which copies share with the caller
         self.patched: list[tuple[Path, list[Any], bool]] = []  # keys made of places, and whether they were there
@@ -147,6 +148,7 @@ class ReadSet:
         self.mappings: dict[Path, bool] = {}
 
     def walked(self, path: Path, mapping: Mapping[Any, Any]) -> None:
+        self.walks[path] = mapping
         self.keys[path] = tuple(sorted(str(k) for k in mapping if k not in BOOKKEEPING))
 
     def looked_up(self, path: Path, found: bool) -> None:
@@ -159,6 +161,8 @@ class ReadSet:
 
 class Recording(dict):
     """A dict that reports every read of it to a ReadSet, and keeps writes apart (`written`)."""
+
+    is_copy = False  # the block's own, and not the caller's
 
     def __init__(self, source: Mapping[Any, Any], path: Path, log: ReadSet, written: dict[Any, Any] | None = None):
         super().__init__()
@@ -293,6 +297,7 @@ class Recording(dict):
 
     def copy(self) -> Recording:
         new = Recording(self._source, self._path, self._log, dict(self.written))
+        new.is_copy = True
         for key in self.removed:
             dict.pop(new, key, None)
             new.removed.add(key)

@@ -31,6 +31,7 @@ class Session:
         self.used: list[Any] = []  # the bindings that ran
         self.looked_up: list[Any] = []  # the tensors of options that they took
         self.ran_eager = False
+        self.others = False  # an artefact called code of others
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.fetched = False  # a region ran on weights that the host fetched for this call alone

@@ -249,7 +249,7 @@ def test_attention_of_others_is_called_between_kernels_and_costs_none(comfyui: P
     payloads = _lowered(tmp_path, ["wan"], config.lowering_options("cuda"), with_attention_of_others)
     call = _code(payloads["wan"]).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("= torch.ops.nexfort.substitute.default(") == 2 and "_scaled_dot_product" not in call
-    assert call.count("[True, True, True])") == 2, "its own and the prompt's: nobody uses query, key and value after it"
+    assert call.count("[True, True, True], [") == 2, "its own and the prompt's: nobody else reads query, key and value"
     assert _launches(payloads["wan"]) == 7, "as many as without"
 
 

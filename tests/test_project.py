@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "modulestate",
         "strengths",
         "substitutes",
+        "sites",
         "shadow",
         "parts",
         "aliases",
