@@ -74,12 +74,11 @@ class Example:
 class Captured:
     """A graph and everything that must be checked before its artefact is used.
 
-    sites: where it calls functions of its options (sites.py).
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor.
+    option tensor. sites: where it calls functions of its options (sites.py).
     """
 
     graph: torch.fx.GraphModule

@@ -128,7 +128,7 @@ class _Rows:
         """One that is handed over again is the same one to the function, which may have written to it."""
         known = next((i for i, (other, _) in enumerate(self._sites.handed) if other is value), None)
         row = self._written(value)
-        if row[0] in ("own", "mapping"):
+        if row[0] == "own":
             return row
         if known is None:
             known = len(self._sites.handed)
@@ -154,7 +154,7 @@ class _Rows:
         if source is None:
             return ["dict", items, None]
         path, mapping = source
-        there = [key for key in value if key in BOOKKEEPING and key in mapping and type(value[key]) is type(None)]
+        there = [key for key in value if key in BOOKKEEPING and key in mapping and value[key] is None]
         rows = [[key, ["option", json_path((*path, key)), []] if key in there else row] for key, row in items]
         return ["dict", rows, json_path(path)]
 

@@ -240,7 +240,7 @@ def named(module: str, name: str, depth: int) -> Any:
 
 
 def _key(raw: Any) -> Any:
-    return tuple(raw) if isinstance(raw, list) else raw
+    return from_json_path([raw])[0]
 
 
 def _torch_s(text: str) -> Any:
