@@ -44,13 +44,25 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
     import torch
     from torch._inductor import choices
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel
+    from torch._inductor.dependencies import MemoryDep
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
+    from torch.utils._sympy.functions import ModularIndexing
 
-    def length_of(features: Any) -> int | None:
+    def joins(features: Any) -> bool:
+        """Whether a kernel reads more than one tensor of all its rows, each number by itself."""
+        whole = features.numel * features.reduction_numel
+        nodes = features.scheduler_nodes()
+        made = {dep.name for node in nodes for dep in node.read_writes.writes}
+        reads = {dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)}
+        equal = V.graph.sizevars.statically_known_equals
+        read = {dep.name for dep in reads if dep.name not in made and equal(dep.get_numel(), whole)}
+        return len(read) > 1 and not any(dep.index.has(ModularIndexing) for dep in reads if dep.name in read)
+
+    def length_of(features: Any, scores: dict[str, Any] | None = None) -> int | None:
         """Numbers of the row that a kernel sums over; None where it is no such kernel."""
         length = features.reduction_numel
-        known = getattr(length, "is_number", False) and features.get_reduction_hint() == ReductionHint.INNER
+        known = getattr(length, "is_number", False) and features.get_reduction_hint(scores) == ReductionHint.INNER
         return int(length) if known and int(length) <= LONGEST_ROW else None
 
     def are_side_by_side(features: Any, scores: dict[str, Any] | None) -> bool:
@@ -89,10 +101,15 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
                 return {**kernel_kwargs, "fixed_config": FixedTritonConfig(_TILE)}
             if theirs or set(groups[0]) != {"x", "r0_"} or any(map(features.contains_op, ("scan", "sort"))):
                 return kernel_kwargs
-            length = length_of(features) or 0
+            length = length_of(features, kernel_kwargs.get("tiling_scores")) or 0
             if length >= _SHORTEST_ROW:
                 warps = max(1, (1 << (length - 1).bit_length()) // _PER_WARP)
+                warps *= 2 if joins(features) else 1
                 shape = {"XBLOCK": 1, "num_warps": warps, "num_stages": 1}
+                kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
+            elif length > _FEWEST and not self.should_use_persistent_reduction(features, False):
+                shape = {"XBLOCK": max(1, 1024 // (1 << (length - 1).bit_length())), "num_warps": 1, "num_stages": 1}
+                kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
             elif self.should_use_persistent_reduction(features, False):
                 return kernel_kwargs  # such a kernel has no block of the sum to give a size to
             elif are_side_by_side(features, kernel_kwargs.get("tiling_scores")):

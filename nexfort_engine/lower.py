@@ -32,6 +32,7 @@ from .cpu_probe import remembered_probes
 from .flags import inductor_scope
 from .folding import FoldedCode, fold
 from .kernels import known_to_inductor
+from .pairs import pairs_read_once
 from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
 
@@ -181,7 +182,8 @@ def _inductor(
     from torch._inductor import standalone_compile
 
     rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
-    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, known_to_inductor():
+    pairs = pairs_read_once() if own.get("rotary") else nullcontext()
+    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known_to_inductor():
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)

@@ -16,6 +16,7 @@ from nexfort_engine import pool
 from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions
 from nexfort_engine.config import CompileConfig
+from nexfort_engine.passes import rotary
 
 CHANNELS, WIDTH, EMBEDDING = 64, 128, 256
 Tensors = list[torch.Tensor]
@@ -103,6 +104,31 @@ def long(w: Tensors, x: torch.Tensor) -> torch.Tensor:
 LAYERS = 6
 
 
+def turned_heads(w: Tensors, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Heads with a norm of their own, turned in pairs by a table for each row of the batch."""
+    heads = functional.linear(x, w[0]).unflatten(-1, (-1, 64))
+    return rotary.turned(functional.rms_norm(heads, [64], w[1]), table, like=heads, table_like=table)
+
+
+def turned_rows(w: Tensors, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Heads with one norm for all, turned in pairs by a table for the whole batch; what the norm gives is kept too."""
+    rows = functional.rms_norm(functional.linear(x, w[0]), [w[1].numel()], w[1])
+    heads = rows.unflatten(-1, (-1, 64))
+    return torch.stack([heads, rotary.turned(heads, table, like=heads, table_like=table)])
+
+
+def turned_alone(w: Tensors, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Heads without a norm."""
+    heads = functional.linear(x, w[0]).unflatten(-1, (-1, 64))
+    return rotary.turned(heads, table, like=heads, table_like=table)
+
+
+def joined(w: Tensors, x: torch.Tensor, more: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    """A norm of a sum that has one number for each row of the batch in it."""
+    x = x + more * strength[:, None]
+    return functional.linear(functional.layer_norm(x, [x.shape[-1]]) * (1 + strength[:, None]), w[0]) + x
+
+
 def stack(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     """Such layers one after another, each with weights of its own."""
     for i in range(0, len(w), len(w) // LAYERS):
@@ -175,6 +201,21 @@ FROZEN = {
         [((2, 4 * C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
     )
 }
+_TABLE = (8, 1024, 1, 32, 2, 2)
+# one in fp32, as tables of models are; one with a table for all of its batch
+TURNED = {
+    "turned_alone": (turned_alone, torch.bfloat16, [(256, D)], [((8, 1024, D), (0, 1)), (_TABLE, (0, 1))]),
+    "turned_heads": (turned_heads, torch.float32, [(256, D), (64,)], [((8, 1024, D), (0, 1)), (_TABLE, (0, 1))]),
+    "turned_rows": (turned_rows, torch.half, [(1280, D), (1280,)], [((8, 1024, D), (0, 1)), (_TABLE[1:], (0,))]),
+}
+JOINED = {
+    "joined": (
+        joined,
+        torch.bfloat16,
+        [(1536, 1536)],
+        [((2, 4096, 1536), (0, 1)), ((2, 4096, 1536), (0, 1)), ((2, 1536), (0,))],
+    )
+}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -192,7 +233,7 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **STACKS}[kind]
+    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **TURNED, **JOINED, **STACKS}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, FROZEN, INNERMOST, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
+from gpu_blocks import BLOCKS, FROZEN, INNERMOST, JOINED, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 
 from nexfort_engine import flags, lower, pool
@@ -34,7 +34,7 @@ TESTS = Path(__file__).resolve().parent
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each block lowered by one forked worker, which has never seen a device."""
-    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
+    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *JOINED, *STACKS], OPTIONS)
 
 
 def _lowered(
@@ -117,6 +117,12 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     kernels = code.split("async_compile.triton(")
     (row,) = (kernel for kernel in kernels if "'num_warps': 2" in kernel)
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "reciprocal" in row
+
+
+def test_what_a_norm_adds_up_first_is_read_once_too(payloads: dict[str, Path]) -> None:
+    """Though it also reads one number for each row of the batch; two tensors are more registers, so two warps."""
+    (norm,) = (kernel for kernel in _code(payloads["joined"]).split("async_compile.triton(") if "layer_norm" in kernel)
+    assert "'XBLOCK': 1, 'num_warps': 2" in norm and "R0_BLOCK: tl.constexpr = 2048" in norm
 
 
 @pytest.mark.parametrize(("kind", "block"), [("residual", "'C_BLOCK': 4, "), ("innermost", "'C_BLOCK': 32, ")])
