@@ -4,8 +4,8 @@
 As code each number reads its partner, and its own two numbers of the pair's matrix. Inductor makes of that reads whose
 neighbours are not side by side: a warp's one read of such a table is in 16 lines of memory, and of a partner in 4. Here
 a partner is taken from what was read in order, and a matrix is read in one piece and taken apart in registers.
-Microseconds so and otherwise for the norms and rotary embeddings of 28080 tokens' queries and keys of 12 x 128 numbers,
-and of 4096 tokens' of 24 x 128 (bfloat16, H200, torch 2.11, 2026-11): see benchmarks/README.md.
+Microseconds so and otherwise for norms and rotary embeddings of queries and keys: 2 x 14040 tokens of 12 x 128 numbers
+95 and 228; 4096 tokens of 24 x 128 43 and 61 (bfloat16, H200, torch 2.11, 2026-11).
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "passes",
         "kernels",
         "choices",
+        "pairs",
         "repeats",
         "folding",
         "worker",
