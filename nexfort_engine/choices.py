@@ -32,8 +32,8 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
 
     Where a kernel also reads one number for each row of the batch, or the partners of pairs, Inductor does so for none,
     though a row's numbers are read side by side all the same: a layer norm of a sum with modulation took 61 instead of
-    116 to 160 microseconds (2 x 14040 rows of 1536), and 68 with one warp: a kernel that reads two long tensors has twice
-    as many. Norms of 24 x 4096 heads with rotary embeddings took 60 and 89 (as above).
+    116 to 160 microseconds (2 x 14040 rows of 1536), and 68 with one warp: a kernel that reads two long tensors has
+    twice as many. Norms of 24 x 4096 heads with rotary embeddings took 60 and 89 (as above).
 
     Sums whose numbers lie side by side with their neighbours', as columns of a matrix do, are made many at once. Where
     there are many of them Inductor shapes them as sums over rows: 2 x 96 x 320 sums of 96 numbers took 9.1 microseconds
