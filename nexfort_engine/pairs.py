@@ -39,8 +39,10 @@ def pairs_read_once() -> Iterator[None]:
     theirs = TritonKernel.load
 
     def load(kernel: Any, name: str, index: sympy.Expr) -> Any:
+        # what is fused with a template, or reduced in parts, has its numbers elsewhere
+        plain = type(kernel) is TritonKernel and not kernel.cooperative_reduction and not kernel.mix_order_reduction
         settled = kernel._load_mask is None and not kernel.is_indirect_indexing(index)
-        found = _pairs(kernel, index) if settled else None
+        found = _pairs(kernel, index) if plain and settled else None
         if found is None:
             return theirs(kernel, name, index)
         if (found.even, found.odd) == (found.step // 2, 0):
