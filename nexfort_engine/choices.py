@@ -112,11 +112,11 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
                 warps *= 2 if joins(features) else 1
                 shape = {"XBLOCK": 1, "num_warps": warps, "num_stages": 1}
                 kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
-            elif length > _FEWEST and not self.should_use_persistent_reduction(features, False):
-                shape = {"XBLOCK": max(1, 1024 // (1 << (length - 1).bit_length())), "num_warps": 1, "num_stages": 1}
-                kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
             elif self.should_use_persistent_reduction(features, False):
                 return kernel_kwargs  # such a kernel has no block of the sum to give a size to
+            elif length > _FEWEST:
+                shape = {"XBLOCK": max(1, 1024 // (1 << (length - 1).bit_length())), "num_warps": 1, "num_stages": 1}
+                kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
             elif are_side_by_side(features, kernel_kwargs.get("tiling_scores")):
                 shape = _SIDE_BY_SIDE
             elif (found := rows_of_pictures(features)) is not None:
