@@ -94,6 +94,10 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         # a size that no node of the graph gives, such as the scale that enlarges all frames of a video but the first.
         stack.enter_context(scoped_env(TENSORIFY_PYTHON_SCALARS="0"))
         inductor_config, functorch_config = _compiler_configs()
+        # Inductor's compiler processes, where it starts some, are not told its settings. A kernel of kernels/ that they
+        # compiled otherwise would be compiled again by each process that loads it: three seconds for one in Gluon.
+        # Set when this process has read its own.
+        stack.enter_context(scoped_env(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"))
         stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
         stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))
         yield

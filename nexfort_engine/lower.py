@@ -30,7 +30,7 @@ from .choices import whole_rows
 from .conditions import Conditions
 from .cpu_probe import remembered_probes
 from .flags import inductor_scope
-from .folding import FoldedCode, fold
+from .folding import Folded, FoldedCode, fold
 from .kernels import known_to_inductor
 from .pairs import pairs_read_once
 from .passes import PASSES, register, split
@@ -110,10 +110,10 @@ def lower_graph(
     # in full precision a weight that is unpacked would lie beside its packed self
     larger = own.get("low_precision") is True
     before = take_out(graph, lasting, larger=larger) if own.get("prepare") else None
+    graphs = {payload: graph} if before is None else {payload: graph, payload / _BEFORE: before.graph}
+    texts = [*agreed, *_lowered(graphs, options, own, each)]
     if before is not None:
-        _lowered(before.graph, payload / _BEFORE, options, own, each)
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
-    texts = [*agreed, *_lowered(graph, payload, options, own, each)]
     if texts:
         (payload / _LIMITS).write_text(json.dumps(texts), encoding="utf-8")
     if constants:
@@ -124,47 +124,60 @@ def lower_graph(
 
 
 def _lowered(
-    graph: torch.fx.GraphModule,
-    payload: Path,
+    graphs: Mapping[Path, torch.fx.GraphModule],
     options: Mapping[str, object],
     own: Mapping[str, object],
     each: Callable[[Works], list[list[str]]],
 ) -> list[str]:
-    """Lower one graph, in pieces where it repeats itself; gives what that takes for granted about sizes."""
+    """Lower graphs, each into its place and in pieces where it repeats itself; what that takes for granted about sizes.
+
+    All of it is handed to `each` at once: who forks processes for it can do so only until something was lowered here.
+    """
     # begun before the pieces: what is asked of sizes is noted once, and pieces that fail have asked it too
-    limits = Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
+    limits = [
+        Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
+        for graph in graphs.values()
+    ]
 
-    def lowered(one: torch.fx.GraphModule, place: Path) -> list[str]:
-        _inductor(one, place, options, own)
-        return limits.texts()
+    def lowered(graph: torch.fx.GraphModule, place: Path) -> list[str]:
+        _inductor(graph, place, options, own)
+        return [text for one in limits for text in one.texts()]
 
-    found = _lowered_in_pieces(graph, payload, lowered, each) if own.get("fold") else None
-    if found is None:
-        return lowered(graph, payload)
-    return list(dict.fromkeys(text for texts in (*found, limits.texts()) for text in texts))
+    def works(folds: Mapping[Path, Folded]) -> Works:
+        """All there is to lower; the pieces of those that are folded."""
+        found: list[tuple[torch.fx.GraphModule, Path]] = []
+        for place, graph in graphs.items():
+            pieces = folds[place].pieces if place in folds else []
+            found += [(piece, place / f"{_PIECE}{number}") for number, piece in enumerate(pieces)] or [(graph, place)]
+        return [functools.partial(lowered, *one) for one in found]
 
-
-def _lowered_in_pieces(
-    graph: torch.fx.GraphModule,
-    payload: Path,
-    lowered: Callable[[torch.fx.GraphModule, Path], list[str]],
-    each: Callable[[Works], list[list[str]]],
-) -> list[list[str]] | None:
-    """Lower the pieces of a graph that repeats itself; gives what `lowered` gives of each. None: it was not done so."""
+    folds = _folds(graphs) if own.get("fold") else {}
     try:
-        folded = fold(graph)
-        if folded is None:
-            return None
-        payload.mkdir(parents=True, exist_ok=True)
-        places = [payload / f"{_PIECE}{number}" for number in range(len(folded.pieces))]
-        found = each([functools.partial(lowered, *one) for one in zip(folded.pieces, places, strict=True)])
+        found = each(works(folds))
     except Exception:
+        if not folds:
+            raise
         # pieces are to save time: what goes wrong with them is no reason to run eager, the whole may do
         log.warning("Nexfort: a graph could not be lowered in pieces, and is lowered as a whole", exc_info=True)
-        for place in payload.glob(f"{_PIECE}*"):
+        for place in graphs:
             shutil.rmtree(place, ignore_errors=True)
-        return None
-    (payload / _FOLDED).write_text(json.dumps(folded.as_json()), encoding="utf-8")
+        folds, found = {}, in_turn(works({}))
+    for place, folded in folds.items():
+        (place / _FOLDED).write_text(json.dumps(folded.as_json()), encoding="utf-8")
+    return list(dict.fromkeys(text for texts in found for text in texts))
+
+
+def _folds(graphs: Mapping[Path, torch.fx.GraphModule]) -> dict[Path, Folded]:
+    """Those of the graphs that repeat themselves, in pieces."""
+    found = {}
+    for place, graph in graphs.items():
+        try:
+            folded = fold(graph)
+        except Exception:
+            log.warning("Nexfort: a graph could not be cut into pieces, and is lowered as a whole", exc_info=True)
+            continue
+        if folded is not None:
+            found[place] = folded
     return found
 
 

@@ -89,8 +89,9 @@ def work(job: dict[str, Any]) -> None:
     with contextlib.nullcontext() if measures else flags.without_device():
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
-        # in the last two cases this process holds a device, which none that it forks could use
-        alone = not job["spread"] or FORK not in sys.argv or device.index or measures
+        # in the last three cases this process uses a device, which none that it forks could then use
+        used = device.index or measures or torch.cuda.is_initialized()
+        alone = not job["spread"] or FORK not in sys.argv or used
         each = lower.in_turn if alone else in_forks
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
 

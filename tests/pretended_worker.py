@@ -1,13 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported in a worker by a job that lists it among its modules: the worker has a pretended GPU for good."""
+"""Imported in a worker by a job that lists it among its modules: the worker has a pretended GPU for good.
 
+As with a real one, what is forked from a process that has asked for its device cannot have it.
+"""
+
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from pretended_gpu import pretend
+import torch
+from pretended_gpu import FORKED, pretend
 
 from nexfort_engine.worker import FORK
+
+_asked = False
+_lost = False
+
+
+def _watch_device() -> None:
+    answer = torch.cuda.current_device
+
+    def current_device(*given: Any) -> Any:
+        global _asked
+        if _lost:
+            raise RuntimeError("CUDA error: initialization error")
+        _asked = True
+        return answer(*given)
+
+    def forked() -> None:
+        global _lost
+        _lost = _asked
+        if FORKED in os.environ:
+            with Path(os.environ[FORKED]).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", current_device)
+    patch.setattr(torch.cuda, "is_initialized", lambda: _asked)
+    os.register_at_fork(after_in_child=forked)
+
 
 if FORK not in sys.argv:
     raise RuntimeError("the worker was not forked: it started anew")
 pretend(pytest.MonkeyPatch())
+_watch_device()

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_inductor_scope_starts_no_compiler_processes_and_restores_the_users_choi
             assert os.environ["TORCH_WARM_POOL"] == "0"
         assert os.environ["TORCH_WARM_POOL"] == "0"
     assert os.environ.get("TORCH_WARM_POOL") == users
+
+
+def test_compiler_processes_that_start_inside_know_how_kernels_are_launched_and_this_one_forgets(tmp_path):
+    """They launch what they compile in the way that is kept with an artefact."""
+    code = """
+        import functools, sys
+        from nexfort_engine.flags import inductor_scope
+
+        NAME = "static_launch_user_defined_triton_kernels"
+        options = {"compile_threads": 2, "worker_start_method": "subprocess"}
+        with inductor_scope(sys.argv[1], options):
+            from torch._inductor import config
+            from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+
+            asked = functools.partial(eval, f"__import__('torch._inductor.config')._inductor.config.{NAME}")
+            there = AsyncCompile.process_pool().submit(asked).result()
+        shutdown_compile_workers()
+        print(there, getattr(config, NAME))
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1])
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_inductor_scope_admits_one_thread_at_a_time(tmp_path):

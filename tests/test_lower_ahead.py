@@ -18,6 +18,7 @@ import pytest
 import torch
 from gpu_blocks import BLOCKS, FROZEN, INNERMOST, JOINED, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
+from pretended_gpu import FORKED
 
 from nexfort_engine import flags, lower, pool
 from nexfort_engine.capture import Captured
@@ -158,6 +159,20 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     assert "2147483647" in (payload / "limits.json").read_text(), "what is asked of sizes in a piece"
     alone = _code(payloads["wide"]).count(".run(")
     assert _code(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
+
+
+@pytest.mark.parametrize("before", [[], ["feed_forward"]], ids=["first", "second"])
+def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_device(
+    before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of what is prepared too; a worker that has asked for it lowers them one after another."""
+    monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
+    monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there does not know the variable
+    payload = _lowered(tmp_path, [*before, "stack"], OPTIONS)["stack"]
+    pieces = [len(list(place.glob("piece_*"))) or 1 for place in (payload, payload / "before")]
+    assert (payload / "folded.json").exists() and pieces[0] > 1
+    forked = (tmp_path / "forked").read_text().splitlines()
+    assert len(forked) == (1 if before else sum(pieces) - 1)
 
 
 @pytest.mark.parametrize("mode", ["O2", "freezing"])

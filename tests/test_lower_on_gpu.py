@@ -12,6 +12,8 @@ import context_watch
 import pytest
 from gpu_blocks import MEASURED, OPTIONS, lowered
 
+from nexfort_engine import pool
+
 pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).resolve().parent
 
@@ -30,3 +32,16 @@ def test_a_worker_makes_no_context(options: dict[str, object], tmp_path: Path, m
     lowered(tmp_path, "context_watch", options=options)
     stacks = (tmp_path / "stacks").read_text() if (tmp_path / "stacks").exists() else ""
     assert not stacks, f"the worker got a context on the GPU, which takes half a GiB; it was at:\n{stacks}"
+
+
+def test_layers_are_lowered_once_by_a_worker_that_lowered_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch asks for the device when it lowers, and no process that is forked afterwards can use it."""
+    monkeypatch.setattr(pool, "_MANY", 1)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    payloads = lowered(tmp_path, "context_watch", ["stack"])
+    assert (payloads["stack"] / "folded.json").exists() and (payloads["stack"] / "before").exists()
+    (tmp_path / "again").mkdir()
+    payloads = lowered(tmp_path / "again", "context_watch", ["feed_forward", "stack"])
+    assert (payloads["stack"] / "folded.json").exists()
