@@ -26,7 +26,7 @@ from .passes.writing import fill
 from .prepared import getter
 from .repeats import Nodes, segments_of, tensors_of
 
-LEAST_SAVED = 100  # operators that need not be lowered; one layer of a transformer has about 50, and takes a second
+LEAST_SAVED = 60  # operators that need not be lowered; one layer of a transformer has as many, and takes a second
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 _LEAST_PERIOD = 8
-_LEAST_TIMES = 3
+_LEAST_TIMES = 2
 _NEVER = 1_000_000  # the cost of a cut that may not be
 _LOOKS = set(
     "alias chunk contiguous detach dropout expand flatten getitem movedim permute reshape select slice split squeeze t "

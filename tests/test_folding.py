@@ -145,6 +145,15 @@ def test_what_does_not_repeat_enough_stays_whole(block: Any, why: str) -> None:
     assert fold(Probe(block(), *call()).captured.graph) is None, why
 
 
+def test_two_layers_are_one_piece_where_that_saves_enough() -> None:
+    probe = Probe(made(Stack, 2), *call())
+    folded = fold(probe.captured.graph, least=40)
+    assert folded is not None and [piece for piece, _ in folded.calls] == [0, 1, 1, 2]
+    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    for size in SIZES:
+        assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
+
+
 def test_a_layer_that_is_another_parts_the_rest_in_two() -> None:
     """All before and behind it still share one piece each."""
     probe = Probe(made(Stack, 9, [1.0] * 4 + [2.0] + [1.0] * 4), *call())
