@@ -59,7 +59,10 @@ _importing: threading.Thread | None = None
 
 
 def import_ahead() -> None:
-    """Import Inductor on a thread of its own: two seconds that a first step need not wait for. Once a process."""
+    """Import Inductor on a thread of its own: two seconds that a first step need not wait for. Once a process.
+
+    What it calls its cache's keys follows on another, which nobody waits for: hashes of torch's and Triton's files.
+    """
     global _importing
     if _importing is not None:
         return
@@ -69,11 +72,27 @@ def import_ahead() -> None:
         try:
             with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
                 from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
+            threading.Thread(target=_hash_ahead, name="nexfort-hashes", daemon=True).start()
         except (ImportError, OSError) as error:  # an old torch, a full disk: the first call says what is the matter
             log.debug("Nexfort: importing Inductor ahead failed: %s", error)
 
     _importing = threading.Thread(target=work, name="nexfort-import", daemon=True)
     _importing.start()
+
+
+def _hash_ahead() -> None:
+    """What a first load asks once a process; more than a second, nearly all of it without Python's lock."""
+    try:
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
+        if torch.cuda.is_available():
+            from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+            if HAS_TRITON:
+                triton_key()
+    except (ImportError, OSError):  # another version, a file that is gone: the first load says what is the matter
+        log.debug("Nexfort: hashing ahead failed", exc_info=True)
 
 
 def wait_for_import() -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,30 @@ def _kernels(payload: Path) -> list[dict[str, Any]]:
                 if artifact.filename.endswith(".json") and not artifact.filename.startswith("__grp__")
             ]
     return found
+
+
+# ---- before there is anything to lower -------------------------------------------------------------------------------
+
+
+def test_what_a_first_load_asks_is_hashed_ahead_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+    from torch._inductor.runtime import triton_compat
+
+    asked, go = [], threading.Event()
+
+    def key(name: str) -> str:
+        asked.append((name, threading.current_thread().name))
+        assert go.wait(60)
+        return name
+
+    monkeypatch.setattr(codecache, "torch_key", lambda: key("torch"))
+    monkeypatch.setattr(triton_compat, "triton_key", lambda: key("triton"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(lower, "_importing", None)
+    lower.import_ahead()
+    lower.wait_for_import()
+    hashing = [thread for thread in threading.enumerate() if thread.name == "nexfort-hashes"]
+    go.set()
+    for thread in hashing:
+        thread.join(60)
+    assert asked == [("torch", "nexfort-hashes"), ("triton", "nexfort-hashes")]

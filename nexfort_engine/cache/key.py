@@ -63,39 +63,67 @@ def primary_key(parts: Mapping[str, object]) -> str:
 
 def canonical_json(value: object) -> str:
     """JSON with the same text for two values exactly if they are the same (a list is as good as a tuple)."""
-    return _dump(_canonical(value, "parts"))
+    try:
+        return _dump(_canonical(value))
+    except _Unfit:
+        raise TypeError(_unfit(value, "parts")) from None
 
 
-def _dump(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+# one for all: `json.dumps` makes another for each call with options
+_dump = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode
+_PLAIN = (str, int, bool, type(None))  # as they are; most of a block's structure
 
 
-def _canonical(value: object, where: str) -> Any:
+class _Unfit(Exception):
+    """Something that cannot be in a key. Which and where is found out afterwards: it hardly ever happens."""
+
+
+def _canonical(value: object) -> Any:
     """`value` as JSON; mappings and special types are tagged, so that no plain value can imitate them."""
-    if value is None or isinstance(value, (bool, str)):
+    kind = type(value)
+    if kind in _PLAIN:
         return value
+    if isinstance(value, (list, tuple)):
+        return [one if type(one) in _PLAIN else _canonical(one) for one in value]
+    if isinstance(value, Mapping):
+        pairs = [[_canonical(k), _canonical(v)] for k, v in value.items()]
+        return {"$map": sorted(pairs, key=lambda pair: _dump(pair[0]))}
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
-    if isinstance(value, Mapping):
-        pairs = [[_canonical(k, f"a key of {where}"), _canonical(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        return {"$map": sorted(pairs, key=lambda pair: _dump(pair[0]))}
     if isinstance(value, Set):
-        return {"$set": sorted((_canonical(v, f"an element of {where}") for v in value), key=_dump)}
-    if isinstance(value, (list, tuple)):
-        return [_canonical(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    kind = type(value)
+        return {"$set": sorted(map(_canonical, value), key=_dump)}
     if kind.__module__ == "torch" and kind.__name__ in _TORCH_SCALARS:
         return {"$torch": str(value)}
-    if isinstance(value, PurePath):
-        raise TypeError(f"{where} is a path; a key must not depend on where files lie: use a hash of the content")
-    raise TypeError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}; a key takes plain scalars, bytes, torch dtypes "
-        "and lists, sets and mappings of these: turn it into one of them"
-    )
+    raise _Unfit
+
+
+def _unfit(value: object, where: str) -> str:
+    """What the first part of a value is that cannot be in a key, and what to do; "" if there is none."""
+    parts: list[tuple[object, str]] = []
+    if isinstance(value, (list, tuple)):
+        parts = [(one, f"{where}[{i}]") for i, one in enumerate(value)]
+    elif isinstance(value, Mapping):
+        parts = [pair for k, v in value.items() for pair in ((k, f"a key of {where}"), (v, f"{where}[{k!r}]"))]
+    elif isinstance(value, Set):
+        parts = [(one, f"an element of {where}") for one in value]
+    else:
+        try:
+            _canonical(value)
+        except _Unfit:
+            if isinstance(value, PurePath):
+                return f"{where} is a path; a key must not depend on where files lie: use a hash of the content"
+            kind = type(value)
+            return (
+                f"{where} is a {kind.__module__}.{kind.__qualname__}; a key takes plain scalars, bytes, torch dtypes "
+                "and lists, sets and mappings of these: turn it into one of them"
+            )
+    return next(filter(None, (_unfit(one, place) for one, place in parts)), "")
 
 
 def environment_parts(device_type: str) -> dict[str, object]:
