@@ -42,6 +42,7 @@ CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
 _FOLDED, _PIECE = "folded.json", "piece_"
+_WHOLE = "Nexfort: a graph could not be lowered in pieces, and is lowered as a whole"
 Loaded = Callable[[list[Any]], Any]
 Works = Sequence[Callable[[], list[str]]]
 
@@ -153,14 +154,12 @@ def _lowered(
     All of it is handed to `each` at once: who forks processes for it can do so only until something was lowered here.
     """
     # begun before the pieces: what is asked of sizes is noted once, and pieces that fail have asked it too
-    limits = [
-        Limits([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
-        for graph in graphs.values()
-    ]
+    nodes = [node for graph in graphs.values() for node in graph.graph.nodes]
+    limits = Limits([node.meta["val"] for node in nodes if node.op == "placeholder"])
 
     def lowered(graph: torch.fx.GraphModule, place: Path) -> list[str]:
         _inductor(graph, place, options, own)
-        return [text for one in limits for text in one.texts()]
+        return limits.texts()
 
     def works(folds: Mapping[Path, Folded]) -> Works:
         """All there is to lower; the pieces of those that are folded."""
@@ -177,7 +176,7 @@ def _lowered(
         if not folds:
             raise
         # pieces are to save time: what goes wrong with them is no reason to run eager, the whole may do
-        log.warning("Nexfort: a graph could not be lowered in pieces, and is lowered as a whole", exc_info=True)
+        log.warning(_WHOLE, exc_info=True)
         for place in graphs:
             shutil.rmtree(place, ignore_errors=True)
         folds, found = {}, in_turn(works({}))
@@ -193,7 +192,7 @@ def _folds(graphs: Mapping[Path, torch.fx.GraphModule]) -> dict[Path, Folded]:
         try:
             folded = fold(graph)
         except Exception:
-            log.warning("Nexfort: a graph could not be cut into pieces, and is lowered as a whole", exc_info=True)
+            log.warning(_WHOLE, exc_info=True)
             continue
         if folded is not None:
             found[place] = folded

@@ -84,7 +84,7 @@ def _canonical(value: object) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, (list, tuple)):
-        return [one if type(one) in _PLAIN else _canonical(one) for one in value]
+        return list(map(_canonical, value))
     if isinstance(value, Mapping):
         pairs = [[_canonical(k), _canonical(v)] for k, v in value.items()]
         return {"$map": sorted(pairs, key=lambda pair: _dump(pair[0]))}
