@@ -44,6 +44,7 @@ from .modulestate import Hidden
 from .parts import Parts
 from .placeholders import Placeholders
 from .readset import ReadSet, Refused, ValueUsed
+from .regions import most_alike
 from .shadow import Reads, Shadow
 from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kind_of, spec_text, unflatten_call
 from .sites import Sites, Substitute, settled
@@ -53,6 +54,7 @@ from .subclasses import own_operators
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
+_MANY_LAYERS = 6  # of equal ones in a block; the same sizes come so often then that it pays to remember results' sizes
 
 
 @dataclass
@@ -266,13 +268,13 @@ def capture(
 def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
-    scales = True
+    scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
     for _ in range(_MAX_ADMISSIONS):
         options = [look_tensor(example.mappings, p) for p in trace.paths]
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
-            with _hooks_taken_out(), tracing_scope(), counted(), noted(scales) as trace.answers:
+            with _hooks_taken_out(), tracing_scope(alike=alike), counted(), noted(scales) as trace.answers:
                 program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
             if not (scales and computes_with_chosen_scale(program)):
                 return program

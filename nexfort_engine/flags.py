@@ -8,6 +8,8 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
+import ast
+import functools
 import logging
 import os
 import sys
@@ -115,16 +117,17 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def tracing_scope() -> Iterator[None]:
-    """Torch's settings while a block is exported.
+def tracing_scope(*, alike: bool = False) -> Iterator[None]:
+    """Torch's settings while a block is exported. alike: whether it does the same with the same sizes many times.
 
     torch.export switches oneDNN and NNPACK off for the process, to keep decompositions of recurrent layers out of its
     graphs; a model that runs eagerly in another thread meanwhile would round differently, so here it does not. The
-    cache of fake tensors is off: with free sizes filling it costs more than it saves, two fifths of a capture. And no
-    stack trace is made for each operator, a tenth of a capture, which nobody would read. No garbage is collected, whose
-    finalizers are code of others that would count as the block's. Which library a convolution is for (NNPACK takes
-    batches of 16 and more, on one thread) is asked without binding its sizes to the answer. And numpy finds the root of
-    a number that depends on sizes, by the method that it looks for on what it does not know.
+    cache of fake tensors is off unless much is `alike`: with free sizes filling it costs more than it saves, two fifths
+    of the capture of one layer. Of ten equal ones it saves a quarter to a third. And no stack trace is made for each
+    operator, a tenth of a capture, which nobody would read. No garbage is collected, whose finalizers are code of
+    others that would count as the block's. Which library a convolution is for (NNPACK takes batches of 16 and more, on
+    one thread) is asked without binding its sizes to the answer. And numpy finds the root of a number that depends on
+    sizes, by the method that it looks for on what it does not know.
     """
     import torch._dynamo.config
     import torch.export._trace
@@ -135,7 +138,7 @@ def tracing_scope() -> Iterator[None]:
         (torch.fx.proxy, "CapturedTraceback", _NoTraceback),
         (torch._C, "_select_conv_backend", _unbound(getattr(torch._C, "_select_conv_backend", None))),
     ]
-    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": False}), ExitStack() as stack:
+    with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": alike}), ExitStack() as stack:
         stack.enter_context(without_collection())
         for module, name, value in replaced:
             if hasattr(module, name):
@@ -168,6 +171,41 @@ class _NoTraceback:
 
     def __getattr__(self, _: str) -> Callable[..., list[Any]]:
         return lambda *_, **__: []
+
+
+@contextmanager
+def kernels_handed_to(pool: Any) -> Iterator[None]:
+    """Inside, Inductor hands kernels to this in the place of its own pool of processes, as soon as it wrote them.
+
+    pool: `ready` says whether it takes one more, which Inductor compiles by itself otherwise; `submit` takes a function
+    and arguments, and gives what has the method `result`.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    define = PythonWrapperCodegen.define_kernel
+
+    def define_kernel(wrapper: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
+        # by itself Inductor asks for its own kernels ahead, and for those of others, the longest, when all is written
+        if body.startswith("async_compile.triton(") and pool.ready():
+            call: Any = ast.parse(body.strip(), mode="eval").body
+            words = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+            AsyncCompile().triton(*map(ast.literal_eval, call.args), **words)
+        define(wrapper, name, body, *args, **kwargs)
+
+    given = functools.cache(lambda: pool)  # forked processes have torch clear its cache
+    replaced: list[tuple[Any, str, object]] = [
+        (AsyncCompile, "process_pool", staticmethod(given)),
+        (AsyncCompile, "use_process_pool", staticmethod(pool.ready)),
+        (PythonWrapperCodegen, "define_kernel", define_kernel),
+    ]
+    inductor_config, _ = _compiler_configs()
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, value)
+        stack.enter_context(_patched(inductor_config, {"compile_threads": 2}))  # with one it never asks
+        yield
 
 
 @contextmanager

@@ -66,6 +66,15 @@ def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
     return found
 
 
+def most_alike(module: nn.Module) -> int:
+    """How many structurally equal blocks the list of a module holds that holds the most."""
+    keys: dict[int, object] = {}
+    _structure_key(module, keys)
+    lists = (sub for sub in module.modules() if isinstance(sub, (nn.ModuleList, nn.ModuleDict, nn.Sequential)))
+    each = (Counter(keys[id(child)] for child in one.children() if _is_block(child)) for one in lists)
+    return max((count for counts in each for count in counts.values()), default=0)
+
+
 def _is_unit(module: nn.Module, count: int) -> bool:
     return count > 1 and sum(1 for _ in module.modules()) <= _LARGEST
 

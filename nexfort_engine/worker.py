@@ -11,6 +11,7 @@ payload goes to, and the settings. Nothing of the host is imported here; operato
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -26,8 +27,9 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from . import flags
+from . import flags, lower
 from .capture import Captured
+from .forked_kernels import Tokens, kernels_in_forks
 from .report import named
 
 # imported by Inductor and Triton when they come to a first kernel
@@ -46,6 +48,7 @@ _LATE = (
 )
 _NICENESS = 5  # give way to the process that captures and to what the user does
 FORK, LINE = "--fork", "--line"
+_tokens: Tokens | None = None  # for kernels that are compiled beside others; of all workers that are forked from one
 
 
 def pack(captured: Captured) -> bytes:
@@ -73,7 +76,7 @@ def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], list[
 
 def work(job: dict[str, Any]) -> None:
     """Lower one job. Raises what Inductor raises."""
-    from . import lower, substitutes
+    from . import substitutes
     from .cpu_probe import remember_in
 
     substitutes.operator()
@@ -89,11 +92,20 @@ def work(job: dict[str, Any]) -> None:
     with contextlib.nullcontext() if measures else flags.without_device():
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
-        # in the last three cases this process uses a device, which none that it forks could then use
-        used = device.index or measures or torch.cuda.is_initialized()
-        alone = not job["spread"] or FORK not in sys.argv or used
-        each = lower.in_turn if alone else in_forks
+        # in the last two cases this process uses a device; what asked for one in passing can be forked to compile only
+        forks = job["spread"] and FORK in sys.argv and not (device.index or measures)
+        each = in_forks if forks and not torch.cuda.is_initialized() else lower.in_turn
+        if forks and _tokens is not None and device.type == "cuda":
+            each = functools.partial(_with_kernels_beside, each, _tokens)
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
+
+
+def _with_kernels_beside(each: Callable[[lower.Works], list[Any]], tokens: Tokens, works: lower.Works) -> list[Any]:
+    def one(work: Callable[[], Any]) -> Any:
+        with kernels_in_forks(tokens):
+            return work()
+
+    return each([functools.partial(one, work) for work in works])
 
 
 def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -217,6 +229,8 @@ def _fork(device: str, control: int) -> int:
     except Exception:
         # it was to save time; workers that start anew find the problem again if it is one, and answer with it
         warm = False
+    global _tokens
+    _tokens = Tokens(len(os.sched_getaffinity(0)))
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that end
     with socket.socket(fileno=control) as line:

@@ -15,7 +15,7 @@ import torch
 
 from nexfort_engine.config import CompileConfig
 
-FORKED = "NEXFORT_TEST_FORKED"  # names a file that gets a line for each process that a worker forks
+FORKED = "NEXFORT_TEST_FORKED"  # names a file that gets a line for each process that a worker forks: which function did
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
     major=9,

@@ -55,6 +55,46 @@ def test_constants_of_the_code_are_kept_and_large_foreign_tensors_are_not() -> N
         Probe(block_of(lambda b, h: h + outside.sum()), x())
 
 
+class _Layer(nn.Module):
+    """What layers do with sizes: heads, a branch, a slice, attention to something shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, h: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        gate, value = self.inner(self.norm(h)).chunk(2, -1)
+        heads = [t.reshape(t.shape[0], -1, 2, 4).transpose(1, 2) for t in (value, seen, seen)]
+        given = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(h.shape)
+        return h + self.outer(given * torch.sigmoid(gate)) + (seen[:, -1:] if h.shape[1] > seen.shape[1] else h[:, :1])
+
+
+@pytest.mark.parametrize("layers", [2, capture_module._MANY_LAYERS])
+def test_a_block_of_many_layers_is_captured_faster_and_the_same(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(_Layer() for _ in range(layers))
+
+        def forward(self, h: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                h = layer(h, seen)
+            return h
+
+    block, found = Block(), []
+    for many in (capture_module._MANY_LAYERS, 1000):
+        monkeypatch.setattr(capture_module, "_MANY_LAYERS", many)
+        FakeTensorMode.cache_clear()
+        probe = Probe(block, x(2, 6), x(2, 5, seed=2))
+        found.append(probe.captured)
+        assert (FakeTensorMode.cache_hits > 0) == (layers >= many)
+        assert probe.agrees(x(3, 9), x(3, 7, seed=2)) and not probe.agrees(x(3, 5), x(3, 7, seed=2))
+    one, other = ((c.graph.code, c.conditions.as_json(), c.guards, c.reads, c.sources) for c in found)
+    assert one == other
+
+
 def test_a_new_dict_is_a_result_and_one_that_was_given_is_none() -> None:
     probe = Probe(block_of(lambda b, h: (b.linear(h), {"last": h[:, -1:], "more": {}, "of": [None]})), x())
     assert probe.agrees(x(3, 9))

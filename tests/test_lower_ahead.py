@@ -173,7 +173,17 @@ def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_devic
     pieces = [len(list(place.glob("piece_*"))) or 1 for place in (payload, payload / "before")]
     assert (payload / "folded.json").exists() and pieces[0] > 1
     forked = (tmp_path / "forked").read_text().splitlines()
-    assert len(forked) == (1 if before else sum(pieces) - 1)
+    assert forked.count("in_forks") == (1 if before else sum(pieces) - 1)
+
+
+def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, as many as the machine has cores; each is in the artefact once, those as well."""
+    monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
+    monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there does not know the variable
+    kernels = _kernels(_lowered(tmp_path, ["feed_forward"], OPTIONS)["feed_forward"])
+    forked = (tmp_path / "forked").read_text().splitlines().count("submit")
+    assert min(2, len(os.sched_getaffinity(0))) <= forked
+    assert len({kernel["name"] for kernel in kernels}) == len(kernels) >= 2
 
 
 @pytest.mark.parametrize("mode", ["O2", "freezing"])

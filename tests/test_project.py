@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "repeats",
         "folding",
         "worker",
+        "forked_kernels",
         "pool",
         "artefact",
         "selfcheck",

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from nexfort_engine import regions as regions_module  # noqa: E402
 from nexfort_engine.modulestate import structure  # noqa: E402
-from nexfort_engine.regions import RegionSpec, find_regions  # noqa: E402
+from nexfort_engine.regions import RegionSpec, find_regions, most_alike  # noqa: E402
 
 
 class Part(nn.Module):
@@ -164,6 +164,21 @@ def host(name: str, request: pytest.FixtureRequest) -> str:
 
 def below(spec: RegionSpec) -> Iterator[int]:
     yield from (id(weight) for weight in [*spec.module.parameters(), *spec.module.buffers()])
+
+
+def test_equal_blocks_are_counted_by_list() -> None:
+    def layer(width: int = 4) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+
+    block = nn.ModuleDict(
+        {
+            "mixed": nn.ModuleList([layer(), layer(8), layer(), layer(8), layer()]),
+            "others": nn.ModuleList([layer(), layer()]),
+            "few": nn.ModuleList([nn.Linear(4, 4) for _ in range(9)]),  # no blocks
+        }
+    )
+    assert most_alike(block) == 3
+    assert most_alike(nn.Linear(4, 4)) == 0
 
 
 @pytest.mark.parametrize("name", names())
