@@ -61,7 +61,7 @@ _UNTOLD = (
     "MODEL"
 )
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "linear_gelu", "rotary")
+_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "linear_gelu", "rotary")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ OPTIONS: dict[str, type] = {
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.gelu": bool,
+    "fuse.grouped_linear": bool,
     "fuse.linear_gelu": bool,
     "fuse.rotary": bool,
     "quant.keep_weights": bool,

@@ -136,6 +136,17 @@ def stack(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def prompted(w: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+    """Layers of attention to a prompt."""
+    batch, tokens, width = x.shape
+    for q, k, v, out in (w[i : i + 4] for i in range(0, len(w), 4)):
+        given = (functional.linear(x, q), functional.linear(prompt, k), functional.linear(prompt, v))
+        heads = [part.view(batch, -1, width // 64, 64).transpose(1, 2) for part in given]
+        seen = functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + functional.linear(seen, out)
+    return x
+
+
 C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
@@ -216,6 +227,8 @@ JOINED = {
         [((2, 4096, 1536), (0, 1)), ((2, 4096, 1536), (0, 1)), ((2, 1536), (0,))],
     )
 }
+_LAYER = [(D, D), (D, 192), (D, 192), (D, D)]
+PROMPTED = {"prompted": (prompted, torch.half, _LAYER * 3, [((2, 1024, D), (0, 1)), ((2, 77, 192), (0, 1))])}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -233,7 +246,10 @@ def captured(kind: str) -> Captured:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    function, dtype, weights, inputs = {**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **TURNED, **JOINED, **STACKS}[kind]
+    function, dtype, weights, inputs = {
+        **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN},
+        **{**TURNED, **JOINED, **PROMPTED, **STACKS},
+    }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]

@@ -17,7 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_blocks import BLOCKS, FROZEN, INNERMOST, JOINED, LAYERS, MASKED, MEASURED, OPTIONS, STACKS, captured, lowered
+from gpu_blocks import (
+    BLOCKS,
+    FROZEN,
+    INNERMOST,
+    JOINED,
+    LAYERS,
+    MASKED,
+    MEASURED,
+    OPTIONS,
+    PROMPTED,
+    STACKS,
+    captured,
+    lowered,
+)
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 from pretended_gpu import FORKED
 
@@ -184,6 +197,13 @@ def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pyt
     forked = (tmp_path / "forked").read_text().splitlines().count("submit")
     assert min(2, len(os.sched_getaffinity(0))) <= forked
     assert len({kernel["name"] for kernel in kernels}) == len(kernels) >= 2
+
+
+def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
+    payload = _lowered(tmp_path, [*PROMPTED], CompileConfig.parse("O2").lowering_options("cuda"))["prompted"]
+    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    assert call.count("multiply_rows_0.run(") == 1 and call.count("extern_kernels.mm(") == 6, "three times q and out"
+    assert not re.search(r"empty_strided_cuda\(\([^)]*192", call), "the prompt is read as it lies"
 
 
 @pytest.mark.parametrize("mode", ["O2", "freezing"])

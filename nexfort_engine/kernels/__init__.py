@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from . import group_factors, innermost_weight, narrow_attention
+from . import group_factors, grouped_linear, innermost_weight, narrow_attention
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def known_to_inductor() -> Iterator[None]:
     """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
     from torch._inductor.lowering import lowerings
 
-    ours = {**group_factors.lowerings(), **innermost_weight.lowerings(), **narrow_attention.lowerings()}
+    each = (group_factors, grouped_linear, innermost_weight, narrow_attention)
+    ours = {operator: lower for one in each for operator, lower in one.lowerings().items()}
     added = {operator: lower for operator, lower in ours.items() if operator not in lowerings}
     with ExitStack() as stack:
         for operator, lower in added.items():

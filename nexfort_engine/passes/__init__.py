@@ -19,6 +19,7 @@ from ..attention import operator
 from ..quant.precision import low_precision
 from .gelu import gelus
 from .group_norm import LaidOut, group_norms
+from .grouped_linear import grouped_linears
 from .inner_weights import inner_weights
 from .linear_gelu import linear_gelus
 from .measured_attention import measured_attentions, quantised_attentions
@@ -34,7 +35,8 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "inner_weights": inner_weights,
     "rotary": rotaries,
     "low_precision": low_precision,
-    "linear_gelu": linear_gelus,  # of those that are not brought to low precision
+    "grouped_linear": grouped_linears,  # of those that are not brought to low precision, as the next
+    "linear_gelu": linear_gelus,
     "gelu": gelus,
     "narrow_attention": narrow_attentions,
     "measured_attention": measured_attentions,  # of what is attention still

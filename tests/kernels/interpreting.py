@@ -31,3 +31,17 @@ def with_rounding(convert: Any = interpreter._convert_float) -> None:
         return narrow.view(torch.uint8).numpy()
 
     interpreter._convert_float = converted
+
+
+def with_bfloat16(multiply: Any = interpreter.InterpreterBuilder.create_dot) -> None:
+    """Triton 3.6 multiplies the bits of bfloat16 as whole numbers."""
+
+    def wide(factor: Any) -> Any:
+        if factor.dtype.scalar != tl.bfloat16:
+            return factor
+        return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def multiplied(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(builder, wide(a), wide(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = multiplied
