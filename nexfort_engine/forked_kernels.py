@@ -10,6 +10,7 @@ pipe that is made before they are forked; where none is left a kernel is compile
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import tempfile
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .flags import kernels_handed_to
+
+log = logging.getLogger("nexfort")
 
 _TOKEN = b"+"
 
@@ -42,20 +45,16 @@ class Tokens:
         """Another process may be forked."""
         os.write(self._back, _TOKEN)
 
-    def close(self) -> None:
-        """For a process that no other was forked from."""
-        os.close(self._there)
-        os.close(self._back)
-
 
 @contextmanager
-def kernels_in_forks(tokens: Tokens) -> Iterator[None]:
+def kernels_in_forks(tokens: Tokens, place: Path) -> Iterator[None]:
     """Inside, kernels that Inductor asks for are compiled in processes forked from this one.
 
-    Only where it has one thread and no device, and in the scope in which Inductor lowers.
+    Only where it has one thread and no device, and in the scope in which Inductor lowers. place: a directory for what
+    they give, as long as it is not read.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nexfort-kernels-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kernels-", dir=place)))
         forks = _Forks(tokens, folder)
         stack.callback(forks.end)  # before the folder goes
         stack.enter_context(kernels_handed_to(forks))
@@ -77,18 +76,33 @@ class _Forks:
 
     def submit(self, work: Callable[..., Any], *args: Any) -> _Result:
         """Begin with a piece of work; asked only when `ready`."""
-        self._ready = False
-        place = self._folder / f"{os.getpid()}-{len(self._results)}"  # processes forked from this one have it, too
-        child = os.fork()
-        if not child:
+        place = self._folder / str(len(self._results))
+        try:
+            child: int | None = os.fork()
+        except OSError as error:  # no more processes, or no memory for one: it is done here, when it is asked for
+            log.debug("Nexfort: no process was forked for a kernel: %s", error)
+            child = None
+        if child == 0:
             _be(lambda: work(*args), place, self._tokens)
-        self._results.append(_Result(child, place, self._tokens, lambda: work(*args)))
+        self._ready = self._ready and child is None
+        self._results.append(_Result(self, child, place, lambda: work(*args)))
         return self._results[-1]
+
+    def wait(self, child: int) -> None:
+        """Wait for a process. Whoever waits wants no more of them, as far as is known."""
+        self.rest()
+        if os.WIFSIGNALED(os.waitpid(child, 0)[1]):  # or it gave its token back itself
+            self._tokens.give_back()
+
+    def rest(self) -> None:
+        """Give back the token for a next one, for which Inductor asks to look at what it has."""
+        if self._ready:
+            self._ready = False
+            self._tokens.give_back()
 
     def end(self) -> None:
         """Wait for those whose results nobody asked for."""
-        if self._ready:
-            self._tokens.give_back()
+        self.rest()
         for result in self._results:
             result.wait()
 
@@ -96,24 +110,25 @@ class _Forks:
 class _Result:
     """What a forked process gives; if it gave nothing, what its work gives here, or raises."""
 
-    def __init__(self, child: int, place: Path, tokens: Tokens, instead: Callable[[], Any]) -> None:
-        self._child, self._place, self._tokens, self._instead = child, place, tokens, instead
-        self._waited = False
+    def __init__(self, forks: _Forks, child: int | None, place: Path, instead: Callable[[], Any]) -> None:
+        self._forks, self._child, self._place, self._instead = forks, child, place, instead
 
     def wait(self) -> None:
         """Wait for the process."""
-        if self._waited:
-            return
-        self._waited = True
-        if os.WIFSIGNALED(os.waitpid(self._child, 0)[1]):  # or it gave its token back itself
-            self._tokens.give_back()
+        child, self._child = self._child, None
+        if child is not None:
+            self._forks.wait(child)
 
     def result(self, timeout: float | None = None) -> Any:
         """As Future.result."""
         self.wait()
         if not self._place.exists():
-            return self._instead()
+            return self._again()
         return pickle.loads(self._place.read_bytes())
+
+    def _again(self) -> Any:
+        log.debug("Nexfort: a kernel was not compiled in a process of its own, and is compiled here")
+        return self._instead()
 
 
 def _be(work: Callable[[], Any], place: Path, tokens: Tokens) -> NoReturn:

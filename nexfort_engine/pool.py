@@ -35,6 +35,7 @@ _MOST = 16
 _MANY = 8  # workers; where the machine holds so many, the pieces of one graph are lowered at once, too
 _MEMORY = 1 << 30  # bytes of main memory that one worker may need; forked ones share most of it
 _DEVICE_MEMORY = 1 << 30
+_KERNEL_MEMORY = 1 << 28  # bytes of main memory that a process for one kernel may need beside what it shares
 _PATIENCE = 600.0  # seconds after which workers that are not needed end
 _KEPT = 60.0  # seconds that the process which forks them stays after the last of them ended
 _LOOK = 1.0  # seconds between two looks at whether there is memory for it
@@ -57,6 +58,11 @@ def count_for(jobs: int, device: str) -> int:
         free, _ = torch.cuda.mem_get_info()
         workers = min(workers, free // _DEVICE_MEMORY)
     return workers if workers > 1 else 0
+
+
+def _kernels_at_once() -> int:
+    """How many processes besides the workers may compile a kernel each."""
+    return max(0, min(len(os.sched_getaffinity(0)), _free_memory() // _KERNEL_MEMORY))
 
 
 def _free_memory() -> int:
@@ -253,7 +259,8 @@ class _Forker:
         self.device = device
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._process = _started([FORK, device, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+            arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once())]
+            self._process = _started(arguments, pass_fds=[theirs.fileno()])
         self._users = 0
         self._wanted = threading.Event()  # one for each time that it is idle
 

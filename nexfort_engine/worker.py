@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lowering worker: `python -m nexfort_engine.worker`, one job a line on standard input, one answer a line on output.
 
-With `--fork`, a device and the number of an open socket it imports the compiler once, and forks a worker for each
-socket that it is sent there.
+With `--fork`, a device, the number of an open socket and how many kernels may be compiled beside others, it imports the
+compiler once, and forks a worker for each socket that it is sent there.
 
 A job names a file with a pickled graph (written by `pack`, in a private directory of the same user), the directory the
 payload goes to, and the settings. Nothing of the host is imported here; operators come from installed packages only.
@@ -96,13 +96,15 @@ def work(job: dict[str, Any]) -> None:
         forks = job["spread"] and FORK in sys.argv and not (device.index or measures)
         each = in_forks if forks and not torch.cuda.is_initialized() else lower.in_turn
         if forks and _tokens is not None and device.type == "cuda":
-            each = functools.partial(_with_kernels_beside, each, _tokens)
+            each = functools.partial(_with_kernels_beside, each, _tokens, file.parent)
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
 
 
-def _with_kernels_beside(each: Callable[[lower.Works], list[Any]], tokens: Tokens, works: lower.Works) -> list[Any]:
+def _with_kernels_beside(
+    each: Callable[[lower.Works], list[Any]], tokens: Tokens, place: Path, works: lower.Works
+) -> list[Any]:
     def one(work: Callable[[], Any]) -> Any:
-        with kernels_in_forks(tokens):
+        with kernels_in_forks(tokens, place):
             return work()
 
     return each([functools.partial(one, work) for work in works])
@@ -221,8 +223,11 @@ def _make_patterns(device: str) -> None:
         _sfdp_init(of)
 
 
-def _fork(device: str, control: int) -> int:
-    """One worker for each socket that comes over the socket `control`; ends when that is closed and they have ended."""
+def _fork(device: str, control: int, kernels: int) -> int:
+    """One worker for each socket that comes over the socket `control`; ends when that is closed and they have ended.
+
+    kernels: how many processes all of them may have at once besides, for kernels.
+    """
     try:
         _warm_up(device)
         warm = True
@@ -230,7 +235,7 @@ def _fork(device: str, control: int) -> int:
         # it was to save time; workers that start anew find the problem again if it is one, and answer with it
         warm = False
     global _tokens
-    _tokens = Tokens(len(os.sched_getaffinity(0)))
+    _tokens = Tokens(kernels)
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that end
     with socket.socket(fileno=control) as line:
@@ -268,7 +273,7 @@ def main(arguments: list[str]) -> int:
     if hasattr(os, "nice") and arguments[:1] != [LINE]:  # that one was forked from one that did so
         os.nice(_NICENESS)
     if arguments[:1] == [FORK]:
-        return _fork(arguments[1], int(arguments[2]))
+        return _fork(arguments[1], int(arguments[2]), int(arguments[3]))
     _import_compiler()
     if arguments[:1] == [LINE]:
         _serve_socket(int(arguments[1]))

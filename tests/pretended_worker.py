@@ -13,6 +13,7 @@ import pytest
 import torch
 from pretended_gpu import FORKED, pretend
 
+from nexfort_engine.forked_kernels import _Result
 from nexfort_engine.worker import FORK
 
 _asked = False
@@ -42,7 +43,20 @@ def _watch_device() -> None:
     os.register_at_fork(after_in_child=forked)
 
 
+def _note_what_is_done_again() -> None:
+    again = _Result._again
+
+    def noted(result: _Result) -> Any:
+        if FORKED in os.environ:
+            with Path(os.environ[FORKED]).open("a") as file:
+                file.write("again\n")
+        return again(result)
+
+    pytest.MonkeyPatch().setattr(_Result, "_again", noted)
+
+
 if FORK not in sys.argv:
     raise RuntimeError("the worker was not forked: it started anew")
 pretend(pytest.MonkeyPatch())
 _watch_device()
+_note_what_is_done_again()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,14 +86,40 @@ def test_a_failure_is_raised_where_it_is_asked_for(tokens: Tokens, tmp_path: Pat
     assert _free(tokens) == 2
 
 
-def test_inductor_has_its_own_pool_again_afterwards(tokens: Tokens) -> None:
+def test_where_no_process_can_be_forked_the_work_is_done_here(
+    tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    forks = _Forks(tokens, tmp_path)
+    assert forks.ready()
+    monkeypatch.setattr(os, "fork", refuse)
+    assert forks.submit(_where, 3).result() == (3, os.getpid())
+    forks.end()
+    assert _free(tokens) == 2
+
+
+def test_who_waits_keeps_no_token(tokens: Tokens, tmp_path: Path) -> None:
+    """Inductor asks whether there is room for one more before it looks whether it has the kernel."""
+    forks = _Forks(tokens, tmp_path)
+    assert forks.ready()
+    result = forks.submit(_where, 0)
+    assert forks.ready()
+    result.result()
+    assert _free(tokens) == 2
+
+
+def test_inductor_has_its_own_pool_again_afterwards(tokens: Tokens, tmp_path: Path) -> None:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
     before = dict(vars(AsyncCompile)), config.compile_threads
-    with kernels_in_forks(tokens):
+    with kernels_in_forks(tokens, tmp_path):
         assert isinstance(AsyncCompile.process_pool(), _Forks) and config.compile_threads > 1
         assert AsyncCompile.use_process_pool() and AsyncCompile().use_process_pool()
+        threads = threading.active_count()
+        assert AsyncCompile.submit(os.getpid).result() == os.getpid() and threading.active_count() == threads
     assert (dict(vars(AsyncCompile)), config.compile_threads) == before
     assert _free(tokens) == 2
 

@@ -194,8 +194,8 @@ def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
     monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there does not know the variable
     kernels = _kernels(_lowered(tmp_path, ["feed_forward"], OPTIONS)["feed_forward"])
-    forked = (tmp_path / "forked").read_text().splitlines().count("submit")
-    assert min(2, len(os.sched_getaffinity(0))) <= forked
+    noted = (tmp_path / "forked").read_text().splitlines()
+    assert noted.count("submit") >= min(2, len(os.sched_getaffinity(0))) and "again" not in noted
     assert len({kernel["name"] for kernel in kernels}) == len(kernels) >= 2
 
 

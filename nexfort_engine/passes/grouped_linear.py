@@ -29,7 +29,7 @@ _LEAST = 2  # layers
 def grouped_linears(module: GraphModule) -> int:
     """Compute linear layers of equal sizes and one input in one call; gives how many layers.
 
-    Not where the code writes to that input or to their results, which may be between the layers.
+    Not where the code writes to that input, to weights or to results, which may be between the layers.
     """
     found = 0
     for group in list(_groups(module)):
@@ -50,8 +50,9 @@ def _groups(module: GraphModule) -> Iterator[list[Node]]:
     groups: dict[Any, list[Node]] = {}
     aliases = Aliases(module.graph)
     for node in module.graph.nodes:
-        if _is_fit(node) and not aliases.is_written(node.args[0]) and not aliases.is_written(node):
-            groups.setdefault((node.args[0], tuple(node.args[1].meta["val"].shape)), []).append(node)
+        if _is_fit(node) and not any(map(aliases.is_written, (node, *node.args[:2]))):
+            sizes = tuple(map(fixed, node.args[1].meta["val"].shape))
+            groups.setdefault((node.args[0], sizes), []).append(node)
     return (group for group in groups.values() if len(group) >= _LEAST)
 
 
@@ -60,20 +61,18 @@ def _is_fit(node: Any) -> bool:
     if node.target is not aten.linear.default or (len(node.args) > 2 and node.args[2] is not None):
         return False
     # a weight that is computed on the way may not be there yet where the first of them stands
-    if any(argument.op != "placeholder" for argument in node.args[:2]):
-        return False
-    if any(isinstance(user.meta.get("val"), torch.Tensor) or user.op == "output" for user in _others(node.args[0])):
+    if any(argument.op != "placeholder" for argument in node.args[:2]) or _is_read_elsewhere(node.args[0]):
         return False
     x, weight = (argument.meta["val"] for argument in node.args[:2])
-    rows = [hint(size) for size in x.shape[:-1]]
-    columns, inner = (fixed(size) for size in weight.shape) if weight.dim() == 2 else (None, None)
-    if None in rows or None in (columns, inner) or x.device.type != "cuda":
+    rows, sizes = [hint(size) for size in x.shape[:-1]], [fixed(size) for size in weight.shape]
+    if None in rows or len(sizes) != 2 or x.device.type != "cuda":
         return False
-    whole = columns % kernel.SMALLEST == inner % kernel.SMALLEST == 0
+    whole = all(size is not None and size % kernel.SMALLEST == 0 for size in sizes)
     same = x.dtype == weight.dtype and x.dtype in kernel.DTYPES
     return whole and same and weight.is_contiguous() and 0 < reduce(operator.mul, rows, 1) <= FEW
 
 
-def _others(x: Node) -> list[Node]:
-    """Who reads a value besides linear layers."""
-    return [user for user in x.users if user.target is not aten.linear.default]
+def _is_read_elsewhere(x: Node) -> bool:
+    """Whether something besides linear layers reads more of a value than a size."""
+    others = [user for user in x.users if user.target is not aten.linear.default]
+    return any(not isinstance(user.meta.get("val"), (int, torch.SymInt)) for user in others)

@@ -64,7 +64,7 @@ def _groups(module: GraphModule) -> list[list[Product]]:
             product = _product(node)
             # what is computed on the way may not be there yet where the first of them stands
             given = all(part.op == "placeholder" for part in node.args[1:] if isinstance(part, Node))
-            changed = aliases.is_written(node.args[0]) or aliases.is_written(node)
+            changed = any(aliases.is_written(part) for part in (node, *node.args) if isinstance(part, Node))
             together = product.reason is None and given and not changed
             groups.setdefault((node.args[0], _biased(node)) if together else node, []).append(product)
     return [_worth_it(group) for group in groups.values()]

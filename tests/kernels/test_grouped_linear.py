@@ -108,6 +108,16 @@ def _result_written(w: Tensors, prompt: torch.Tensor) -> Any:
     return [linear(prompt, w[0]).add_(1), linear(prompt, w[1])]
 
 
+def _chunked(w: Tensors, prompt: torch.Tensor) -> Any:
+    return [*_layers(w, prompt), *prompt.chunk(2, -1)[:1]]
+
+
+def _weight_written(w: Tensors, prompt: torch.Tensor) -> Any:
+    first = linear(prompt, w[0])
+    w[1].view(-1).add_(1)
+    return [first, linear(prompt, w[1])]
+
+
 def _weights_computed(w: Tensors, prompt: torch.Tensor) -> Any:
     return [linear(prompt, weight * 2) for weight in w]
 
@@ -117,7 +127,11 @@ def _biased(w: Tensors, prompt: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [_read_elsewhere, _given_back, _computed, _written_between, _result_written, _weights_computed, _biased]
+    "function",
+    [
+        *(_read_elsewhere, _given_back, _chunked, _computed, _weights_computed, _biased),
+        *(_written_between, _result_written, _weight_written),
+    ],
 )
 def test_layers_stay_that_are_not_of_a_prompt_or_of_what_is_written(function: Callable[..., Any]) -> None:
     assert grouped_linears(_graph(function, [WIDE, WIDE])) == 0
