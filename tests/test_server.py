@@ -77,6 +77,12 @@ def total(server: ComfyServer, key: str) -> int:
     return sum(engine["report"][key] for engine in server.get("/nexfort/report")["engines"])
 
 
+def made(server: ComfyServer) -> set[tuple[str, int]]:
+    """(name, artefacts compiled) of every live engine."""
+    engines = server.get("/nexfort/report")["engines"]
+    return {(engine["name"], engine["report"]["artefacts_compiled"]) for engine in engines}
+
+
 def calls(server: ComfyServer) -> set[tuple[str, int]]:
     """(name, calls) of every live engine; those of models that were let go are gone."""
     return {(engine["name"], engine["report"]["calls"]) for engine in server.get("/nexfort/report")["engines"]}
@@ -158,13 +164,13 @@ def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: P
 def test_a_second_prompt_compiles_nothing(server: ComfyServer, base: Path) -> None:
     server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
     assert server.get("/nexfort/report")["engines"], "no engine is alive after a compiled prompt"
-    compiled, ran = total(server, "artefacts_compiled"), calls(server)
+    compiled, ran = made(server), calls(server)
     sizes = [(64, 64, 1), (128, 64, 2), (96, 160, 3)]
     for tokens, (width, height, batch) in zip((7, 33, 50), sizes, strict=True):
         workflow = served.tiny_workflow("flux_compile_model", seed=tokens, tokens=tokens)
         server.run(served.resize(workflow, width, height, batch), timeout=300)
     assert calls(server) - ran
-    assert total(server, "artefacts_compiled") == compiled
+    assert made(server) <= compiled, "an engine compiled something; one of an earlier prompt may be gone by now"
 
 
 def test_the_same_seed_gives_the_same_bits(server: ComfyServer, base: Path) -> None:
