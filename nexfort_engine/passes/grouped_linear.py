@@ -24,6 +24,7 @@ from .writing import fixed
 aten = torch.ops.aten
 FEW = 512  # rows at the captured call
 _LEAST = 2  # layers
+_DEVICE = "cuda"  # elsewhere the operator is as many products
 
 
 def grouped_linears(module: GraphModule) -> int:
@@ -65,7 +66,7 @@ def _is_fit(node: Any) -> bool:
         return False
     x, weight = (argument.meta["val"] for argument in node.args[:2])
     rows, sizes = [hint(size) for size in x.shape[:-1]], [fixed(size) for size in weight.shape]
-    if None in rows or len(sizes) != 2 or x.device.type != "cuda":
+    if None in rows or len(sizes) != 2 or x.device.type != _DEVICE:
         return False
     whole = all(size is not None and size % kernel.SMALLEST == 0 for size in sizes)
     same = x.dtype == weight.dtype and x.dtype in kernel.DTYPES

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that are computed together are so in every backbone, and nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backbones import BACKBONES, make
+from subjects import TOLERANCE, cold_subject, graphs_as_they_are, names
+
+from nexfort_engine import lower
+from nexfort_engine.capture import Captured
+from nexfort_engine.kernels import grouped_linear as kernel
+from nexfort_engine.passes import grouped_linear
+
+
+@pytest.fixture
+def host(name: str, request: pytest.FixtureRequest) -> str:
+    """The name of a backbone whose host is there; skips where it is not."""
+    if BACKBONES[name].host == "comfy":
+        request.getfixturevalue("comfyui")
+    elif BACKBONES[name].host == "diffusers":
+        pytest.importorskip("diffusers")
+    return name
+
+
+@pytest.mark.parametrize("name", names())
+def test_layers_of_one_input_together_give_what_they_give_alone(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for on a CPU, in 32 bits and for sizes of any kind, so that tiny backbones have such layers too."""
+    monkeypatch.setattr(grouped_linear, "_DEVICE", "cpu")
+    monkeypatch.setattr(kernel, "SMALLEST", 1)
+    monkeypatch.setattr(kernel, "DTYPES", (torch.float32,))
+    found = {}
+    with graphs_as_they_are():
+        keep = lower.lower
+
+        def grouped(captured: Captured, *rest: object) -> None:
+            found[len(found)] = grouped_linear.grouped_linears(captured.graph)
+            captured.graph.graph.lint()
+            captured.graph.recompile()
+            keep(captured, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(lower, "lower", grouped)
+        one = cold_subject(make(host))
+        kind = one.tiny.kind
+        assert one.same() < TOLERANCE
+        assert one.same(batch=1, size=kind.sizes[1], length=kind.lengths[1]) < TOLERANCE
+    assert found
+    if "unet" in host:
+        assert sum(found.values()) >= 2, "keys and values of the prompt"
