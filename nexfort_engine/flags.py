@@ -8,14 +8,11 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
-import ast
-import functools
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -109,7 +106,8 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """An attribute has another value in the block, which is in `inductor_scope` or where no other thread uses it."""
-    before = getattr(owner, name)
+    # as it stands there: what a class gives for a static method's name is the function alone
+    before = vars(owner).get(name, getattr(owner, name))
     setattr(owner, name, value)
     try:
         yield
@@ -172,54 +170,6 @@ class _NoTraceback:
 
     def __getattr__(self, _: str) -> Callable[..., list[Any]]:
         return lambda *_, **__: []
-
-
-@contextmanager
-def kernels_handed_to(pool: Any) -> Iterator[None]:
-    """Inside, Inductor hands kernels to this in the place of its own pool of processes, as soon as it wrote them.
-
-    pool: `ready` says whether it takes one more, which Inductor compiles by itself otherwise; `submit` takes a function
-    and arguments, and gives what has the method `result`. A torch that has other names for this compiles all by itself.
-    """
-    try:
-        from torch._inductor.async_compile import AsyncCompile
-        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-        places: list[tuple[Any, str]]
-        # the third is for code in C++, which Inductor compiles on threads; a process with threads cannot be forked
-        places = [(AsyncCompile, name) for name in ("process_pool", "use_process_pool", "submit")]
-        places.append((PythonWrapperCodegen, "define_kernel"))
-        before = [vars(owner)[name] for owner, name in places]
-    except (ImportError, KeyError):
-        yield
-        return
-
-    def define_kernel(wrapper: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
-        # by itself Inductor asks for its own kernels ahead, and for those of others, the longest, when all is written
-        if body.startswith("async_compile.triton(") and pool.ready():
-            call: Any = ast.parse(body.strip(), mode="eval").body
-            words = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
-            AsyncCompile().triton(*map(ast.literal_eval, call.args), **words)
-        before[-1](wrapper, name, body, *args, **kwargs)
-
-    given = functools.cache(lambda: pool)  # forked processes have torch clear its cache
-    ours = (staticmethod(given), staticmethod(pool.ready), staticmethod(_at_once), define_kernel)
-    inductor_config, _ = _compiler_configs()
-    with ExitStack() as stack:
-        for (owner, name), own, value in zip(places, before, ours, strict=True):
-            stack.callback(setattr, owner, name, own)
-            setattr(owner, name, value)
-        stack.enter_context(_patched(inductor_config, {"compile_threads": 2}))  # with one it never asks
-        yield
-
-
-def _at_once(work: Callable[[], Any]) -> Future[Any]:
-    done: Future[Any] = Future()
-    try:
-        done.set_result(work())
-    except Exception as error:
-        done.set_exception(error)
-    return done
 
 
 @contextmanager

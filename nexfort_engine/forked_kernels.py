@@ -9,17 +9,20 @@ pipe that is made before they are forked; where none is left a kernel is compile
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import logging
 import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .flags import kernels_handed_to
+from .flags import replaced
 
 log = logging.getLogger("nexfort")
 
@@ -61,8 +64,59 @@ def kernels_in_forks(tokens: Tokens, place: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kernels_handed_to(pool: Any) -> Iterator[None]:
+    """Inside, Inductor hands kernels to this in the place of its own pool of processes, as soon as it wrote them.
+
+    pool: `ready` says whether it takes one more, which Inductor compiles by itself otherwise; `submit` takes a function
+    and arguments, and gives what has the method `result`. A torch that has other names for this compiles all by itself.
+    """
+    try:
+        from torch._inductor import config
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+        define = PythonWrapperCodegen.define_kernel
+        known = all(hasattr(AsyncCompile, name) for name in ("process_pool", "use_process_pool", "submit", "triton"))
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
+        yield
+        return
+
+    def define_kernel(wrapper: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
+        # by itself Inductor asks for its own kernels ahead, and for those of others, the longest, when all is written
+        if body.startswith("async_compile.triton(") and pool.ready():
+            call: Any = ast.parse(body.strip(), mode="eval").body
+            words = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+            AsyncCompile().triton(*map(ast.literal_eval, call.args), **words)
+        define(wrapper, name, body, *args, **kwargs)
+
+    given = functools.cache(lambda: pool)  # forked processes have torch clear its cache
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (AsyncCompile, "process_pool", staticmethod(given)),
+            (AsyncCompile, "use_process_pool", staticmethod(pool.ready)),
+            # for code in C++, which Inductor compiles on threads; a process with threads cannot be forked
+            (AsyncCompile, "submit", staticmethod(_at_once)),
+            (PythonWrapperCodegen, "define_kernel", define_kernel),
+            (config, "compile_threads", 2),  # with one it never asks
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+def _at_once(work: Callable[[], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    try:
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
 class _Forks:
-    """What Inductor takes for its pool of processes. See flags.kernels_handed_to."""
+    """What Inductor takes for its pool of processes. See kernels_handed_to."""
 
     def __init__(self, tokens: Tokens, folder: Path) -> None:
         self._tokens, self._folder = tokens, folder

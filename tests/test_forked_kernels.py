@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nexfort_engine.flags import kernels_handed_to
-from nexfort_engine.forked_kernels import Tokens, _Forks, kernels_in_forks
+from nexfort_engine.forked_kernels import Tokens, _Forks, kernels_handed_to, kernels_in_forks
 
 if not hasattr(os, "fork"):
     pytest.skip("needs a system that forks", allow_module_level=True)
