@@ -107,7 +107,7 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """An attribute has another value in the block, which is in `inductor_scope` or where no other thread uses it."""
     # as it stands there: what a class gives for a static method's name is the function alone
-    before = vars(owner).get(name, getattr(owner, name))
+    before = getattr(owner, "__dict__", {}).get(name, getattr(owner, name))
     setattr(owner, name, value)
     try:
         yield
