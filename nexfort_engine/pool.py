@@ -47,7 +47,7 @@ def count_for(jobs: int, device: str) -> int:
     asked = os.environ.get(VARIABLE, "").strip()
     if asked.isdigit():
         return min(int(asked), jobs)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = _cores()
     if jobs < 2 or cores < 2 or (cores < 4 and jobs < 4):
         return 0
     # as many as cores: workers give way to the process that captures, which is done before they are
@@ -62,7 +62,11 @@ def count_for(jobs: int, device: str) -> int:
 
 def _kernels_at_once() -> int:
     """How many processes besides the workers may compile a kernel each."""
-    return max(0, min(len(os.sched_getaffinity(0)), _free_memory() // _KERNEL_MEMORY))
+    return max(0, min(_cores(), _free_memory() // _KERNEL_MEMORY))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _free_memory() -> int:

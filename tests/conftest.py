@@ -158,6 +158,18 @@ def garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def host(name: str, request: pytest.FixtureRequest) -> str:
+    """The name of a backbone whose host is there; skips where it is not."""
+    from backbones import BACKBONES  # it loads torch
+
+    if BACKBONES[name].host == "comfy":
+        request.getfixturevalue("comfyui")
+    elif BACKBONES[name].host == "diffusers":
+        pytest.importorskip("diffusers")
+    return name
+
+
 def import_comfyui(root: Path) -> None:
     """Import comfy from a ComfyUI's root, for a CPU and with attention that can be traced."""
     if str(root) not in sys.path:

@@ -51,17 +51,6 @@ with_options = pytest.mark.parametrize("name", names(where=lambda kind: bool(kin
 
 
 @pytest.fixture
-def host(name: str, request: pytest.FixtureRequest) -> str:
-    """The name of a backbone whose host is there; skips where it is not."""
-    kind = BACKBONES[name].host
-    if kind == "comfy":
-        request.getfixturevalue("comfyui")
-    elif kind == "diffusers":
-        pytest.importorskip("diffusers")
-    return name
-
-
-@pytest.fixture
 def tiny(host: str) -> Subject:
     """The backbone after its first compiled call, shared by the tests of a session: leave it as it was."""
     return subject(host)

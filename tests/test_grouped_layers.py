@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backbones import BACKBONES, make
+from backbones import make
 from subjects import TOLERANCE, cold_subject, graphs_as_they_are, names
 
 from nexfort_engine import lower
 from nexfort_engine.capture import Captured
 from nexfort_engine.kernels import grouped_linear as kernel
 from nexfort_engine.passes import grouped_linear
-
-
-@pytest.fixture
-def host(name: str, request: pytest.FixtureRequest) -> str:
-    """The name of a backbone whose host is there; skips where it is not."""
-    if BACKBONES[name].host == "comfy":
-        request.getfixturevalue("comfyui")
-    elif BACKBONES[name].host == "diffusers":
-        pytest.importorskip("diffusers")
-    return name
 
 
 @pytest.mark.parametrize("name", names())

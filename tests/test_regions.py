@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 torch = pytest.importorskip("torch")
-from backbones import BACKBONES, make  # noqa: E402
+from backbones import make  # noqa: E402
 from subjects import names  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -150,16 +150,6 @@ def test_names_of_classes_and_attributes_do_not_matter() -> None:
 
 
 # ---- backbones ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def host(name: str, request: pytest.FixtureRequest) -> str:
-    """The name of a backbone whose host is there; skips where it is not."""
-    if BACKBONES[name].host == "comfy":
-        request.getfixturevalue("comfyui")
-    elif BACKBONES[name].host == "diffusers":
-        pytest.importorskip("diffusers")
-    return name
 
 
 def below(spec: RegionSpec) -> Iterator[int]:

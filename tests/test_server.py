@@ -77,15 +77,10 @@ def total(server: ComfyServer, key: str) -> int:
     return sum(engine["report"][key] for engine in server.get("/nexfort/report")["engines"])
 
 
-def made(server: ComfyServer) -> set[tuple[str, int]]:
-    """(name, artefacts compiled) of every live engine."""
+def each(server: ComfyServer, key: str) -> set[tuple[str, int]]:
+    """(name, that count) of every live engine; those of models that were let go are gone."""
     engines = server.get("/nexfort/report")["engines"]
-    return {(engine["name"], engine["report"]["artefacts_compiled"]) for engine in engines}
-
-
-def calls(server: ComfyServer) -> set[tuple[str, int]]:
-    """(name, calls) of every live engine; those of models that were let go are gone."""
-    return {(engine["name"], engine["report"]["calls"]) for engine in server.get("/nexfort/report")["engines"]}
+    return {(engine["name"], engine["report"][key]) for engine in engines}
 
 
 # ---- what the server shows -------------------------------------------------------------------------------
@@ -164,13 +159,15 @@ def test_the_shipped_workflow_gives_the_eager_image(server: ComfyServer, base: P
 def test_a_second_prompt_compiles_nothing(server: ComfyServer, base: Path) -> None:
     server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
     assert server.get("/nexfort/report")["engines"], "no engine is alive after a compiled prompt"
-    compiled, ran = made(server), calls(server)
+    compiled, ran = each(server, "artefacts_compiled"), each(server, "calls")
     sizes = [(64, 64, 1), (128, 64, 2), (96, 160, 3)]
     for tokens, (width, height, batch) in zip((7, 33, 50), sizes, strict=True):
         workflow = served.tiny_workflow("flux_compile_model", seed=tokens, tokens=tokens)
         server.run(served.resize(workflow, width, height, batch), timeout=300)
-    assert calls(server) - ran
-    assert made(server) <= compiled, "an engine compiled something; one of an earlier prompt may be gone by now"
+    assert each(server, "calls") - ran
+    assert each(server, "artefacts_compiled") <= compiled, (
+        "an engine compiled something; one of an earlier prompt may be gone by now"
+    )
 
 
 def test_the_same_seed_gives_the_same_bits(server: ComfyServer, base: Path) -> None:
@@ -239,13 +236,13 @@ def test_an_old_workflow_runs_with_our_nodes(server: ComfyServer, base: Path, na
         for number, (kind, inputs) in ONEDIFF.items():
             old[number] = {"class_type": kind, "inputs": inputs, "_meta": {"title": kind}}
     server.run(served.tiny_workflow(name, seed=8), timeout=300)  # or the sampler's result would still be there
-    before = calls(server)
+    before = each(server, "calls")
     history = server.run(old, timeout=300)
     ran = {node["class_type"] for node in history["prompt"][2].values()}
     assert set(OLD[name]) <= ran and not {kind for kind, _ in OLD[name].values()} & ran
     assert numpy.array_equal(served.latent(base, history), wanted)
     assert total(server, "artefacts_compiled") <= compiled, "the defaults are those of our own node"
-    assert calls(server) - before, "no engine was called"
+    assert each(server, "calls") - before, "no engine was called"
 
 
 # ---- bad input -------------------------------------------------------------------------------------------
