@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .launching import empty, launch
+from .registering import registered
 
 _INNER = {"C_BLOCK": 32, "P_BLOCK": 64}  # numbers of a block where channels lie side by side
 _OUTER = {"C_BLOCK": 4, "P_BLOCK": 512}
@@ -59,17 +60,12 @@ def reference(
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::group_factors`, as `reference` is."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define(
+    return registered(
         "group_factors(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, Tensor? offset=None, "
-        "Tensor? offsets=None) -> Tensor"
+        "Tensor? offsets=None) -> Tensor",
+        reference,
+        lambda x, *_: x.new_empty(x.shape[0], 2, x.shape[1], dtype=torch.float32),
     )
-    library.impl("group_factors", reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "nexfort::group_factors", lambda x, *_: x.new_empty(x.shape[0], 2, x.shape[1], dtype=torch.float32), lib=library
-    )
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.group_factors.default
 
 
 def lowerings() -> dict[Any, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .launching import empty, launch
+from .registering import registered
 
 MOST = 20  # weights of a launch, which are arguments of the kernel
 SMALLEST = 64  # numbers of a block: sizes are multiples of it
@@ -39,16 +40,11 @@ def blocks(count: int, columns: int, inner: int) -> dict[str, int]:
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::grouped_linear`, as `reference` is."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define("grouped_linear(Tensor x, Tensor[] weights) -> Tensor[]")
-    library.impl("grouped_linear", reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "nexfort::grouped_linear",
+    return registered(
+        "grouped_linear(Tensor x, Tensor[] weights) -> Tensor[]",
+        reference,
         lambda x, weights: [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight in weights],
-        lib=library,
     )
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.grouped_linear.default
 
 
 def lowerings() -> dict[Any, Any]:

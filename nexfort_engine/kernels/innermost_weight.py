@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .registering import registered
+
 
 def reference(laid: torch.Tensor) -> torch.Tensor:
     """The weight (O, I, H, W), contiguous, of one that was laid out as (O, H, W, I)."""
@@ -22,14 +24,11 @@ def reference(laid: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::innermost_weight`, as `reference` is."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define("innermost_weight(Tensor laid) -> Tensor")
-    library.impl("innermost_weight", reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "nexfort::innermost_weight", lambda laid: laid.new_empty([laid.shape[i] for i in (0, 3, 1, 2)]), lib=library
+    return registered(
+        "innermost_weight(Tensor laid) -> Tensor",
+        reference,
+        lambda laid: laid.new_empty([laid.shape[i] for i in (0, 3, 1, 2)]),
     )
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.innermost_weight.default
 
 
 def lowerings() -> dict[Any, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .launching import empty, gluon_missing, launch
+from .registering import registered
 
 QUERIES, KEYS = 64, 128  # of a block
 QUERIES_IN_GROUPS = 128  # of a program of the kernel for compute capability 9.0
@@ -72,16 +73,13 @@ def _back(order: Sequence[int]) -> list[int]:
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::narrow_attention`, as `reference` is."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define("narrow_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor")
-    library.impl("narrow_attention", reference, "CompositeExplicitAutograd")
 
     def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
         return q.new_empty([q.shape[i] for i in order]).permute(*_back(order))
 
-    torch.library.register_fake("nexfort::narrow_attention", fake, lib=library)
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.narrow_attention.default
+    return registered(
+        "narrow_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor", reference, fake
+    )
 
 
 def lowerings() -> dict[Any, Any]:
