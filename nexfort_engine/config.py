@@ -61,7 +61,18 @@ _UNTOLD = (
     "MODEL"
 )
 
-_REWRITES = ("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "linear_gelu", "rotary")
+_REWRITES = (
+    "group_norm",
+    "convolution",
+    "upsample",
+    "whole_rows",
+    "gelu",
+    "grouped_linear",
+    "gated_linear",
+    "linear_gelu",
+    "rotary",
+    "few_keys_attention",
+)
 
 
 @dataclass(frozen=True)

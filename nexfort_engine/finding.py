@@ -22,9 +22,10 @@ from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region, device_of
+from .kernels import convolution, gated_linear
 from .kernels.narrow_attention import slower
 from .modulestate import Hidden, matches_text
-from .passes import narrow_attention
+from .passes import few_keys_attention, narrow_attention
 from .quant import products
 from .report import named
 from .signature import Flat
@@ -172,6 +173,13 @@ class Finder:
             options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False
         if options["nexfort.narrow_attention"] and not self.engine.config.option("quant.attention"):
             options["nexfort.narrow_attention"] = torch.cuda.get_device_capability() in narrow_attention.MEASURED
+        if device_type == "cuda":
+            card = torch.cuda.get_device_capability()
+            theirs = {"gated_linear": gated_linear.MEASURED, "convolution": convolution.MEASURED}
+            if not self.engine.config.option("fuse.few_keys_attention"):
+                theirs["few_keys_attention"] = few_keys_attention.MEASURED
+            for name in (name for name, cards in theirs.items() if card not in cards):
+                options[f"nexfort.{name}"] = False
         if options["nexfort.narrow_attention"] and device_type == "cuda" and (reason := slower()):
             self.engine.report.note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options

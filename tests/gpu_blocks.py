@@ -147,6 +147,16 @@ def prompted(w: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def gated(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Two layers with a gate between halves, one without a bias."""
+    for i in (0, 3):
+        value, gate = functional.linear(functional.layer_norm(x, x.shape[-1:]), w[i], w[1] if i == 0 else None).chunk(
+            2, -1
+        )
+        x = x + functional.linear(value * functional.gelu(gate), w[i + 2 - i // 3])
+    return x
+
+
 C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
@@ -202,6 +212,12 @@ MASKED = {
     )
 }
 FROZEN = {
+    "widened": (
+        residual,
+        torch.bfloat16,
+        [(320,), (320,), (320, 320, 3, 3), (320,), (320, E), (320,), (320,), (320,), (320, 320, 3, 3), (320,)],
+        [((2, 320, 96, 96), (0, 2, 3)), ((2, E), (0,))],
+    ),
     "shortened": (
         shortened,
         torch.half,
@@ -210,7 +226,7 @@ FROZEN = {
             *[(2 * C,), (2 * C,), (2 * C, 2 * C, 3, 3), (2 * C,), (2 * C, 4 * C, 1, 1), (2 * C,)],
         ],
         [((2, 4 * C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
-    )
+    ),
 }
 _TABLE = (8, 1024, 1, 32, 2, 2)
 # one in fp32, as tables of models are; one with a table for all of its batch
@@ -229,6 +245,9 @@ JOINED = {
 }
 _LAYER = [(D, D), (D, 192), (D, 192), (D, D)]
 PROMPTED = {"prompted": (prompted, torch.half, _LAYER * 3, [((2, 1024, D), (0, 1)), ((2, 77, 192), (0, 1))])}
+GATED = {
+    "gated": (gated, torch.half, [(8 * D, D), (8 * D,), (D, 4 * D), (4 * D, D), (D, 2 * D)], [((2, 1024, D), (0, 1))])
+}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -248,7 +267,7 @@ def captured(kind: str) -> Captured:
 
     function, dtype, weights, inputs = {
         **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN},
-        **{**TURNED, **JOINED, **PROMPTED, **STACKS},
+        **{**TURNED, **JOINED, **PROMPTED, **GATED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(

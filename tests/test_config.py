@@ -56,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 20)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 23)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -472,7 +472,15 @@ def test_importing_config_imports_neither_inductor_nor_triton():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
-@pytest.mark.parametrize("name", ["group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "linear_gelu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "few_keys_attention",
+        "gated_linear",
+        "convolution",
+        *"group_norm upsample whole_rows gelu grouped_linear linear_gelu".split(),
+    ],
+)
 def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
     def on(asked, device):
         return CompileConfig.parse(asked).lowering_options(device)[f"nexfort.{name}"]

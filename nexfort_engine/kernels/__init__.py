@@ -14,19 +14,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from . import group_factors, grouped_linear, innermost_weight, narrow_attention
+import torch
+
+from . import (
+    convolution,
+    few_keys_attention,
+    gated_linear,
+    group_factors,
+    grouped_linear,
+    innermost_weight,
+    narrow_attention,
+)
 
 
 @contextmanager
-def known_to_inductor() -> Iterator[None]:
-    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
+def known_to_inductor(*, convolutions: bool = False) -> Iterator[None]:
+    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels.
+
+    convolutions: those of torch, too.
+    """
     from torch._inductor.lowering import lowerings
 
-    each = (group_factors, grouped_linear, innermost_weight, narrow_attention)
-    ours = {operator: lower for one in each for operator, lower in one.lowerings().items()}
-    added = {operator: lower for operator, lower in ours.items() if operator not in lowerings}
+    each = (few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight, narrow_attention)
+    ours = {operator: lower for one in each for operator, lower in one.lowerings().items() if operator not in lowerings}
     with ExitStack() as stack:
-        for operator, lower in added.items():
+        for operator, lower in ours.items():
             lowerings[operator] = lower
             stack.callback(lowerings.pop, operator)
+        if convolutions:
+            operator = torch.ops.aten.convolution.default
+            stack.callback(lowerings.__setitem__, operator, lowerings[operator])
+            lowerings[operator] = convolution.lowering(lowerings[operator])
         yield

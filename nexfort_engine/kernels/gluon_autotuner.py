@@ -37,12 +37,27 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
     def compiled(kernel) -> CachingAutotuner:
         autotuner = made(kernel)
         meta = autotuner._create_compile_meta(config)
-        source = GluonASTSource(kernel, meta["signature"], meta["constants"], meta["configs"][0])
+        signature, constants, known = meta["signature"], meta["constants"], meta["configs"][0]
+        place = kernel.arg_names.index("scratch") if "scratch" in signature else None
+        if place is not None:
+            # Triton has a parameter of its own behind all others for it
+            signature, constants = {**signature, "scratch": "constexpr"}, {**constants, "scratch": None}
+            known = {at: what for at, what in known.items() if at != (place,)}
+        source = GluonASTSource(kernel, signature, constants, known)
         options = autotuner._create_compile_options(config, meta)
         binary = triton.compile(source, target=GPUTarget(meta["device_type"], meta["cc"], 32), options=options)
+        if place is not None:
+            # Inductor refuses what needs such memory, which it would not give
+            binary.metadata = binary.metadata._replace(global_scratch_size=0)
         static = StaticTritonCompileResult.can_statically_launch(
             binary, autotuner.inductor_meta, autotuner.triton_meta, autotuner.heuristic_type
         )
+        if place is not None:
+            if static is None:
+                raise RuntimeError(f"{kernel.__name__} can only be launched by torch's own launcher, which is off")
+            static.arg_tys += static.extract_type("*u8")
+            static.full_constexprs = [at for at in static.full_constexprs if at != place]
+            static.has_global_scratch = False
         result = TritonCompileResult if static is None else StaticTritonCompileResult
         launched = binary if static is None else static
         autotuner.compile_results = [result(launched, config, meta, autotuner.inductor_meta)]

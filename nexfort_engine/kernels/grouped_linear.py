@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .launching import empty, launch
+from .launching import contiguous, empty, launch
 from .registering import registered
 
 MOST = 20  # weights of a launch, which are arguments of the kernel
@@ -58,10 +58,10 @@ def _lower(x: Any, weights: Sequence[Any]) -> list[Any]:
 
     before = x.get_size()[:-1]
     rows = functools.reduce(operators.mul, before, 1)
-    x = _contiguous(view(x, [rows, x.get_size()[-1]]))
+    x = contiguous(view(x, [rows, x.get_size()[-1]]))
     results = []
     for start in range(0, len(weights), MOST):
-        some = [_contiguous(weight) for weight in weights[start : start + MOST]]
+        some = [contiguous(weight) for weight in weights[start : start + MOST]]
         made = _launch(x, rows, some)
         results += [view(select(made, 0, i), [*before, some[0].get_size()[0]]) for i in range(len(some))]
     return results
@@ -84,10 +84,3 @@ def _launch(x: Any, rows: Any, weights: list[Any]) -> Any:
         | {"P": len(weights), "COLUMNS": columns, "INNER": inner, **block},
     )
     return made
-
-
-def _contiguous(x: Any) -> Any:
-    """x in memory, without gaps."""
-    from torch._inductor import ir
-
-    return ir.TensorBox(ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)))

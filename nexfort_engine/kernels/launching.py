@@ -14,7 +14,7 @@ import torch
 _GLUON = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 """
 
 
@@ -25,12 +25,20 @@ def empty(like: Any, sizes: Sequence[Any], dtype: torch.dtype = torch.float32) -
     return empty_strided(sizes, None, dtype=dtype, device=like.get_device())
 
 
+def contiguous(x: Any) -> Any:
+    """x in memory, without gaps."""
+    from torch._inductor import ir
+
+    return ir.TensorBox(ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)))
+
+
 def launch(
     kernel: Any, grid: Sequence[Any], written: Sequence[str], arguments: dict[str, Any], gluon: Any = None
 ) -> None:
     """Have a kernel called that writes to the arguments of these names alone.
 
-    gluon: one in Gluon to be called in its place, with the same arguments. Inductor cannot read such a kernel.
+    gluon: one in Gluon to be called in its place, with the same arguments. Inductor cannot read such a kernel. Where
+    it has descriptors written, its last argument but for constants is `scratch`, which has room for them.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor import ir
@@ -58,6 +66,21 @@ def gluon_missing() -> str | None:
     if all(part in written for part in ("async_compile.triton(", "@triton_heuristics.user_autotune(", "@triton.jit")):
         return None
     return f"torch {torch.__version__} writes kernels otherwise than 2.11 does"
+
+
+@functools.cache
+def descriptors_missing() -> str | None:
+    """Why no kernel in Gluon can be called that writes descriptors for the card, or None."""
+    try:
+        from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedTritonKernel
+    except ImportError as error:
+        return str(error)
+    if reason := gluon_missing():
+        return reason
+    written = inspect.getsource(StaticallyLaunchedTritonKernel)
+    if all(part in written for part in ("self.has_global_scratch = ", "self.arg_tys = ", "self.full_constexprs = ")):
+        return None
+    return f"torch {torch.__version__} launches kernels otherwise than 2.11 does"
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .launching import empty, gluon_missing, launch
+from .laying import back, empty_laid_out, laid_out, side_by_side, strides
 from .registering import registered
 
 QUERIES, KEYS = 64, 128  # of a block
@@ -50,7 +51,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, o
     p = torch.exp2(scores + summands - largest + 8.0)
     total = (p * torch.exp2(-summands)).sum(-1, keepdim=True)
     result = (p.to(FP8).float() @ v8.to(FP8).float()) / total
-    return _laid_out(result.to(q.dtype), order)
+    return laid_out(result.to(q.dtype), order)
 
 
 def _blockwise(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,20 +63,12 @@ def _blockwise(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Ten
     return x / scale[..., None], scale
 
 
-def _laid_out(result: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    return result.permute(*order).contiguous().permute(*_back(order))
-
-
-def _back(order: Sequence[int]) -> list[int]:
-    return [list(order).index(i) for i in range(len(order))]
-
-
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::narrow_attention`, as `reference` is."""
 
     def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
-        return q.new_empty([q.shape[i] for i in order]).permute(*_back(order))
+        return empty_laid_out(q, order)
 
     return registered(
         "narrow_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor", reference, fake
@@ -115,7 +108,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
 
     from . import triton_narrow_attention as kernels
 
-    q, k, v = (_side_by_side(x) for x in (q, k, v))
+    q, k, v = (side_by_side(x) for x in (q, k, v))
     batch, heads, queries, e = q.get_size()
     keys = k.get_size()[2]
     e, w = int(e), width(int(e))
@@ -129,7 +122,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
         kernels.narrow_keys_values,
         [2 * blocks * rows, 1, 1],
         list(narrow),
-        {"k": k, "v": v, **narrow, **sizes, **_strides(k, "kb", "kh", "kn"), **_strides(v, "vb", "vh", "vn")}
+        {"k": k, "v": v, **narrow, **sizes, **strides(k, "kb", "kh", "kn"), **strides(v, "vb", "vh", "vn")}
         | {"E": e, "W": w, "N": KEYS, "SAMPLE": _SAMPLE},
     )
     made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
@@ -143,20 +136,8 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
         [CeilDiv(queries, each) * rows, 1, 1],
         ["out"],
         {"q": q, **narrow, "out": made, "queries": queries, **sizes}
-        | {**_strides(q, "qb", "qh", "ql"), **out}
+        | {**strides(q, "qb", "qh", "ql"), **out}
         | {"SCALE": scale, "E": e, "W": w, "M": each, "N": KEYS},
         _in_groups() if grouped else None,
     )
-    return permute(made, _back(order))
-
-
-def _side_by_side(x: Any) -> Any:
-    """x in memory, its last dimension without gaps."""
-    from torch._inductor import ir
-
-    return ir.TensorBox(ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)))
-
-
-def _strides(x: Any, *names: str) -> dict[str, Any]:
-    """The strides of a tensor, by the names of a kernel's arguments."""
-    return dict(zip(names, x.get_stride(), strict=False))
+    return permute(made, back(order))

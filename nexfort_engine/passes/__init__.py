@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 
 from ..attention import operator
 from ..quant.precision import low_precision
+from .few_keys_attention import few_keys_attentions
+from .gated_linear import gated_linears
 from .gelu import gelus
 from .group_norm import LaidOut, group_norms
 from .grouped_linear import grouped_linears
@@ -36,9 +38,11 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "rotary": rotaries,
     "low_precision": low_precision,
     "grouped_linear": grouped_linears,  # of those that are not brought to low precision, as the next
+    "gated_linear": gated_linears,
     "linear_gelu": linear_gelus,
     "gelu": gelus,
     "narrow_attention": narrow_attentions,
+    "few_keys_attention": few_keys_attentions,
     "measured_attention": measured_attentions,  # of what is attention still
     "quantised_attention": quantised_attentions,
 }

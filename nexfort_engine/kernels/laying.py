@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensors of kernels lie in memory: the order of a result's dimensions, and strides as a kernel takes them.
+
+An order has a tensor's dimensions from the outermost to the innermost in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def back(order: Sequence[int]) -> list[int]:
+    """The order that undoes one: what was permuted by `order` and then by this is as it was."""
+    return [list(order).index(i) for i in range(len(order))]
+
+
+def laid_out(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """x without gaps, with its dimensions in this order in memory; itself where it lies so."""
+    return x.permute(*order).contiguous().permute(*back(order))
+
+
+def empty_laid_out(like: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A tensor of the sizes, dtype and device of `like` with nothing in it, which lies as what `laid_out` gives."""
+    return like.new_empty([like.shape[i] for i in order]).permute(*back(order))
+
+
+def side_by_side(x: Any) -> Any:
+    """x in memory, its last dimension without gaps; in Inductor's representation. Its strides are what they will be."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    real = ir.ExternKernel.realize_input(x)
+    made = real.data if isinstance(real, ir.StorageBox) else real
+    if isinstance(made, ir.ComputedBuffer):
+        made.decide_layout()  # as Inductor does later, with other strides than it tells until then
+    # `require_stride1` is content where any dimension has no gaps
+    if not V.graph.sizevars.statically_known_equals(real.get_stride()[-1], 1):
+        real = ir.ExternKernel.require_contiguous(real)
+    return real if isinstance(real, ir.TensorBox) else ir.TensorBox(real)
+
+
+def strides(x: Any, *names: str) -> dict[str, Any]:
+    """The strides of a tensor in Inductor's representation, by the names of a kernel's arguments."""
+    return dict(zip(names, x.get_stride(), strict=False))

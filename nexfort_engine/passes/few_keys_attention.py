@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to few keys, such as those of a prompt: torch's operator -> `nexfort::few_keys_attention` (kernels/).
+
+A prompt is told from an image, which may have few tokens in one call and many in the next, by its length, which has
+nothing to do with how many queries there are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+
+from ..kernels import few_keys_attention as kernel
+from ..quant.precision import hint
+from .attending import HALVES, Attention, attentions, put
+from .writing import fixed
+
+# Compute capabilities of cards on which it was measured to win. Who chooses the passes looks at it: a pass may run in a
+# process that is forked afterwards, and with it a device that it had asked for would be lost.
+MEASURED = ((9, 0),)
+FEW = 256  # keys at the captured call; of 512 torch's own choice is faster
+_DEVICE = "cuda"  # elsewhere the operator is torch's
+
+
+def few_keys_attentions(module: GraphModule) -> int:
+    """Compute attention to few keys by the kernel that is for it; gives how many.
+
+    Not where every token looks at all others, whose number is an image's.
+    """
+    found = 0
+    for given in attentions(module):
+        if not _fits(given):
+            continue
+        scale = 1 / math.sqrt(kernel.WIDTH) if given.scale is None else float(given.scale)
+        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+        found += 1
+    return found
+
+
+def _fits(given: Attention) -> bool:
+    """Whether the kernel takes an attention, and is the faster one."""
+    q, k, v = given.values
+    if not given.is_plain or given.order is None or q.device.type != _DEVICE:
+        return False
+    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
+        return False
+    if any(fixed(x.shape[-1]) != kernel.WIDTH for x in (q, k, v)):
+        return False
+    # not keys that are one row's for all of a batch
+    if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
+        return False
+    keys = hint(k.shape[2])
+    return keys is not None and 1 <= keys <= FEW and _are_apart(q.shape[2], k.shape[2])
+
+
+def _are_apart(queries: Any, keys: Any) -> bool:
+    """Whether one number can change without the other. Two that never do so at least differ."""
+    of_queries, of_keys = free_symbols(queries), free_symbols(keys)
+    return of_queries.isdisjoint(of_keys) and (bool(of_queries or of_keys) or fixed(queries) != fixed(keys))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer and the gate between its halves as one launch: linear -> u * gelu(v) is `nexfort::gated_linear` (kernels/).
+
+The layer's result is written and read again otherwise, which is twice as much as what comes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..kernels import gated_linear as kernel
+from ..kernels.launching import descriptors_missing
+from ..quant.precision import hint
+from .writing import fixed
+
+log = logging.getLogger("nexfort")
+
+aten = torch.ops.aten
+LEAST = 512  # rows at the captured call: fewer do not fill a card
+_DEVICE = "cuda"  # elsewhere the operator is what it is written for
+_PARTED = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def gated_linears(module: GraphModule) -> int:
+    """Write layers whose halves nothing but such a gate reads as one call, where the layer stands; gives how many."""
+    found = 0
+    for node in list(module.graph.nodes):
+        chain = _chain(node)
+        if not chain or not _is_fit(chain[-1]):
+            continue
+        if reason := descriptors_missing():
+            log.info("layers with a gate stay two launches: %s", reason)
+            return 0
+        linear = chain[-1]
+        with module.graph.inserting_before(linear):
+            written = module.graph.call_function(kernel.operator(), (*linear.args, None)[:3])
+        written.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(written)
+        for gone in chain:
+            module.graph.erase_node(gone)
+        found += 1
+    return found
+
+
+def _chain(node: Any) -> list[Any]:
+    """The nodes from a product of a layer's first half with GELU of its second to that layer, none of which is read by
+    others, a reader before what it reads; or none."""
+    if node.target is not aten.mul.Tensor:
+        return []
+    gate, value = sorted(node.args, key=lambda part: getattr(part, "target", None) is not aten.gelu.default)
+    if getattr(gate, "target", None) is not aten.gelu.default or gate.kwargs.get("approximate", "none") != "none":
+        return []
+    halves = [value, gate.args[0]]
+    linear, same = (_source(half, i) for i, half in enumerate(halves))
+    if linear is None or same is not linear or linear.target is not aten.linear.default:
+        return []
+    between: list[Any] = [half.args[0] for half in halves if half.target is operator.getitem]
+    chain = [node, gate, *halves, *dict.fromkeys(between), linear]
+    alone = all(set(part.users) <= set(chain) for part in chain[1:])
+    return chain if alone else []
+
+
+def _source(half: Any, i: int) -> Any:
+    """What a node is the first (i = 0) or second half of, along the last dimension; None where it is no half."""
+    target = getattr(half, "target", None)
+    narrow = fixed(half.meta["val"].shape[-1]) if target in (operator.getitem, aten.slice.Tensor) else None
+    if narrow is None:
+        return None
+    if target is aten.slice.Tensor:
+        whole, dim, start, _ = half.args if len(half.args) == 4 else (half.args[0], 0, None, None)
+        starts = start == i * narrow
+    elif half.args[0].target in _PARTED:
+        parted, at = half.args
+        whole, dim = parted.args[0], (*parted.args, *parted.kwargs.values(), 0)[2]
+        starts = at == i
+    else:
+        return None
+    last = dim in (-1, whole.meta["val"].dim() - 1)
+    return whole if starts and last and fixed(whole.meta["val"].shape[-1]) == 2 * narrow else None
+
+
+def _is_fit(linear: Node) -> bool:
+    """Whether the kernel takes a layer."""
+    values = [part.meta["val"] for part in linear.args if isinstance(part, Node)]
+    x, weight = values[:2]
+    rows, (columns, inner) = [hint(size) for size in x.shape[:-1]], map(fixed, weight.shape)
+    if None in rows or columns is None or inner is None or x.device.type != _DEVICE or not weight.is_contiguous():
+        return False
+    same = x.dtype in kernel.DTYPES and all(value.dtype == x.dtype for value in values)
+    whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0
+    return same and whole and reduce(operator.mul, rows, 1) >= LEAST
