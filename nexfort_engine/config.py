@@ -63,7 +63,6 @@ _UNTOLD = (
 
 _REWRITES = (
     "group_norm",
-    "convolution",
     "upsample",
     "whole_rows",
     "gelu",
@@ -287,6 +286,8 @@ class CompileConfig:
         measured = device_type != "cpu" and self.option("attention.measure") is True
         found["nexfort.measured_attention"] = measured and not low
         found["nexfort.quantised_attention"] = measured and low
+        if measured and self.option("fuse.few_keys_attention") is None:
+            found["nexfort.few_keys_attention"] = False  # who asks for a measurement has all attention measured
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prepare"] = self._keeps
         found["nexfort.inner_weights"] = device_type != "cpu" and self._lays_out_weights

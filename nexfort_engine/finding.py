@@ -22,7 +22,7 @@ from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region, device_of
-from .kernels import convolution, gated_linear
+from .kernels import gated_linear
 from .kernels.narrow_attention import slower
 from .modulestate import Hidden, matches_text
 from .passes import few_keys_attention, narrow_attention
@@ -175,7 +175,7 @@ class Finder:
             options["nexfort.narrow_attention"] = torch.cuda.get_device_capability() in narrow_attention.MEASURED
         if device_type == "cuda":
             card = torch.cuda.get_device_capability()
-            theirs = {"gated_linear": gated_linear.MEASURED, "convolution": convolution.MEASURED}
+            theirs = {"gated_linear": gated_linear.MEASURED}
             if not self.engine.config.option("fuse.few_keys_attention"):
                 theirs["few_keys_attention"] = few_keys_attention.MEASURED
             for name in (name for name, cards in theirs.items() if card not in cards):

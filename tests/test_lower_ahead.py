@@ -217,28 +217,11 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) 
     assert len(re.findall(r"multiply_gated_in_groups_[01] = gluon_autotune\(", code)) == 2, "one has no bias"
 
 
-def test_convolutions_are_one_launch_each_of_images_as_they_lie(tmp_path: Path) -> None:
-    """With their bias, and with no launch more than cuDNN's have; one of a single place is left."""
-    launches = {}
-    for own in (True, False):
-        (tmp_path / str(own)).mkdir()
-        config = CompileConfig.parse({"options": {"fuse.convolution": own}})
-        for kind, payload in _lowered(tmp_path / str(own), [*FROZEN], config.lowering_options("cuda")).items():
-            call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
-            ours = len(re.findall(r"convolve_in_groups_\d+\.run\(", call))
-            launches[kind, own] = (ours, call.count("extern_kernels.convolution("), _launches(payload))
-    assert launches["widened", True][:2] == (2, 0) and launches["widened", False][:2] == (0, 2)
-    assert launches["shortened", True][:2] == (3, 1) and launches["shortened", False][:2] == (0, 4)
-    for kind in FROZEN:
-        (ours, theirs, all_of_ours), (_, before, all_of_theirs) = launches[kind, True], launches[kind, False]
-        assert all_of_ours + theirs <= all_of_theirs + before
-
-
 @pytest.mark.parametrize("mode", ["O2", "freezing"])
 def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
     """Freezing: each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie."""
-    config = CompileConfig.parse({"mode": mode, "options": {"fuse.convolution": False}})
-    payload = _lowered(tmp_path, ["shortened"], config.lowering_options("cuda"))["shortened"]
+    options = CompileConfig.parse(mode).lowering_options("cuda")
+    payload = _lowered(tmp_path, [*FROZEN], options)["shortened"]
     code = _code(payload)
     call = code.partition("def call(")[2].partition("runner = ")[0]
     copies = re.findall(r"(buf\d+) = empty_strided_cuda\(\(128, \d+, 3, 3\)", call)

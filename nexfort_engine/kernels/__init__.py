@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from . import (
-    convolution,
     few_keys_attention,
     gated_linear,
     group_factors,
@@ -28,11 +25,8 @@ from . import (
 
 
 @contextmanager
-def known_to_inductor(*, convolutions: bool = False) -> Iterator[None]:
-    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels.
-
-    convolutions: those of torch, too.
-    """
+def known_to_inductor() -> Iterator[None]:
+    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
     from torch._inductor.lowering import lowerings
 
     each = (few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight, narrow_attention)
@@ -41,8 +35,4 @@ def known_to_inductor(*, convolutions: bool = False) -> Iterator[None]:
         for operator, lower in ours.items():
             lowerings[operator] = lower
             stack.callback(lowerings.pop, operator)
-        if convolutions:
-            operator = torch.ops.aten.convolution.default
-            stack.callback(lowerings.__setitem__, operator, lowerings[operator])
-            lowerings[operator] = convolution.lowering(lowerings[operator])
         yield

@@ -285,7 +285,7 @@ def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, _: 
 
 def _of_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
     """By torch, of tensors that lie as each of its kernels takes them."""
-    return kernel.reference(q.contiguous(), k.contiguous(), v.contiguous(), *how)
+    return kernel.reference(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), *how)
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
