@@ -157,6 +157,12 @@ def gated(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def shifted(w: Tensors, numbers: torch.Tensor) -> torch.Tensor:
+    """A layer with a gate that is given rows which begin two bytes behind where memory does."""
+    value, gate = functional.linear(numbers[1:].view(-1, w[0].shape[1]), w[0]).chunk(2, -1)
+    return value * functional.gelu(gate)
+
+
 C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
@@ -240,7 +246,8 @@ JOINED = {
 _LAYER = [(D, D), (D, 192), (D, 192), (D, D)]
 PROMPTED = {"prompted": (prompted, torch.half, _LAYER * 3, [((2, 1024, D), (0, 1)), ((2, 77, 192), (0, 1))])}
 GATED = {
-    "gated": (gated, torch.half, [(8 * D, D), (8 * D,), (D, 4 * D), (4 * D, D), (D, 2 * D)], [((2, 1024, D), (0, 1))])
+    "gated": (gated, torch.half, [(8 * D, D), (8 * D,), (D, 4 * D), (4 * D, D), (D, 2 * D)], [((2, 1024, D), (0, 1))]),
+    "shifted": (shifted, torch.bfloat16, [(2 * D, D)], [((1 + 512 * D,), ())]),
 }
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 

@@ -209,12 +209,16 @@ def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
 
 def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) -> None:
     """By torch's own launcher, which gives the kernel the memory that Triton would give it."""
-    payload = _lowered(tmp_path, [*GATED], CompileConfig.parse("O2").lowering_options("cuda"))["gated"]
-    code = _code(payload)
+    payloads = _lowered(tmp_path, [*GATED], CompileConfig.parse("O2").lowering_options("cuda"))
+    code = _code(payloads["gated"])
     call = code.partition("def call(")[2].partition("runner = ")[0]
     assert len(re.findall(r"multiply_gated_in_groups_[01]\.run\(", call)) == call.count("multiply_gated") == 2
     assert call.count("extern_kernels.mm(") + call.count("extern_kernels.addmm(") == 2, "those behind the gates"
     assert len(re.findall(r"multiply_gated_in_groups_[01] = gluon_autotune\(", code)) == 2, "one has no bias"
+    call = _code(payloads["shifted"]).partition("def call(")[2].partition("runner = ")[0]
+    assert re.search(r"multiply_gated_in_groups_\d\.run\((reinterpret_tensor\()?buf", call), (
+        "a copy: it begins anywhere"
+    )
 
 
 @pytest.mark.parametrize("mode", ["O2", "freezing"])

@@ -57,7 +57,7 @@ def _lower(x: Any, weight: Any, bias: Any) -> Any:
     rows = functools.reduce(operators.mul, before, 1)
     columns = int(weight.get_size()[0]) // 2
     programs = DeviceProperties.create(x.get_device()).multi_processor_count
-    x, weight = contiguous(view(x, [rows, inner])), contiguous(weight)
+    x, weight = _aligned(contiguous(view(x, [rows, inner]))), _aligned(contiguous(weight))
     made = empty(x, [rows, columns], x.get_dtype())
     launch(
         kernels.multiply_gated,
@@ -69,3 +69,13 @@ def _lower(x: Any, weight: Any, bias: Any) -> Any:
         multiply_gated_in_groups,
     )
     return view(made, [*before, columns])
+
+
+def _aligned(x: Any) -> Any:
+    """x where the card can copy it from: at a multiple of 16 bytes, of which views begin anywhere."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if V.graph.sizevars.statically_known_multiple_of(x.get_layout().offset, 16 // x.get_dtype().itemsize):
+        return x
+    return contiguous(ir.ExternKernel.copy_input(x))

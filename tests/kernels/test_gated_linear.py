@@ -190,7 +190,7 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
     if torch.cuda.get_device_capability() not in gated_linear.MEASURED:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     lower.lower(gpu_blocks.captured("gated"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
-    ((_, dtype, shapes, ((given, _),)),) = gpu_blocks.GATED.values()
+    _, dtype, shapes, ((given, _),) = gpu_blocks.GATED["gated"]
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(s, device="cuda", generator=generator).mul(s[-1] ** -0.5).to(dtype) for s in shapes]
     for _ in range(2):
@@ -202,3 +202,20 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
                 eager = (gpu_blocks.gated(weights, x) - truth).norm()
                 ours = (block([*weights, x])[0] - truth).norm()
                 assert ours <= 1.1 * eager, (batch, tokens, size, float(ours / eager))
+        x[0, 0] = float("nan")
+        assert block([*weights, x])[0][0, 0].isnan().all()
+
+
+@pytest.mark.gpu
+def test_rows_that_begin_anywhere_are_read_from_a_copy(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() not in gated_linear.MEASURED:
+        pytest.skip("the kernel is for cards of compute capability 9.0")
+    lower.lower(
+        gpu_blocks.captured("shifted"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda")
+    )
+    _, dtype, (shape,), ((given, _),) = gpu_blocks.GATED["shifted"]
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight, x = (torch.randn(s, device="cuda", generator=generator).to(dtype) for s in (shape, given))
+    truth = gpu_blocks.shifted([weight.double()], x.double())
+    ours = lower.load(tmp_path / "payload", {}, [])([weight, x])[0]
+    assert (ours - truth).norm() <= 1.1 * (gpu_blocks.shifted([weight], x) - truth).norm()
