@@ -54,6 +54,13 @@ class Wanted:
         return device_of(given + [weight.device for weight in self.region.slots.read()])
 
 
+# Passes that are on where they were measured to win: the cards, and the option that asks for them on others.
+_MEASURED = {
+    "narrow_attention": (narrow_attention.MEASURED, "quant.attention"),
+    "few_keys_attention": (few_keys_attention.MEASURED, "fuse.few_keys_attention"),
+}
+
+
 class Finder:
     """Finds the artefacts of one engine."""
 
@@ -167,21 +174,23 @@ class Finder:
 
     def options(self, device_type: str) -> dict[str, object]:
         """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
+        config, note = self.engine.config, self.engine.report.note
         options = self.engine.lowering.lowering_options(device_type)
-        if self.engine.config.has("low-precision") and (reason := products.missing(device_type)):
-            self.engine.report.note(f"low precision is not active: {reason}")
+        if config.has("low-precision") and (reason := products.missing(device_type)):
+            note(f"low precision is not active: {reason}")
             options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False
-        if options["nexfort.narrow_attention"] and not self.engine.config.option("quant.attention"):
-            options["nexfort.narrow_attention"] = torch.cuda.get_device_capability() in narrow_attention.MEASURED
-        if device_type == "cuda":
-            card = torch.cuda.get_device_capability()
-            theirs = {"gated_linear": gated_linear.MEASURED}
-            if not self.engine.config.option("fuse.few_keys_attention"):
-                theirs["few_keys_attention"] = few_keys_attention.MEASURED
-            for name in (name for name, cards in theirs.items() if card not in cards):
+        if device_type != "cuda":
+            return options
+        card = torch.cuda.get_device_capability()
+        for name, (cards, asked) in _MEASURED.items():
+            if not config.option(asked) and (card not in cards or torch.version.hip is not None):
                 options[f"nexfort.{name}"] = False
-        if options["nexfort.narrow_attention"] and device_type == "cuda" and (reason := slower()):
-            self.engine.report.note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
+        if options["nexfort.gated_linear"] and (reason := gated_linear.missing(card)):
+            options["nexfort.gated_linear"] = False
+            if card in gated_linear.CARDS or config.option("fuse.gated_linear"):
+                note(f"layers with a GELU gate are more than one launch: {reason}")
+        if options["nexfort.narrow_attention"] and (reason := slower()):
+            note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options
 
 

@@ -34,6 +34,7 @@ _INDUCTOR_BASE: dict[str, object] = {
     "bundle_triton_into_fx_graph_cache": True,
     "freezing": False,
     # kernels of kernels/ are launched as Inductor's own are, and have a name for each way in which they are compiled
+    "use_static_cuda_launcher": True,
     "static_launch_user_defined_triton_kernels": True,
     "triton.unique_user_kernel_names": True,
 }
@@ -97,7 +98,12 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         # Inductor's compiler processes, where it starts some, are not told its settings. A kernel of kernels/ that they
         # compiled otherwise would be compiled again by each process that loads it: three seconds for one in Gluon.
         # Set when this process has read its own.
-        stack.enter_context(scoped_env(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"))
+        stack.enter_context(
+            scoped_env(
+                TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="1",
+                TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1",
+            )
+        )
         stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
         stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))
         yield

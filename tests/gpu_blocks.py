@@ -261,8 +261,8 @@ class _Lifted(nn.Module):
         return [self.function(weights, *inputs)]
 
 
-def captured(kind: str) -> Captured:
-    """A block's graph as a process with a GPU captures it."""
+def captured(kind: str, behind: int = 0) -> Captured:
+    """A block's graph as a process with a GPU captures it. behind: weights begin so many numbers behind an address."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -275,6 +275,10 @@ def captured(kind: str) -> Captured:
             [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
             for shapes in (weights, [shape for shape, _ in inputs])
         )
+        if behind:
+            args[0][:] = [
+                torch.empty(w.numel() + behind, dtype=dtype, device="cuda:0")[behind:].view(w.shape) for w in args[0]
+            ]
         if kind in MASKED:
             args[1][1] = args[1][1].bool()
         if kind in INNERMOST:

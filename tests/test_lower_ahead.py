@@ -221,6 +221,17 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) 
     )
 
 
+def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) -> None:
+    """As it was in the captured call: Inductor hands on what it was told to lie so."""
+    options = CompileConfig.parse("O2").lowering_options("cuda")
+    payload = _lowered(tmp_path, ["unaligned"], options, lambda _: captured("gated", behind=1))["unaligned"]
+    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    launches = re.findall(
+        r"multiply_gated_in_groups_\d\.run\((?:reinterpret_tensor\()?(\w+)[^,]*,(?: \(.*?\),)* (\w+),", call
+    )
+    assert len(launches) == 2 and all(weight.startswith("buf") for _, weight in launches), call
+
+
 @pytest.mark.parametrize("mode", ["O2", "freezing"])
 def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
     """Freezing: each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from .launching import contiguous, empty, launch
+from .launching import contiguous, descriptors_missing, empty, launch
 from .registering import registered
 
 COLUMNS, INNER = 128, 64  # sizes are multiples of these
 DTYPES = (torch.float16, torch.bfloat16)
-MEASURED = ((9, 0),)  # compute capabilities of cards that have the kernel
+CARDS = ((9, 0),)  # compute capabilities that the kernel is for
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -38,6 +38,15 @@ def operator() -> Any:
         reference,
         lambda x, weight, bias: x.new_empty([*x.shape[:-1], weight.shape[0] // 2]),
     )
+
+
+def missing(card: tuple[int, int]) -> str | None:
+    """Why there is no kernel for a card of this compute capability, or None."""
+    if reason := descriptors_missing():
+        return reason
+    if card not in CARDS:
+        return f"its kernel is for compute capability 9.0, and this card has {card[0]}.{card[1]}"
+    return None
 
 
 def lowerings() -> dict[Any, Any]:
@@ -76,6 +85,7 @@ def _aligned(x: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    if V.graph.sizevars.statically_known_multiple_of(x.get_layout().offset, 16 // x.get_dtype().itemsize):
+    lies = V.graph.sizevars.statically_known_multiple_of(x.get_layout().offset, 16 // x.get_dtype().itemsize)
+    if lies and x.get_name() not in V.graph.unaligned_buffers:
         return x
     return contiguous(ir.ExternKernel.copy_input(x))

@@ -40,7 +40,9 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
         signature, constants, known = meta["signature"], meta["constants"], meta["configs"][0]
         place = kernel.arg_names.index("scratch") if "scratch" in signature else None
         if place is not None:
-            # Triton has a parameter of its own behind all others for it
+            given = [name for name in kernel.arg_names if signature[name] != "constexpr"]
+            if given[-1] != "scratch":  # Triton has a parameter of its own behind all others for it
+                raise ValueError(f"{kernel.__name__} takes {given}; expected scratch as the last that is no constant")
             signature, constants = {**signature, "scratch": "constexpr"}, {**constants, "scratch": None}
             known = {at: what for at, what in known.items() if at != (place,)}
         source = GluonASTSource(kernel, signature, constants, known)
@@ -54,7 +56,9 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
         )
         if place is not None:
             if static is None:
-                raise RuntimeError(f"{kernel.__name__} can only be launched by torch's own launcher, which is off")
+                raise RuntimeError(
+                    f"{kernel.__name__} is not taken by torch's own launcher, and no other gives it scratch"
+                )
             static.arg_tys += static.extract_type("*u8")
             static.full_constexprs = [at for at in static.full_constexprs if at != place]
             static.has_global_scratch = False

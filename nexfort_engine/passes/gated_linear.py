@@ -6,7 +6,6 @@ The layer's result is written and read again otherwise, which is twice as much a
 
 from __future__ import annotations
 
-import logging
 import operator
 from functools import reduce
 from typing import Any
@@ -15,11 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..kernels import gated_linear as kernel
-from ..kernels.launching import descriptors_missing
 from ..quant.precision import hint
 from .writing import fixed
-
-log = logging.getLogger("nexfort")
 
 aten = torch.ops.aten
 LEAST = 512  # rows at the captured call: fewer do not fill a card
@@ -34,9 +30,6 @@ def gated_linears(module: GraphModule) -> int:
         chain = _chain(node)
         if not chain or not _is_fit(chain[-1]):
             continue
-        if reason := descriptors_missing():
-            log.info("layers with a gate stay two launches: %s", reason)
-            return 0
         linear = chain[-1]
         with module.graph.inserting_before(linear):
             written = module.graph.call_function(kernel.operator(), (*linear.args, None)[:3])
@@ -69,18 +62,19 @@ def _chain(node: Any) -> list[Any]:
 def _source(half: Any, i: int) -> Any:
     """What a node is the first (i = 0) or second half of, along the last dimension; None where it is no half."""
     target = getattr(half, "target", None)
-    narrow = fixed(half.meta["val"].shape[-1]) if target in (operator.getitem, aten.slice.Tensor) else None
+    sliced = target is aten.slice.Tensor and len(half.args) == 4
+    if not sliced and not (target is operator.getitem and half.args[0].target in _PARTED):
+        return None
+    narrow = fixed(half.meta["val"].shape[-1])
     if narrow is None:
         return None
-    if target is aten.slice.Tensor:
-        whole, dim, start, _ = half.args if len(half.args) == 4 else (half.args[0], 0, None, None)
+    if sliced:
+        whole, dim, start, _ = half.args
         starts = start == i * narrow
-    elif half.args[0].target in _PARTED:
+    else:
         parted, at = half.args
         whole, dim = parted.args[0], (*parted.args, *parted.kwargs.values(), 0)[2]
         starts = at == i
-    else:
-        return None
     last = dim in (-1, whole.meta["val"].dim() - 1)
     return whole if starts and last and fixed(whole.meta["val"].shape[-1]) == 2 * narrow else None
 

@@ -74,6 +74,8 @@ def _seen(attention: Attention) -> Seen:
     sizes = [hint(size) for size in (*q.shape, k.shape[2])]
     if None in sizes or attention.order is None:
         return Seen(attention, 0, 0, 0, 0, "a size is not known before the call")
+    if attention.order[-1] != 3:
+        return Seen(attention, 0, 0, 0, 0, "the numbers of a head of its result do not lie side by side")
     batch, heads, queries, width, keys = (size or 0 for size in sizes)
     reason = _unfit(attention)
     if reason is None and (part := gain(batch * heads, queries, keys, width)) < _LEAST:

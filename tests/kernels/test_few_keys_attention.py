@@ -239,7 +239,11 @@ def _of_unknown_order(node: Any) -> None:
     node.meta["val"] = result.new_empty(*result.shape[:2], unknown, result.shape[3])
 
 
-@pytest.mark.parametrize("change", [_mixed, _of_unknown_keys, _of_unknown_order])
+def _of_numbers_apart(node: Any) -> None:
+    node.meta["val"] = node.meta["val"].mT.contiguous().mT
+
+
+@pytest.mark.parametrize("change", [_mixed, _of_unknown_keys, _of_unknown_order, _of_numbers_apart])
 def test_attention_stays_of_which_only_a_call_knows_enough(change: Callable[[Any], None]) -> None:
     graph = _graph(_crossed, IMAGE, PROMPT)
     change(_node(graph, TORCHS))

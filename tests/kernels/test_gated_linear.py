@@ -18,9 +18,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import gelu, linear
 
+import nexfort_engine
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.kernels import gated_linear, launching
+from nexfort_engine.kernels import gated_linear
 from nexfort_engine.passes.gated_linear import LEAST, gated_linears
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -170,29 +171,55 @@ def test_layers_stay_that_the_kernel_is_not_for(other: dict[str, Any]) -> None:
     assert gated_linears(_graph(_chunked, **other)) == 0
 
 
-def test_layers_stay_where_the_kernel_cannot_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.runtime import static_triton_launcher
+def _of_a_number(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return gelu(linear(x, w, b)) * b.unbind(0)[1]
 
-    assert launching.descriptors_missing() is None
-    monkeypatch.setattr(static_triton_launcher, "StaticallyLaunchedTritonKernel", int)
-    monkeypatch.setattr(launching.inspect, "getsource", lambda _: "class of another torch")
-    launching.descriptors_missing.cache_clear()
-    try:
-        assert "launches kernels otherwise" in (launching.descriptors_missing() or "")
-        assert gated_linears(_graph(_chunked)) == 0
-    finally:
-        launching.descriptors_missing.cache_clear()
+
+def test_numbers_beside_a_gate_are_no_halves() -> None:
+    assert gated_linears(_graph(_of_a_number)) == 0
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "hip", "asked", "reason"),
+    [
+        ((9, 0), "2.11.0+cu130", None, None, None),
+        ((9, 0), "2.12.0", None, None, "needs torch 2.11"),
+        ((9, 0), "2.11.0", "6.4", None, "for NVIDIA's cards"),
+        ((8, 9), "2.11.0", None, None, ""),
+        ((8, 9), "2.11.0", None, True, "this card has 8.9"),
+    ],
+)
+def test_it_is_chosen_where_the_kernel_can_be_called_and_the_report_says_where_it_is_missed(
+    card: tuple[int, int],
+    version: str,
+    hip: str | None,
+    asked: bool | None,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None: it is chosen. An empty text: it is not, and nobody expects it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    options = {} if asked is None else {"options": {"fuse.gated_linear": asked}}
+    compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options=options)
+    found = compiled._nexfort_engine.builder.finder.options("cuda")
+    assert found["nexfort.gated_linear"] is (reason is None)
+    assert found["nexfort.few_keys_attention"] is (card == (9, 0) and hip is None)
+    notes = " ".join(compiled.report.as_dict()["notes"])
+    assert reason in notes if reason else "gate" not in notes
 
 
 @pytest.mark.gpu
 def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others, some numbers of which are large; and from disk once more."""
-    if torch.cuda.get_device_capability() not in gated_linear.MEASURED:
+    if torch.cuda.get_device_capability() not in gated_linear.CARDS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     lower.lower(gpu_blocks.captured("gated"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
     _, dtype, shapes, ((given, _),) = gpu_blocks.GATED["gated"]
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(s, device="cuda", generator=generator).mul(s[-1] ** -0.5).to(dtype) for s in shapes]
+    assert any("multiply_gated_in_groups" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
     for _ in range(2):
         block = lower.load(tmp_path / "payload", {}, [])
         for batch, tokens in (given[:2], (1, 1), (3, 100), (1, 4096), (2, 129)):
@@ -208,7 +235,7 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
 
 @pytest.mark.gpu
 def test_rows_that_begin_anywhere_are_read_from_a_copy(tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability() not in gated_linear.MEASURED:
+    if torch.cuda.get_device_capability() not in gated_linear.CARDS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     lower.lower(
         gpu_blocks.captured("shifted"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda")
