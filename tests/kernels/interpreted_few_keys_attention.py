@@ -4,13 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-import numpy as np
 import torch
-import triton.language as tl
-from interpreting import with_bfloat16, with_numbers
-from triton.runtime import interpreter
+from interpreting import with_bfloat16, with_numbers, with_rounding
 
 from nexfort_engine.kernels import few_keys_attention
 from nexfort_engine.kernels.few_keys_attention import KEYS, QUERIES, WIDTH
@@ -18,18 +14,6 @@ from nexfort_engine.kernels.triton_few_keys_attention import attend_few
 
 PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all
 Order = tuple[int, ...]
-
-
-def with_rounding_to_bfloat16(convert: Any = interpreter._convert_float) -> None:
-    """Triton 3.6 cuts off there where a card rounds."""
-
-    def converted(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-        if wanted != tl.bfloat16 or given != tl.float32:
-            return convert(numbers, given, wanted, rounding)
-        narrow = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32)).to(torch.bfloat16)
-        return narrow.view(torch.uint16).numpy()
-
-    interpreter._convert_float = converted
 
 
 def empty(sizes: tuple[int, int, int], order: Order, parts: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -62,9 +46,7 @@ def check(
     )  # fmt: skip
     whole = out.as_strided((batch, heads, queries + 3, WIDTH), out.stride())
     assert bool(whole[:, :, queries:].isnan().all()), "what is behind the queries was written to"
-    with torch.backends.mkldnn.flags(
-        enabled=False
-    ):  # torch 2.11 may refuse keys in bfloat16 otherwise, see conftest.py
+    with torch.backends.mkldnn.flags(enabled=False):  # torch 2.11 may refuse keys in bfloat16, see conftest.py
         plain = few_keys_attention.reference(q, k, v, scale, PLAIN).double()
     truth = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
@@ -73,7 +55,7 @@ def check(
 
 with_numbers()
 with_bfloat16()
-with_rounding_to_bfloat16()
+with_rounding()
 torch.manual_seed(0)
 LAYOUTS = ((BEHIND, BEHIND, BEHIND), (PLAIN, BEHIND, OUTERMOST), (OUTERMOST, PLAIN, PLAIN))
 SIZES = ((3, 7, 1, 77), (2, 3, 65, 1), (2, 2, 64, 128), (1, 2, 65, 231), (2, 1, 130, 32))

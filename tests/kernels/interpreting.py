@@ -21,14 +21,20 @@ def with_numbers(patch: Any = interpreter._patch_lang_tensor) -> None:
     interpreter._patch_lang_tensor = patched
 
 
+_NARROW = {tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8), tl.bfloat16: (torch.bfloat16, torch.uint16)}
+
+
 def with_rounding(convert: Any = interpreter._convert_float) -> None:
-    """Triton 3.6 loses the carry where rounding to fp8 reaches a power of 2, and cuts what is below normal."""
+    """Triton 3.6 loses the carry where rounding to fp8 reaches a power of 2, and cuts what is below normal.
+
+    What it brings to bfloat16 it cuts off, where a card rounds.
+    """
 
     def converted(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
-        if wanted != tl.float8e4nv or given != tl.float32:
+        if wanted not in _NARROW or given != tl.float32:
             return convert(numbers, given, wanted, rounding)
-        narrow = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32)).to(torch.float8_e4m3fn)
-        return narrow.view(torch.uint8).numpy()
+        dtype, bits = _NARROW[wanted]
+        return torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32)).to(dtype).view(bits).numpy()
 
     interpreter._convert_float = converted
 
