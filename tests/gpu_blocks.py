@@ -157,6 +157,12 @@ def gated(w: Tensors, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def computed_heads(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """Attention whose queries, keys and values are computed head by head, so that how they lie is open for long."""
+    heads = x.view(*x.shape[:2], -1, 64).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads * w[0], heads + w[0], heads - w[0])
+
+
 def shifted(w: Tensors, numbers: torch.Tensor) -> torch.Tensor:
     """A layer with a gate that is given rows which begin two bytes behind where memory does."""
     value, gate = functional.linear(numbers[1:].view(-1, w[0].shape[1]), w[0]).chunk(2, -1)
@@ -249,6 +255,7 @@ GATED = {
     "gated": (gated, torch.half, [(8 * D, D), (8 * D,), (D, 4 * D), (4 * D, D), (D, 2 * D)], [((2, 1024, D), (0, 1))]),
     "shifted": (shifted, torch.bfloat16, [(2 * D, D)], [((1 + 512 * D,), ())]),
 }
+COMPUTED = {"computed_heads": (computed_heads, torch.half, [(1,)], [((2, 4096, 640), (0, 1))])}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
 
@@ -268,7 +275,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
 
     function, dtype, weights, inputs = {
         **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN},
-        **{**TURNED, **JOINED, **PROMPTED, **GATED, **STACKS},
+        **{**TURNED, **JOINED, **PROMPTED, **GATED, **COMPUTED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gpu_blocks import (
     BLOCKS,
+    COMPUTED,
     FROZEN,
     GATED,
     INNERMOST,
@@ -205,6 +206,19 @@ def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
     call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("multiply_rows_0.run(") == 1 and call.count("extern_kernels.mm(") == 6, "three times q and out"
     assert not re.search(r"empty_strided_cuda\(\([^)]*192", call), "the prompt is read as it lies"
+
+
+def test_attention_in_8_bits_is_told_how_its_tensors_lie(tmp_path: Path) -> None:
+    """Those too of which Inductor says something else before it lays them out: tokens before heads, as the input."""
+    call = _code(_lowered(tmp_path, [*COMPUTED], OPTIONS)["computed_heads"]).partition("def call(")[2]
+    made = dict(re.findall(r"(buf\d+) = empty_strided_cuda\(\(s\d+, 10, s\d+, 64\), \(([^()]*)\)", call))
+    (keys,) = re.findall(r"narrow_keys_values_\d+\.run\((.*)\)", call)
+    (queries,) = re.findall(r"attend_in_groups_\d+\.run\((.*)\)", call)
+    k, v, *rest = keys.split(", ")
+    strides = [made[name].split(", ")[:3] for name in (k, v, queries.split(", ")[0])]
+    assert all(one[1:] == ["64", "640"] for one in strides), strides
+    assert rest[7:13] == strides[0] + strides[1], keys
+    assert queries.split(", ")[10:13] == strides[2], queries
 
 
 def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) -> None:
