@@ -232,7 +232,7 @@ FROZEN = {
             *[(2 * C,), (2 * C,), (2 * C, 2 * C, 3, 3), (2 * C,), (2 * C, 4 * C, 1, 1), (2 * C,)],
         ],
         [((2, 4 * C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
-    ),
+    )
 }
 _TABLE = (8, 1024, 1, 32, 2, 2)
 # one in fp32, as tables of models are; one with a table for all of its batch

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .launching import contiguous, descriptors_missing, empty, launch
+from .launching import descriptors_missing, empty, launch
+from .laying import contiguous
 from .registering import registered
 
 COLUMNS, INNER = 128, 64  # sizes are multiples of these

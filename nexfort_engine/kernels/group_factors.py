@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .launching import empty, launch
+from .laying import contiguous, settled
 from .registering import registered
 
 _INNER = {"C_BLOCK": 32, "P_BLOCK": 64}  # numbers of a block where channels lie side by side
@@ -75,7 +76,6 @@ def lowerings() -> dict[Any, Any]:
 
 def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float, offset: Any = None, offsets: Any = None) -> Any:
     """As `reference`, in Inductor's representation."""
-    from torch._inductor import ir
     from torch._inductor.virtualized import V
     from torch.utils._sympy.functions import CeilDiv
 
@@ -98,7 +98,7 @@ def _lower(x: Any, weight: Any, bias: Any, groups: int, eps: float, offset: Any 
     )
     factors = empty(x, [batch, 2, channels])
     if offsets is not None:
-        offsets = ir.TensorBox(ir.ExternKernel.require_contiguous(offsets))
+        offsets = contiguous(offsets)
     each = channels // groups
     launch(
         kernels.factors_of_groups,
@@ -125,19 +125,14 @@ def _blocks(each: int, chunks: int) -> dict[str, int]:
 
 def _where_it_lies(x: Any) -> tuple[Any, list[Any]]:
     """x in memory and its strides; copied where its places do not follow each other at one distance."""
-    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    real = ir.ExternKernel.realize_input(x)
-    made = real.data if isinstance(real, ir.StorageBox) else real
-    if isinstance(made, ir.ComputedBuffer):
-        made.decide_layout()  # as Inductor does for those that nobody asks for an order of
+    real = settled(x)
     sizes, strides = real.get_size(), real.get_stride()
     equal = V.graph.sizevars.statically_known_equals
     if not all(equal(strides[i], strides[i + 1] * sizes[i + 1]) for i in range(2, len(sizes) - 1)):
-        real = ir.ExternKernel.require_contiguous(x)
-        strides = real.get_stride()
-    return ir.TensorBox(real) if not isinstance(real, ir.TensorBox) else real, list(strides)
+        real = contiguous(real)
+    return real, list(real.get_stride())
 
 
 def _chunks(batch: Any, channels: int, places: Any, inner: bool) -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .launching import contiguous, empty, launch
+from .launching import empty, launch
+from .laying import contiguous
 from .registering import registered
 
 MOST = 20  # weights of a launch, which are arguments of the kernel

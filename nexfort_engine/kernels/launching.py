@@ -25,13 +25,6 @@ def empty(like: Any, sizes: Sequence[Any], dtype: torch.dtype = torch.float32) -
     return empty_strided(sizes, None, dtype=dtype, device=like.get_device())
 
 
-def contiguous(x: Any) -> Any:
-    """x in memory, without gaps."""
-    from torch._inductor import ir
-
-    return ir.TensorBox(ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)))
-
-
 def launch(
     kernel: Any, grid: Sequence[Any], written: Sequence[str], arguments: dict[str, Any], gluon: Any = None
 ) -> None:

@@ -27,19 +27,31 @@ def empty_laid_out(like: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return like.new_empty([like.shape[i] for i in order]).permute(*back(order))
 
 
-def side_by_side(x: Any) -> Any:
-    """x in memory, its last dimension without gaps; in Inductor's representation. Its strides are what they will be."""
+def settled(x: Any) -> Any:
+    """x in memory, in Inductor's representation. Its strides are what they will be."""
     from torch._inductor import ir
-    from torch._inductor.virtualized import V
 
     real = ir.ExternKernel.realize_input(x)
     made = real.data if isinstance(real, ir.StorageBox) else real
     if isinstance(made, ir.ComputedBuffer):
         made.decide_layout()  # as Inductor does later, with other strides than it tells until then
-    # `require_stride1` is content where any dimension has no gaps
-    if not V.graph.sizevars.statically_known_equals(real.get_stride()[-1], 1):
-        real = ir.ExternKernel.require_contiguous(real)
     return real if isinstance(real, ir.TensorBox) else ir.TensorBox(real)
+
+
+def contiguous(x: Any) -> Any:
+    """x in memory, without gaps, in Inductor's representation."""
+    from torch._inductor import ir
+
+    return ir.TensorBox(ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)))
+
+
+def side_by_side(x: Any) -> Any:
+    """x in memory, its last dimension without gaps, as `settled` gives it."""
+    from torch._inductor.virtualized import V
+
+    real = settled(x)
+    # `require_stride1` is content where any dimension has no gaps
+    return real if V.graph.sizevars.statically_known_equals(real.get_stride()[-1], 1) else contiguous(real)
 
 
 def strides(x: Any, *names: str) -> dict[str, Any]:

@@ -126,8 +126,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
         | {"E": e, "W": w, "N": KEYS, "SAMPLE": _SAMPLE},
     )
     made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
-    lies = made.get_stride()
-    out = {name: lies[list(order).index(i)] for i, name in enumerate(("ob", "oh", "ol"))}
+    result = permute(made, back(order))
     grouped = DeviceProperties.create(q.get_device()).major == 9 and gluon_missing() is None
     each = QUERIES_IN_GROUPS if grouped else QUERIES
     # four warps and three stages are Triton's own: with those said Inductor would make a kernel for each call's sizes
@@ -136,8 +135,8 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
         [CeilDiv(queries, each) * rows, 1, 1],
         ["out"],
         {"q": q, **narrow, "out": made, "queries": queries, **sizes}
-        | {**strides(q, "qb", "qh", "ql"), **out}
+        | {**strides(q, "qb", "qh", "ql"), **strides(result, "ob", "oh", "ol")}
         | {"SCALE": scale, "E": e, "W": w, "M": each, "N": KEYS},
         _in_groups() if grouped else None,
     )
-    return permute(made, back(order))
+    return result

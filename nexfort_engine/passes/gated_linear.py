@@ -7,14 +7,13 @@ The layer's result is written and read again otherwise, which is twice as much a
 from __future__ import annotations
 
 import operator
-from functools import reduce
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..kernels import gated_linear as kernel
-from ..quant.precision import hint
+from ..quant.precision import rows_of
 from .writing import fixed
 
 aten = torch.ops.aten
@@ -83,9 +82,9 @@ def _is_fit(linear: Node) -> bool:
     """Whether the kernel takes a layer."""
     values = [part.meta["val"] for part in linear.args if isinstance(part, Node)]
     x, weight = values[:2]
-    rows, (columns, inner) = [hint(size) for size in x.shape[:-1]], map(fixed, weight.shape)
-    if None in rows or columns is None or inner is None or x.device.type != _DEVICE or not weight.is_contiguous():
+    rows, (columns, inner) = rows_of(x), map(fixed, weight.shape)
+    if rows is None or columns is None or inner is None or x.device.type != _DEVICE or not weight.is_contiguous():
         return False
     same = x.dtype in kernel.DTYPES and all(value.dtype == x.dtype for value in values)
     whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0
-    return same and whole and reduce(operator.mul, rows, 1) >= LEAST
+    return same and whole and rows >= LEAST

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..aliases import Aliases
 from ..kernels import grouped_linear as kernel
-from ..quant.precision import hint
+from ..quant.precision import rows_of
 from .writing import fixed
 
 aten = torch.ops.aten
@@ -65,12 +64,12 @@ def _is_fit(node: Any) -> bool:
     if any(argument.op != "placeholder" for argument in node.args[:2]) or _is_read_elsewhere(node.args[0]):
         return False
     x, weight = (argument.meta["val"] for argument in node.args[:2])
-    rows, sizes = [hint(size) for size in x.shape[:-1]], [fixed(size) for size in weight.shape]
-    if None in rows or len(sizes) != 2 or x.device.type != _DEVICE:
+    rows, sizes = rows_of(x), [fixed(size) for size in weight.shape]
+    if rows is None or len(sizes) != 2 or x.device.type != _DEVICE:
         return False
     whole = all(size is not None and size % kernel.SMALLEST == 0 for size in sizes)
     same = x.dtype == weight.dtype and x.dtype in kernel.DTYPES
-    return whole and same and weight.is_contiguous() and 0 < reduce(operator.mul, rows, 1) <= FEW
+    return whole and same and weight.is_contiguous() and 0 < rows <= FEW
 
 
 def _is_read_elsewhere(x: Node) -> bool:

@@ -111,6 +111,12 @@ def hint(size: Any) -> int | None:
     return int(size.node.hint) if size.node.has_hint() else None
 
 
+def rows_of(x: torch.Tensor) -> int | None:
+    """Rows of a layer's input (..., K) at the captured call; None where that depends on data."""
+    before = [hint(size) for size in x.shape[:-1]]
+    return None if None in before else reduce(operator.mul, (size or 0 for size in before), 1)
+
+
 def low_precision(module: GraphModule) -> int:
     """Compute the products of the plan in fp8; gives how many."""
     groups = [group for group in _groups(module) if group[0].reason is None]
