@@ -5,6 +5,7 @@ Its text stands before each such kernel, so an artefact needs nothing but torch 
 """
 
 import triton
+from torch._inductor import config as inductor
 from torch._inductor.runtime.triton_heuristics import (
     CachingAutotuner,
     HeuristicType,
@@ -51,9 +52,11 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
         if place is not None:
             # Inductor refuses what needs such memory, which it would not give
             binary.metadata = binary.metadata._replace(global_scratch_size=0)
-        static = StaticTritonCompileResult.can_statically_launch(
-            binary, autotuner.inductor_meta, autotuner.triton_meta, autotuner.heuristic_type
-        )
+        # in a process that Inductor began before it was told so, its launcher is for its own kernels alone
+        with inductor.patch(use_static_cuda_launcher=True, static_launch_user_defined_triton_kernels=True):
+            static = StaticTritonCompileResult.can_statically_launch(
+                binary, autotuner.inductor_meta, autotuner.triton_meta, autotuner.heuristic_type
+            )
         if place is not None:
             if static is None:
                 raise RuntimeError(
