@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from . import few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight, narrow_attention
+from . import (
+    few_keys_attention,
+    gated_linear,
+    group_factors,
+    grouped_linear,
+    innermost_weight,
+    narrow_attention,
+    narrow_gated_linear,
+)
 
 
 @contextmanager
@@ -21,7 +29,10 @@ def known_to_inductor() -> Iterator[None]:
     """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
     from torch._inductor.lowering import lowerings
 
-    each = (few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight, narrow_attention)
+    each = (
+        *(few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight),
+        *(narrow_attention, narrow_gated_linear),
+    )
     ours = {operator: lower for one in each for operator, lower in one.lowerings().items() if operator not in lowerings}
     with ExitStack() as stack:
         for operator, lower in ours.items():

@@ -57,6 +57,14 @@ def lowerings() -> dict[Any, Any]:
 
 def _lower(x: Any, weight: Any, bias: Any) -> Any:
     """As `reference`, in Inductor's representation."""
+    return multiplied(x, weight, bias, x.get_dtype())
+
+
+def multiplied(x: Any, weight: Any, bias: Any, dtype: torch.dtype, scales: tuple[Any, Any] | None = None) -> Any:
+    """What `reference` gives, in this dtype, in Inductor's representation.
+
+    scales: of the rows of x and of weight where both are narrow.
+    """
     from torch._inductor.lowering import view
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -68,13 +76,16 @@ def _lower(x: Any, weight: Any, bias: Any) -> Any:
     columns = int(weight.get_size()[0]) // 2
     programs = DeviceProperties.create(x.get_device()).multi_processor_count
     x, weight = _aligned(contiguous(view(x, [rows, inner]))), _aligned(contiguous(weight))
-    made = empty(x, [rows, columns], x.get_dtype())
+    x_scale, weight_scale = (weight, weight) if scales is None else map(contiguous, scales)
+    made = empty(x, [rows, columns], dtype)
     launch(
         kernels.multiply_gated,
         [programs, 1, 1],
         ["out"],
-        {"x": x, "weight": weight, "bias": weight if bias is None else contiguous(bias), "out": made, "rows": rows}
-        | {"scratch": empty(x, [programs * SCRATCH], torch.uint8), "BIASED": bias is not None}
+        {"x": x, "weight": weight, "bias": weight if bias is None else contiguous(bias)}
+        | {"x_scale": x_scale, "weight_scale": weight_scale, "out": made, "rows": rows}
+        | {"scratch": empty(x, [programs * SCRATCH], torch.uint8)}
+        | {"BIASED": bias is not None, "SCALED": scales is not None}
         | {"COLUMNS": columns, "INNER": inner, "PROGRAMS": programs},
         multiply_gated_in_groups,
     )

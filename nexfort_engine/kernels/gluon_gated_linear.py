@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `gated_linear` for cards of compute capability 9.0. Imported by what lowers for one alone.
+"""The kernel of `gated_linear` and `narrow_gated_linear` for cards of compute capability 9.0.
+
+Imported by what lowers for one alone.
 
 A program computes parts of 128 rows and 128 columns, one after another. One of its three groups of warps has the card
 copy blocks to shared memory; the others multiply 64 rows each by the weights of both halves, so that a block of weights
@@ -22,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 M = gl.constexpr(128)  # rows of a part
 N = gl.constexpr(128)  # its columns, of each half
-K = gl.constexpr(64)  # of a block, 128 bytes of a row
+BYTES = gl.constexpr(128)  # of each of its rows in a block
 EACH = gl.constexpr(64)  # rows of a group of warps
 STAGES = gl.constexpr(4)  # blocks in shared memory
 SCRATCH = 256  # bytes: two descriptors
@@ -33,32 +35,38 @@ def multiply_gated_in_groups(
     x,
     weight,
     bias,
+    x_scale,
+    weight_scale,
     out,
     rows,
     scratch,
     BIASED: gl.constexpr,
+    SCALED: gl.constexpr,
     COLUMNS: gl.constexpr,
     INNER: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
     """As `triton_gated_linear.multiply_gated`."""
-    dtype: gl.constexpr = out.dtype.element_ty
-    lies: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    given = tma.make_tensor_descriptor(x, [rows, INNER], [INNER, 1], [M, K], lies)
-    weights = tma.make_tensor_descriptor(weight, [2 * COLUMNS, INNER], [INNER, 1], [N, K], lies)
-    a = gl.allocate_shared_memory(dtype, [STAGES, M, K], lies)
-    b = gl.allocate_shared_memory(dtype, [STAGES, 2 * N, K], lies)
+    dtype: gl.constexpr = x.dtype.element_ty
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    inner: gl.constexpr = BYTES * 8 // bits  # numbers of a row in a block
+    lies: gl.constexpr = gl.NVMMASharedLayout(BYTES, bits, 2)
+    given = tma.make_tensor_descriptor(x, [rows, INNER], [INNER, 1], [M, inner], lies)
+    weights = tma.make_tensor_descriptor(weight, [2 * COLUMNS, INNER], [INNER, 1], [N, inner], lies)
+    a = gl.allocate_shared_memory(dtype, [STAGES, M, inner], lies)
+    b = gl.allocate_shared_memory(dtype, [STAGES, 2 * N, inner], lies)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    scales = (x_scale, weight_scale)
     # registers of a thread: 232 for each that computes
     # fmt: off
     gl.warp_specialize([
-        (_compute, (bias, out, rows, a, b, full, empty, 0, BIASED, COLUMNS, INNER, PROGRAMS)),
-        (_compute, (bias, out, rows, a, b, full, empty, 1, BIASED, COLUMNS, INNER, PROGRAMS)),
+        (_compute, (bias, scales, out, rows, a, b, full, empty, 0, BIASED, SCALED, COLUMNS, INNER, PROGRAMS)),
+        (_compute, (bias, scales, out, rows, a, b, full, empty, 1, BIASED, SCALED, COLUMNS, INNER, PROGRAMS)),
         (_copy, (given, weights, rows, a, b, full, empty, COLUMNS, INNER, PROGRAMS)),
     ], [4, 1], [232, 24])
     # fmt: on
@@ -77,18 +85,22 @@ def _copy(
     INNER: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
-    """Blocks of x and of both halves' weights to shared memory, in the order in which they are multiplied."""
+    """Blocks of x and of both halves' weights to shared memory, in the order in which they are multiplied.
+
+    What lies behind the end of a row is zeros there.
+    """
+    inner: gl.constexpr = a.shape[2]
     blocks = (rows + M - 1) // M
     stage = 0
     phase = 1
     for part in range(gl.program_id(0), blocks * (COLUMNS // N), PROGRAMS):
         m = part % blocks * M
         n = part // blocks * N
-        for k in range(0, INNER, K):
+        for k in range(0, INNER, inner):
             mbarrier.wait(empty.index(stage), phase)
             there = full.index(stage)
             both = b.index(stage)
-            mbarrier.expect(there, (M + 2 * N) * K * 2)
+            mbarrier.expect(there, (M + 2 * N) * BYTES)
             tma.async_copy_global_to_shared(given, [m, k], there, a.index(stage))
             tma.async_copy_global_to_shared(weights, [n, k], there, both.slice(0, N))
             tma.async_copy_global_to_shared(weights, [n + COLUMNS, k], there, both.slice(N, N))
@@ -101,6 +113,7 @@ def _copy(
 @gluon.jit
 def _compute(
     bias,
+    scales,
     out,
     rows,
     a,
@@ -109,13 +122,15 @@ def _compute(
     empty,
     GROUP: gl.constexpr,
     BIASED: gl.constexpr,
+    SCALED: gl.constexpr,
     COLUMNS: gl.constexpr,
     INNER: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
     """The rows of one group of warps."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, 16])
-    halves: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    inner: gl.constexpr = a.shape[2]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, inner // 4])
+    halves: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, inner // 4])
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     blocks = (rows + M - 1) // M
     stage = 0
@@ -128,7 +143,7 @@ def _compute(
         mbarrier.wait(full.index(stage), phase)
         both = warpgroup_mma(mine, b.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         both = warpgroup_mma_wait(1, [both])
-        for _ in range(K, INNER, K):
+        for _ in range(inner, INNER, inner):
             before = stage
             stage += 1
             if stage == STAGES:
@@ -148,8 +163,13 @@ def _compute(
         value, gate = gl.split(gl.permute(gl.reshape(both, [EACH, 2, N]), [0, 2, 1]))
         value = gl.convert_layout(value, halves, assert_trivial=True)
         gate = gl.convert_layout(gate, halves, assert_trivial=True)
+        column = n + gl.arange(0, N, gl.SliceLayout(0, halves))
+        if SCALED:
+            scaled = m + gl.arange(0, EACH, gl.SliceLayout(1, halves))
+            scale = gl.load(scales[0] + scaled, mask=scaled < rows, other=0.0)[:, None]
+            value *= scale * gl.load(scales[1] + column)[None, :]
+            gate *= scale * gl.load(scales[1] + COLUMNS + column)[None, :]
         if BIASED:
-            column = n + gl.arange(0, N, gl.SliceLayout(0, halves))
             value += gl.load(bias + column).to(gl.float32)[None, :]
             gate += gl.load(bias + COLUMNS + column).to(gl.float32)[None, :]
         made = gl.convert_layout((value * _gelu(gate)).to(out.dtype.element_ty), lines)

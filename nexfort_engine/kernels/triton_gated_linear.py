@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `gated_linear` in Triton's language: what Inductor reads in place of gluon_gated_linear.py's.
+"""The kernel of `gated_linear` and `narrow_gated_linear` in Triton's language: what Inductor reads in place of
+gluon_gated_linear.py's.
 
 Imported by what lowers for a GPU alone. It computes the same; nobody calls it on a card.
 """
@@ -15,18 +16,23 @@ def multiply_gated(
     x,
     weight,
     bias,
+    x_scale,
+    weight_scale,
     out,
     rows,
     scratch,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """out (rows, COLUMNS) = u * gelu(v), u and v being the halves of x @ weight.T + bias; GELU in its erf form.
 
-    x (rows, INNER), weight (2 * COLUMNS, INNER), bias (2 * COLUMNS), all contiguous; bias is not read unless BIASED,
-    scratch never. COLUMNS is a multiple of 128, INNER of 64. PROGRAMS: that are run.
+    x (rows, INNER), weight (2 * COLUMNS, INNER), bias (2 * COLUMNS), all contiguous. SCALED: x and weight are narrow,
+    and x_scale (rows) and weight_scale (2 * COLUMNS) in float32 are what their rows are multiplied by. bias is not read
+    unless BIASED, scales unless SCALED, scratch never. COLUMNS is a multiple of 128, INNER of 64. PROGRAMS: that are
+    run.
     """
     blocks = tl.cdiv(rows, EACH)
     k = tl.arange(0, EACH)
@@ -41,6 +47,10 @@ def multiply_gated(
             at = weight + n[:, None] * INNER + (start + k)[None, :]
             value = tl.dot(a, tl.trans(tl.load(at)), value)
             gate = tl.dot(a, tl.trans(tl.load(at + COLUMNS * INNER)), gate)
+        if SCALED:
+            scale = tl.load(x_scale + m, mask=m < rows, other=0.0)[:, None]
+            value *= scale * tl.load(weight_scale + n)[None, :]
+            gate *= scale * tl.load(weight_scale + COLUMNS + n)[None, :]
         if BIASED:
             value += tl.load(bias + n).to(tl.float32)[None, :]
             gate += tl.load(bias + COLUMNS + n).to(tl.float32)[None, :]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer and the gate between its halves as one launch: linear -> u * gelu(v) is `nexfort::gated_linear` (kernels/).
 
-The layer's result is written and read again otherwise, which is twice as much as what comes of it.
+The layer's result is written and read again otherwise, which is twice as much as what comes of it. A layer that is a
+product in fp8 (scaled_product.py) -> u * gelu(v) is `nexfort::narrow_gated_linear`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..kernels import gated_linear as kernel
+from ..kernels import narrow_gated_linear as narrow_kernel
 from ..quant.precision import rows_of
+from .scaled_product import ScaledProduct, scaled_product
 from .writing import fixed
 
 aten = torch.ops.aten
@@ -27,11 +30,18 @@ def gated_linears(module: GraphModule) -> int:
     found = 0
     for node in list(module.graph.nodes):
         chain = _chain(node)
-        if not chain or not _is_fit(chain[-1]):
+        if not chain:
             continue
-        linear = chain[-1]
-        with module.graph.inserting_before(linear):
-            written = module.graph.call_function(kernel.operator(), (*linear.args, None)[:3])
+        layer = chain[-1]
+        product = scaled_product(layer)
+        with module.graph.inserting_before(layer):
+            if product is not None and _is_fit_narrow(product, layer.meta["val"]):
+                written = _narrow(layer, product)
+                chain += [part for part in product.nodes if part is not layer]
+            elif product is None and _is_fit(layer):
+                written = module.graph.call_function(kernel.operator(), (*layer.args, None)[:3])
+            else:
+                continue
         written.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(written)
         for gone in chain:
@@ -40,8 +50,17 @@ def gated_linears(module: GraphModule) -> int:
     return found
 
 
+def _narrow(layer: Node, product: ScaledProduct) -> Node:
+    """The call for a product in fp8, in the layer's shape but for the last size, which is half of its."""
+    graph, dtype = layer.graph, layer.meta["val"].dtype
+    flat = graph.call_function(narrow_kernel.operator(), (*product.factors, product.bias, dtype))
+    before: Any = layer.args[1]
+    sizes = [*before[:-1], product.weight.meta["val"].shape[0] // 2]
+    return graph.call_function(aten.reshape.default, (flat, sizes))
+
+
 def _chain(node: Any) -> list[Any]:
-    """The nodes from a product of a layer's first half with GELU of its second to that layer, none of which is read by
+    """The nodes from a product of a value's first half with GELU of its second to that value, none of which is read by
     others, a reader before what it reads; or none."""
     if node.target is not aten.mul.Tensor:
         return []
@@ -49,11 +68,11 @@ def _chain(node: Any) -> list[Any]:
     if getattr(gate, "target", None) is not aten.gelu.default or gate.kwargs.get("approximate", "none") != "none":
         return []
     halves = [value, gate.args[0]]
-    linear, same = (_source(half, i) for i, half in enumerate(halves))
-    if linear is None or same is not linear or linear.target is not aten.linear.default:
+    whole, same = (_source(half, i) for i, half in enumerate(halves))
+    if whole is None or same is not whole:
         return []
     between: list[Any] = [half.args[0] for half in halves if half.target is operator.getitem]
-    chain = [node, gate, *halves, *dict.fromkeys(between), linear]
+    chain = [node, gate, *halves, *dict.fromkeys(between), whole]
     alone = all(set(part.users) <= set(chain) for part in chain[1:])
     return chain if alone else []
 
@@ -79,7 +98,9 @@ def _source(half: Any, i: int) -> Any:
 
 
 def _is_fit(linear: Node) -> bool:
-    """Whether the kernel takes a layer."""
+    """Whether a value is a layer's that the kernel takes."""
+    if linear.target is not aten.linear.default:
+        return False
     values = [part.meta["val"] for part in linear.args if isinstance(part, Node)]
     x, weight = values[:2]
     rows, (columns, inner) = rows_of(x), map(fixed, weight.shape)
@@ -88,3 +109,17 @@ def _is_fit(linear: Node) -> bool:
     same = x.dtype in kernel.DTYPES and all(value.dtype == x.dtype for value in values)
     whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0
     return same and whole and rows >= LEAST
+
+
+def _is_fit_narrow(product: ScaledProduct, like: torch.Tensor) -> bool:
+    """Whether the kernel for fp8 takes a product. like: its result in its shape."""
+    x, weight, x_scale, weight_scale = (part.meta["val"] for part in product.factors)
+    rows, (columns, inner) = rows_of(like), map(fixed, weight.shape)
+    if rows is None or columns is None or inner is None or like.device.type != _DEVICE or not weight.is_contiguous():
+        return False
+    by_row = fixed(x_scale.shape[-1]) == 1 and tuple(map(fixed, weight_scale.shape)) == (columns, 1)
+    narrow = x.dtype == weight.dtype == narrow_kernel.FP8 and x_scale.dtype == weight_scale.dtype == torch.float32
+    bias = None if product.bias is None else product.bias.meta["val"]
+    added = bias is None or (bias.dim() == 1 and bias.dtype == like.dtype)
+    whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0 and fixed(like.shape[-1]) == columns
+    return by_row and narrow and added and whole and like.dtype in kernel.DTYPES and rows >= LEAST

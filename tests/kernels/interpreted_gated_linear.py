@@ -8,29 +8,36 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels import gated_linear
+from nexfort_engine.kernels import gated_linear, narrow_gated_linear
 from nexfort_engine.kernels import triton_gated_linear as kernels
+from nexfort_engine.quant.products import FP8, narrowed
 
 with_numbers()
 with_bfloat16()
 with_rounding()
 
 
-def check(rows: int, columns: int, inner: int, biased: bool, dtype: torch.dtype) -> None:
+def check(rows: int, columns: int, inner: int, biased: bool, dtype: torch.dtype, narrow: bool) -> None:
     x, weight = (torch.randn(size, inner).to(dtype) for size in (rows, 2 * columns))
     weight, bias = weight * inner**-0.5, torch.randn(2 * columns).to(dtype) if biased else None
     out = torch.full((rows, columns), float("nan"), dtype=dtype)
+    scales = [torch.ones(()), torch.ones(())]
+    if narrow:
+        (x, scales[0]), (weight, scales[1]) = narrowed(x, FP8), narrowed(weight, FP8)
+        plain = narrow_gated_linear.reference(x, weight, *scales, bias, dtype).double()
+    else:
+        plain = gated_linear.reference(x, weight, bias).double()
     given = weight if bias is None else bias
-    sizes = {"COLUMNS": columns, "INNER": inner, "PROGRAMS": 3}
-    kernels.multiply_gated[(3,)](x, weight, given, out, rows, out, BIASED=biased, **sizes)
-    plain = gated_linear.reference(x, weight, bias).double()
-    truth = gated_linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    options = {"BIASED": biased, "SCALED": narrow, "COLUMNS": columns, "INNER": inner, "PROGRAMS": 3}
+    kernels.multiply_gated[(3,)](x, weight, given, *scales, out, rows, out, **options)
+    factors = [factor.double() * scale.double() for factor, scale in zip((x, weight), scales, strict=True)]
+    truth = gated_linear.reference(*factors, None if bias is None else bias.double())
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
-    assert far <= 1.1 * near, (rows, columns, inner, biased, dtype, far, near)
+    assert far <= 1.1 * near, (rows, columns, inner, biased, dtype, narrow, far, near)
 
 
 torch.manual_seed(0)
-for (rows, columns, inner), biased, dtype in itertools.product(
-    [(1, 128, 64), (65, 128, 192), (130, 256, 64)], (False, True), gated_linear.DTYPES
+for (rows, columns, inner), *options in itertools.product(
+    [(1, 128, 64), (65, 128, 192), (130, 256, 64)], (False, True), gated_linear.DTYPES, (False, True)
 ):
-    check(rows, columns, inner, biased, dtype)
+    check(rows, columns, inner, *options)
