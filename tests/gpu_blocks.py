@@ -169,6 +169,12 @@ def shifted(w: Tensors, numbers: torch.Tensor) -> torch.Tensor:
     return value * functional.gelu(gate)
 
 
+def paying(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """A layer with a gate between halves, of a size that pays in fp8."""
+    value, gate = functional.linear(x, *w).chunk(2, -1)
+    return value * functional.gelu(gate)
+
+
 C, D, E, W = CHANNELS, WIDTH, EMBEDDING, 1280
 # function, type, shapes of the weights, shapes of the inputs with the dimensions that are symbols; without any it is a
 # number that a module holds, on the CPU
@@ -255,6 +261,10 @@ GATED = {
     "gated": (gated, torch.half, [(8 * D, D), (8 * D,), (D, 4 * D), (4 * D, D), (D, 2 * D)], [((2, 1024, D), (0, 1))]),
     "shifted": (shifted, torch.bfloat16, [(2 * D, D)], [((1 + 512 * D,), ())]),
 }
+PAYING = {
+    "paying": (paying, torch.half, [(2560, 320), (2560,)], [((2, 8192, 320), (0, 1))]),
+    "paying_without_bias": (paying, torch.bfloat16, [(2560, 320)], [((2, 8192, 320), (0, 1))]),
+}
 COMPUTED = {"computed_heads": (computed_heads, torch.half, [(1,)], [((2, 4096, 640), (0, 1))])}
 STACKS = {"stack": (stack, torch.half, BLOCKS["wide"][2] * LAYERS, BLOCKS["wide"][3])}  # that repeat themselves
 
@@ -275,7 +285,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
 
     function, dtype, weights, inputs = {
         **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN},
-        **{**TURNED, **JOINED, **PROMPTED, **GATED, **COMPUTED, **STACKS},
+        **{**TURNED, **JOINED, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(

@@ -28,6 +28,7 @@ from gpu_blocks import (
     MASKED,
     MEASURED,
     OPTIONS,
+    PAYING,
     PROMPTED,
     STACKS,
     captured,
@@ -233,6 +234,20 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) 
     assert re.search(r"multiply_gated_in_groups_\d\.run\((reinterpret_tensor\()?buf", call), (
         "a copy: it begins anywhere"
     )
+
+
+def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(tmp_path: Path) -> None:
+    """What is packed of the weight is prepared, the input brought to fp8 by one kernel, and that is all."""
+    for kind, payload in _lowered(tmp_path, [*PAYING], OPTIONS).items():
+        code = _code(payload)
+        call = code.partition("def call(")[2].partition("runner = ")[0]
+        assert call.count(".run(") == 2 and "_scaled_mm" not in call and "extern_kernels" not in call, call
+        (launch,) = re.findall(r"multiply_gated_in_groups_\d\.run\((.*)\)", call)
+        assert launch.startswith("buf"), "rows in fp8, as they were written"
+        (found,) = re.findall(r"'signature': (\{'x': .*?\})", code)
+        assert "'x': '*fp8e4nv', 'weight': '*fp8e4nv'" in found and "'x_scale': '*fp32'" in found, found
+        told = json.loads((payload / "preparation.json").read_text())
+        assert told == {"takes": [0], "keeps": [1] if kind == "paying" else [], "gives": 2}
 
 
 def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def gated_linears(module: GraphModule) -> int:
 def _narrow(layer: Node, product: ScaledProduct) -> Node:
     """The call for a product in fp8, in the layer's shape but for the last size, which is half of its."""
     graph, dtype = layer.graph, layer.meta["val"].dtype
-    flat = graph.call_function(narrow_kernel.operator(), (*product.factors, product.bias, dtype))
+    factors = (product.x, product.weight, product.x_scale, product.weight_scale)
+    flat = graph.call_function(narrow_kernel.operator(), (*factors, product.bias, dtype))
     before: Any = layer.args[1]
     sizes = [*before[:-1], product.weight.meta["val"].shape[0] // 2]
     return graph.call_function(aten.reshape.default, (flat, sizes))
@@ -113,13 +114,12 @@ def _is_fit(linear: Node) -> bool:
 
 def _is_fit_narrow(product: ScaledProduct, like: torch.Tensor) -> bool:
     """Whether the kernel for fp8 takes a product. like: its result in its shape."""
-    x, weight, x_scale, weight_scale = (part.meta["val"] for part in product.factors)
+    x, weight, x_scale, weight_scale, bias = product.values()
     rows, (columns, inner) = rows_of(like), map(fixed, weight.shape)
     if rows is None or columns is None or inner is None or like.device.type != _DEVICE or not weight.is_contiguous():
         return False
     by_row = fixed(x_scale.shape[-1]) == 1 and tuple(map(fixed, weight_scale.shape)) == (columns, 1)
     narrow = x.dtype == weight.dtype == narrow_kernel.FP8 and x_scale.dtype == weight_scale.dtype == torch.float32
-    bias = None if product.bias is None else product.bias.meta["val"]
     added = bias is None or (bias.dim() == 1 and bias.dtype == like.dtype)
     whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0 and fixed(like.shape[-1]) == columns
     return by_row and narrow and added and whole and like.dtype in kernel.DTYPES and rows >= LEAST

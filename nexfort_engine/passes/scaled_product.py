@@ -34,12 +34,11 @@ class ScaledProduct:
     bias: Node | None
     nodes: list[Node]
 
-    @property
-    def factors(self) -> tuple[Node, Node, Node, Node]:
-        """What is multiplied, as values without numbers in meta["val"]."""
-        found = (self.x, self.weight, self.x_scale, self.weight_scale)
-        _tell(found)
-        return found
+    def values(self) -> list[Any]:
+        """What it is made of, the bias last, as values without numbers."""
+        made_of = [self.x, self.weight, self.x_scale, self.weight_scale]
+        _tell(made_of if self.bias is None else [*made_of, self.bias])
+        return [*(part.meta["val"] for part in made_of), None if self.bias is None else self.bias.meta["val"]]
 
 
 def scaled_product(result: Node) -> ScaledProduct | None:
@@ -73,9 +72,9 @@ def scaled_product(result: Node) -> ScaledProduct | None:
     return ScaledProduct(x, weight.args[0], x_scale, weight_scale.args[0], bias, [*says, *nodes, *looks])
 
 
-def _tell(nodes: tuple[Node, ...]) -> None:
+def _tell(nodes: list[Node]) -> None:
     """Give values that a pass put in a graph, and what they are made of, what they are without numbers."""
-    left, found = list(nodes), set[Node]()
+    left, found = [*nodes], set[Node]()
     while left:
         node = left.pop()
         if node not in found and "val" not in node.meta:

@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from emulated import Emulated
 from hypothesis import given, settings
 from probe import Probe, block_of
 from subjects import graphs_as_they_are
@@ -21,25 +22,6 @@ from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.quant import precision, products
 from nexfort_engine.quant.precision import gain, low_precision, plan
 from nexfort_engine.quant.products import FP8, narrowed
-
-scaled_mm = torch.ops.aten._scaled_mm.default
-
-
-class Emulated(torch.fx.Interpreter):
-    """Runs a graph with the one product that only a GPU has computed from its meaning: (a * scale) @ (b * scale)."""
-
-    products = 0
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is not scaled_mm:
-            return super().call_function(target, args, kwargs)
-        a, b, scale_a, scale_b, bias, _, dtype, _ = args
-        assert a.dtype == b.dtype == torch.float8_e4m3fn and a.is_contiguous() and b.t().is_contiguous()
-        assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
-        assert scale_a.dtype == scale_b.dtype == torch.float32 and a.shape[1] % 16 == b.shape[1] % 16 == 0
-        Emulated.products += 1
-        result = (a.float() * scale_a) @ (b.float() * scale_b)
-        return (result if bias is None else result + bias.float()).to(dtype)
 
 
 class Attention(torch.nn.Module):
