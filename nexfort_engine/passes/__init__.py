@@ -37,8 +37,8 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "inner_weights": inner_weights,
     "rotary": rotaries,
     "low_precision": low_precision,
-    "grouped_linear": grouped_linears,  # of those that are not brought to low precision, as the next
-    "gated_linear": gated_linears,
+    "grouped_linear": grouped_linears,  # of those that are not brought to low precision
+    "gated_linear": gated_linears,  # of these and of products in fp8
     "linear_gelu": linear_gelus,
     "gelu": gelus,
     "narrow_attention": narrow_attentions,

@@ -203,8 +203,24 @@ def _bias_of_a_row(mm: torch.fx.Node) -> None:
     add.update_arg(1, converted)
 
 
+def _with_two_biases(mm: torch.fx.Node) -> None:
+    (add,) = (node for node in mm.graph.nodes if node.target is aten.add.Tensor)
+    mm.update_arg(4, add.args[1])
+
+
+def _of_other_numbers(mm: torch.fx.Node) -> None:
+    for node in mm.graph.nodes:
+        if node.target is aten.to.dtype and node.args[1] == FP8:
+            node.update_arg(1, torch.float8_e5m2)
+
+
 @pytest.mark.parametrize(
-    "change", [_slowly, _scaled_again, _weight_across, _read_before_its_bias, _bias_of_a_row], ids=lambda f: f.__name__
+    "change",
+    [
+        *(_slowly, _scaled_again, _weight_across, _read_before_its_bias, _bias_of_a_row),
+        *(_with_two_biases, _of_other_numbers),
+    ],
+    ids=lambda f: f.__name__,
 )
 def test_products_that_are_something_else_stay(change: Callable[[torch.fx.Node], None]) -> None:
     graph = _graph(_chunked)
