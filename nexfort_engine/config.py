@@ -71,6 +71,7 @@ _REWRITES = (
     "linear_gelu",
     "rotary",
     "few_keys_attention",
+    "unpadded_attention",
 )
 
 
@@ -286,8 +287,9 @@ class CompileConfig:
         measured = device_type != "cpu" and self.option("attention.measure") is True
         found["nexfort.measured_attention"] = measured and not low
         found["nexfort.quantised_attention"] = measured and low
-        if measured and self.option("fuse.few_keys_attention") is None:
-            found["nexfort.few_keys_attention"] = False  # who asks for a measurement has all attention measured
+        for name in ("few_keys_attention", "unpadded_attention"):
+            if measured and self.option(f"fuse.{name}") is None:
+                found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prepare"] = self._keeps
         found["nexfort.inner_weights"] = device_type != "cpu" and self._lays_out_weights

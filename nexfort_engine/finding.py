@@ -22,7 +22,7 @@ from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
 from .dispatch import Region, device_of
-from .kernels import gated_linear
+from .kernels.launching import DESCRIPTORS, descriptors_missing
 from .kernels.narrow_attention import slower
 from .modulestate import Hidden, matches_text
 from .passes import few_keys_attention, narrow_attention
@@ -58,6 +58,12 @@ class Wanted:
 _MEASURED = {
     "narrow_attention": (narrow_attention.MEASURED, "quant.attention"),
     "few_keys_attention": (few_keys_attention.MEASURED, "fuse.few_keys_attention"),
+}
+
+# Passes whose kernels write descriptors, and what there is without them.
+_DESCRIBED = {
+    "gated_linear": "layers with a GELU gate are more than one launch",
+    "unpadded_attention": "attention of heads of 72 and 80 numbers is torch's own choice",
 }
 
 
@@ -185,10 +191,11 @@ class Finder:
         for name, (cards, asked) in _MEASURED.items():
             if not config.option(asked) and (card not in cards or torch.version.hip is not None):
                 options[f"nexfort.{name}"] = False
-        if options["nexfort.gated_linear"] and (reason := gated_linear.missing(card)):
-            options["nexfort.gated_linear"] = False
-            if card in gated_linear.CARDS or config.option("fuse.gated_linear"):
-                note(f"layers with a GELU gate are more than one launch: {reason}")
+        for name, without in _DESCRIBED.items():
+            if options[f"nexfort.{name}"] and (reason := descriptors_missing(card)):
+                options[f"nexfort.{name}"] = False
+                if card in DESCRIPTORS or config.option(f"fuse.{name}"):
+                    note(f"{without}: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options

@@ -45,6 +45,7 @@ OPTIONS: dict[str, type] = {
     "fuse.grouped_linear": bool,
     "fuse.linear_gelu": bool,
     "fuse.rotary": bool,
+    "fuse.unpadded_attention": bool,
     "quant.keep_weights": bool,
     "quant.attention": bool,
     "attention.measure": bool,

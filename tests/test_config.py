@@ -56,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 22)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 23)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -416,10 +416,10 @@ def test_attention_is_measured_on_request_only_and_on_a_gpu():
         return found["nexfort.measured_attention"], found["nexfort.quantised_attention"]
 
     asked = {"options": {"attention.measure": True}}
-    few = "nexfort.few_keys_attention"  # whose kernel is not among those that are measured
-    assert CompileConfig.parse(asked).lowering_options("cuda")[few] is False
-    both = {"options": {"attention.measure": True, "fuse.few_keys_attention": True}}
-    assert CompileConfig.parse(both).lowering_options("cuda")[few] is True
+    for own in ("few_keys_attention", "unpadded_attention"):  # whose kernels are not among those that are measured
+        assert CompileConfig.parse(asked).lowering_options("cuda")[f"nexfort.{own}"] is False
+        both = {"options": {"attention.measure": True, f"fuse.{own}": True}}
+        assert CompileConfig.parse(both).lowering_options("cuda")[f"nexfort.{own}"] is True
     assert on(asked) == (True, False) and on({**asked, "mode": "jit"}) == (True, False)
     assert on({**asked, "mode": "O3"}) == (False, True), "among kernels that quantise in low precision alone"
     for other in ("O2", "O3", "max-autotune", {"options": {"attention.measure": False}}):
@@ -478,7 +478,7 @@ def test_importing_config_imports_neither_inductor_nor_triton():
 
 @pytest.mark.parametrize(
     "name",
-    "group_norm upsample whole_rows gelu grouped_linear gated_linear linear_gelu few_keys_attention".split(),
+    "group_norm upsample whole_rows gelu grouped_linear gated_linear linear_gelu few_keys_attention unpadded_attention".split(),
 )
 def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
     def on(asked, device):

@@ -21,6 +21,7 @@ from . import (
     innermost_weight,
     narrow_attention,
     narrow_gated_linear,
+    unpadded_attention,
 )
 
 
@@ -31,7 +32,7 @@ def known_to_inductor() -> Iterator[None]:
 
     each = (
         *(few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight),
-        *(narrow_attention, narrow_gated_linear),
+        *(narrow_attention, narrow_gated_linear, unpadded_attention),
     )
     ours = {operator: lower for one in each for operator, lower in one.lowerings().items() if operator not in lowerings}
     with ExitStack() as stack:

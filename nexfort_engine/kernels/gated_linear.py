@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from .launching import descriptors_missing, empty, launch
-from .laying import contiguous
+from .launching import empty, launch
+from .laying import aligned, contiguous
 from .registering import registered
 
 COLUMNS, INNER = 128, 64  # sizes are multiples of these
 DTYPES = (torch.float16, torch.bfloat16)
-CARDS = ((9, 0),)  # compute capabilities that the kernel is for
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,15 +38,6 @@ def operator() -> Any:
         reference,
         lambda x, weight, bias: x.new_empty([*x.shape[:-1], weight.shape[0] // 2]),
     )
-
-
-def missing(card: tuple[int, int]) -> str | None:
-    """Why there is no kernel for a card of this compute capability, or None."""
-    if reason := descriptors_missing():
-        return reason
-    if card not in CARDS:
-        return f"its kernel is for compute capability 9.0, and this card has {card[0]}.{card[1]}"
-    return None
 
 
 def lowerings() -> dict[Any, Any]:
@@ -75,7 +65,7 @@ def multiplied(x: Any, weight: Any, bias: Any, dtype: torch.dtype, scales: tuple
     rows = functools.reduce(operators.mul, before, 1)
     columns = int(weight.get_size()[0]) // 2
     programs = DeviceProperties.create(x.get_device()).multi_processor_count
-    x, weight = _aligned(contiguous(view(x, [rows, inner]))), _aligned(contiguous(weight))
+    x, weight = aligned(contiguous(view(x, [rows, inner]))), aligned(contiguous(weight))
     x_scale, weight_scale = (weight, weight) if scales is None else map(contiguous, scales)
     made = empty(x, [rows, columns], dtype)
     launch(
@@ -90,14 +80,3 @@ def multiplied(x: Any, weight: Any, bias: Any, dtype: torch.dtype, scales: tuple
         multiply_gated_in_groups,
     )
     return view(made, [*before, columns])
-
-
-def _aligned(x: Any) -> Any:
-    """x where the card can copy it from: at a multiple of 16 bytes, of which views begin anywhere."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    lies = V.graph.sizevars.statically_known_multiple_of(x.get_layout().offset, 16 // x.get_dtype().itemsize)
-    if lies and x.get_name() not in V.graph.unaligned_buffers:
-        return x
-    return contiguous(ir.ExternKernel.copy_input(x))

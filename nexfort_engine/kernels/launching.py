@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+DESCRIPTORS = ((9, 0),)  # compute capabilities that kernels are for which write descriptors
 _GLUON = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,12 +62,17 @@ def gluon_missing() -> str | None:
     return f"torch {torch.__version__} writes kernels otherwise than 2.11 does"
 
 
-def descriptors_missing() -> str | None:
-    """Why no kernel in Gluon can be called that writes descriptors for the card, or None. Imports nothing."""
+def descriptors_missing(card: tuple[int, int]) -> str | None:
+    """Why no kernel in Gluon that writes descriptors is called for a card of this compute capability, or None.
+
+    Imports nothing.
+    """
     if torch.version.hip is not None:
         return "its kernel is for NVIDIA's cards"
     if not torch.__version__.startswith("2.11."):  # whose launcher is given the memory for them
         return f"its kernel needs torch 2.11 and its launcher, and this is torch {torch.__version__}"
+    if card not in DESCRIPTORS:
+        return f"its kernel is for compute capability 9.0, and this card has {card[0]}.{card[1]}"
     return None
 
 

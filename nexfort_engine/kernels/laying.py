@@ -54,6 +54,27 @@ def side_by_side(x: Any) -> Any:
     return real if V.graph.sizevars.statically_known_equals(real.get_stride()[-1], 1) else contiguous(real)
 
 
+def aligned(x: Any) -> Any:
+    """x, in memory and its last dimension without gaps, or a copy without any, where the card can copy it from.
+
+    Such a tensor begins at a multiple of 16 bytes, of which views begin anywhere, and so does all that lies side by
+    side in it, each in a place of its own.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    known, each = V.graph.sizevars, 16 // x.get_dtype().itemsize
+    steps = x.get_stride()[:-1]
+    lies = all(known.statically_known_multiple_of(place, each) for place in (x.get_layout().offset, *steps))
+    if (
+        lies
+        and not any(known.statically_known_equals(step, 0) for step in steps)
+        and x.get_name() not in V.graph.unaligned_buffers
+    ):
+        return x
+    return contiguous(ir.ExternKernel.copy_input(x))
+
+
 def strides(x: Any, *names: str) -> dict[str, Any]:
     """The strides of a tensor in Inductor's representation, by the names of a kernel's arguments."""
     return dict(zip(names, x.get_stride(), strict=False))

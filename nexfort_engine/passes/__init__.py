@@ -27,6 +27,7 @@ from .linear_gelu import linear_gelus
 from .measured_attention import measured_attentions, quantised_attentions
 from .narrow_attention import narrow_attentions
 from .rotary import rotaries
+from .unpadded_attention import unpadded_attentions
 from .upsampling import inner_channels, upsamplings
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
@@ -43,6 +44,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "gelu": gelus,
     "narrow_attention": narrow_attentions,
     "few_keys_attention": few_keys_attentions,
+    "unpadded_attention": unpadded_attentions,
     "measured_attention": measured_attentions,  # of what is attention still
     "quantised_attention": quantised_attentions,
 }

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..attention.choice import memory_order
 from ..quant.precision import hint
+from .writing import fixed
 
 aten = torch.ops.aten
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -70,6 +72,26 @@ def _read(node: Node) -> Attention | None:
     order = memory_order(known[:4], known[4:]) if len(known) == len(lies) else None
     query, key, value, mask = (said[name] for name in _NAMES[:4])
     return Attention(node, query, key, value, mask, said["is_causal"], scale, said["enable_gqa"], order)
+
+
+def plain_width(given: Attention, device: str) -> int | None:
+    """Numbers of each head of query, key and value, where a kernel on this type of device can compute it.
+
+    It takes attention in 16 bits in which every query sees every key of its own row and head, and gives results whose
+    heads lie side by side.
+    """
+    q, k, v = given.values
+    if not given.is_plain or q.device.type != device:
+        return None
+    if given.order is None or given.order[-1] != 3:
+        return None
+    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
+        return None
+    # not keys that are one row's for all of a batch
+    if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
+        return None
+    width, *others = (fixed(x.shape[-1]) for x in (q, k, v))
+    return width if all(other == width for other in others) else None
 
 
 def put(node: Node, operator: Any, arguments: tuple[Any, ...]) -> None:

@@ -11,11 +11,11 @@ import math
 from typing import Any
 
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..kernels import few_keys_attention as kernel
 from ..quant.precision import hint
-from .attending import HALVES, Attention, attentions, put
+from .attending import Attention, attentions, plain_width, put
 from .writing import fixed
 
 # Compute capabilities of cards on which it was measured to win. Who chooses the passes looks at it: a pass may run in a
@@ -42,18 +42,9 @@ def few_keys_attentions(module: GraphModule) -> int:
 
 def _fits(given: Attention) -> bool:
     """Whether the kernel takes an attention, and is the faster one."""
-    q, k, v = given.values
-    if not given.is_plain or q.device.type != _DEVICE:
+    if plain_width(given, _DEVICE) != kernel.WIDTH:
         return False
-    if given.order is None or given.order[-1] != 3:  # the kernel writes a head's numbers side by side
-        return False
-    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
-        return False
-    if any(fixed(x.shape[-1]) != kernel.WIDTH for x in (q, k, v)):
-        return False
-    # not keys that are one row's for all of a batch
-    if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
-        return False
+    q, k, _ = given.values
     keys = hint(k.shape[2])
     return keys is not None and 1 <= keys <= FEW and _are_apart(q.shape[2], k.shape[2])
 

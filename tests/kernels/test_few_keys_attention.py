@@ -15,9 +15,23 @@ from typing import Any
 import gpu_blocks
 import pytest
 import torch
+from attention_graphs import (
+    BEHIND,
+    OUTERMOST,
+    PLAIN,
+    TORCHS,
+    Input,
+    Tensors,
+    crossed,
+    graph_of,
+    heads,
+    joined,
+    node_of,
+    of_copies,
+    torchs,
+)
 from kernel_scripts import run
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import nexfort_engine
@@ -29,9 +43,6 @@ from nexfort_engine.passes import few_keys_attention as passes
 from nexfort_engine.passes.few_keys_attention import FEW, few_keys_attentions
 
 pytest.importorskip("triton", reason="the kernel is Triton's")
-TORCHS = torch.ops.aten.scaled_dot_product_attention.default
-PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all
-Tensors = list[torch.Tensor]
 
 
 def test_the_kernel_gives_what_plain_torch_gives() -> None:
@@ -60,39 +71,6 @@ def test_heads_of_other_sizes_are_told(wrong: int) -> None:
 # ---- which attention -------------------------------------------------------------------------------------------------
 
 IMAGE, PROMPT = ((2, 1024, 128), (0, 1)), ((2, 77, 256), (0, 1))  # sizes, and which of them are symbols
-Input = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _heads(x: torch.Tensor, width: int = 64) -> torch.Tensor:
-    return x.unflatten(-1, (-1, width)).transpose(1, 2)
-
-
-def _joined(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
-def _crossed(_: Tensors, x: torch.Tensor, prompt: torch.Tensor, **how: Any) -> torch.Tensor:
-    keys, values = prompt.chunk(2, -1)
-    return _joined(attention(_heads(x), _heads(keys), _heads(values), **how))
-
-
-def _graph(
-    function: Callable[..., Any],
-    *inputs: Input,
-    dtype: torch.dtype = torch.half,
-    device: str = "cuda:0",
-) -> torch.fx.GraphModule:
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        given = [torch.empty(sizes, dtype=dtype, device=device) for sizes, _ in inputs]
-    dims = ([], [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs])
-    with torch.no_grad():
-        lifted = gpu_blocks._Lifted(function)
-        return torch.export.export(lifted, ([], given), dynamic_shapes=dims, strict=False).graph_module
-
-
-def _node(graph: torch.fx.GraphModule, target: Any) -> Any:
-    (node,) = [node for node in graph.graph.nodes if node.target is target]
-    return node
 
 
 @pytest.mark.parametrize(
@@ -109,25 +87,25 @@ def _node(graph: torch.fx.GraphModule, target: Any) -> Any:
     ids=["any", "so many keys", "so many queries", "no symbols", "as many, by chance", "one key", "the most"],
 )
 def test_attention_to_a_prompt_is_computed_so_once(image: Input, prompt: Input) -> None:
-    graph = _graph(_crossed, image, prompt)
-    before = _node(graph, TORCHS)
+    graph = graph_of(crossed, image, prompt)
+    before = node_of(graph, TORCHS)
     result, tensors = before.meta["val"], before.args[:3]
     assert few_keys_attentions(graph) == 1 and few_keys_attentions(graph) == 0
     graph.graph.lint()
-    written = _node(graph, kernel.operator())
+    written = node_of(graph, kernel.operator())
     assert written.args[:3] == tensors and written.args[3] == 0.125
     found = written.target(*(a.meta["val"] if hasattr(a, "meta") else a for a in written.args))
     assert found.shape == result.shape and found.stride() == result.stride(), "what follows finds it as it was"
 
 
 def test_its_scale_is_told() -> None:
-    graph = _graph(lambda *given: _crossed(*given, scale=0.3), IMAGE, PROMPT)
-    assert few_keys_attentions(graph) == 1 and _node(graph, kernel.operator()).args[3] == 0.3
+    graph = graph_of(lambda *given: crossed(*given, scale=0.3), IMAGE, PROMPT)
+    assert few_keys_attentions(graph) == 1 and node_of(graph, kernel.operator()).args[3] == 0.3
 
 
 def test_graphs_give_what_they_gave_at_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_DEVICE", "cpu")
-    before, after = (_graph(_crossed, IMAGE, PROMPT, device="cpu") for _ in range(2))
+    before, after = (graph_of(crossed, IMAGE, PROMPT, device="cpu") for _ in range(2))
     assert few_keys_attentions(after) == 1
     after.recompile()
     generator = torch.Generator().manual_seed(0)
@@ -143,15 +121,15 @@ SMALL = ((2, 64, 256), (0, 1))  # an image of few tokens, with keys and values b
 
 
 def _of_itself(_: Tensors, x: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x[..., :128], x)
+    return crossed([], x[..., :128], x)
 
 
 def _of_its_pooled_self(_: Tensors, x: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x[..., :128], x.unflatten(1, (-1, 4)).mean(2))
+    return crossed([], x[..., :128], x.unflatten(1, (-1, 4)).mean(2))
 
 
 def _of_both(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x[..., :128], torch.cat([prompt, x], 1))
+    return crossed([], x[..., :128], torch.cat([prompt, x], 1))
 
 
 @pytest.mark.parametrize(
@@ -162,53 +140,53 @@ def _of_both(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
         (_of_its_pooled_self, [SMALL]),
         (_of_both, [SMALL, PROMPT]),
         (_of_both, [SMALL, (PROMPT[0], (0,))]),
-        (_crossed, [((2, 77, 128), (0,)), (PROMPT[0], (0,))]),
+        (crossed, [((2, 77, 128), (0,)), (PROMPT[0], (0,))]),
     ],
 )
 def test_attention_stays_whose_keys_may_be_an_images(function: Callable[..., Any], inputs: list[Input]) -> None:
-    graph = _graph(function, *inputs)
+    graph = graph_of(function, *inputs)
     assert few_keys_attentions(graph) == 0
-    assert 1 <= passes.hint(_node(graph, TORCHS).args[1].meta["val"].shape[2]) <= FEW
+    assert 1 <= passes.hint(node_of(graph, TORCHS).args[1].meta["val"].shape[2]) <= FEW
 
 
 def _masked(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x, prompt, attn_mask=x.new_ones(1, 1, 1, prompt.shape[1]))
+    return crossed([], x, prompt, attn_mask=x.new_ones(1, 1, 1, prompt.shape[1]))
 
 
 def _causal(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x, prompt, is_causal=True)
+    return crossed([], x, prompt, is_causal=True)
 
 
 def _shared(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    keys = _heads(prompt[..., :64])
-    return _joined(attention(_heads(x), keys, keys, enable_gqa=True))
+    keys = heads(prompt[..., :64])
+    return joined(attention(heads(x), keys, keys, enable_gqa=True))
 
 
 def _of_one_head(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    keys = _heads(prompt[..., :64])
-    return _joined(attention(_heads(x), keys, keys))
+    keys = heads(prompt[..., :64])
+    return joined(attention(heads(x), keys, keys))
 
 
 def _of_one_row(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    return _crossed([], x, prompt[:1])
+    return crossed([], x, prompt[:1])
 
 
 def _wide(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
     keys, values = prompt[..., :144].chunk(2, -1)
-    return _joined(attention(_heads(x[..., :72], 72), _heads(keys, 72), _heads(values, 72)))
+    return joined(attention(heads(x[..., :72], 72), heads(keys, 72), heads(values, 72)))
 
 
 def _narrow_values(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-    return _joined(attention(_heads(x), _heads(prompt[..., :128]), _heads(prompt[..., :64], 32)))
+    return joined(attention(heads(x), heads(prompt[..., :128]), heads(prompt[..., :64], 32)))
 
 
 @pytest.mark.parametrize(
     "function", [_masked, _causal, _shared, _of_one_head, _of_one_row, _wide, _narrow_values], ids=lambda f: f.__name__
 )
 def test_attention_stays_that_the_kernel_cannot(function: Callable[..., Any]) -> None:
-    graph = _graph(function, IMAGE, PROMPT)
-    assert few_keys_attentions(graph) == 0 and _node(graph, TORCHS)
-    assert few_keys_attentions(_graph(_crossed, IMAGE, PROMPT)) == 1
+    graph = graph_of(function, IMAGE, PROMPT)
+    assert few_keys_attentions(graph) == 0 and node_of(graph, TORCHS)
+    assert few_keys_attentions(graph_of(crossed, IMAGE, PROMPT)) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,9 +195,9 @@ def test_attention_stays_that_the_kernel_cannot(function: Callable[..., Any]) ->
     ids=["in 32 bits", "on a CPU", "many keys"],
 )
 def test_attention_stays_that_the_kernel_is_not_for(other: dict[str, Any]) -> None:
-    graph = _graph(_crossed, IMAGE, other.pop("prompt", PROMPT), **other)
-    assert few_keys_attentions(graph) == 0 and _node(graph, TORCHS)
-    assert few_keys_attentions(_graph(_crossed, IMAGE, PROMPT, dtype=torch.bfloat16)) == 1
+    graph = graph_of(crossed, IMAGE, other.pop("prompt", PROMPT), **other)
+    assert few_keys_attentions(graph) == 0 and node_of(graph, TORCHS)
+    assert few_keys_attentions(graph_of(crossed, IMAGE, PROMPT, dtype=torch.bfloat16)) == 1
 
 
 def _mixed(node: Any) -> None:
@@ -245,9 +223,9 @@ def _of_numbers_apart(node: Any) -> None:
 
 @pytest.mark.parametrize("change", [_mixed, _of_unknown_keys, _of_unknown_order, _of_numbers_apart])
 def test_attention_stays_of_which_only_a_call_knows_enough(change: Callable[[Any], None]) -> None:
-    graph = _graph(_crossed, IMAGE, PROMPT)
-    change(_node(graph, TORCHS))
-    assert few_keys_attentions(graph) == 0 and _node(graph, TORCHS)
+    graph = graph_of(crossed, IMAGE, PROMPT)
+    change(node_of(graph, TORCHS))
+    assert few_keys_attentions(graph) == 0 and node_of(graph, TORCHS)
 
 
 @pytest.mark.parametrize(
@@ -277,19 +255,10 @@ def _in_layouts(
 
     x (B, L, 129), prompt (B, S, 256), across (B, 2, 64, S): keys.
     """
-    q, aside = _heads(x[..., 1:]), _heads(x[..., :-1].contiguous())
-    k, v = (_heads(part) for part in prompt.chunk(2, -1))
+    q, aside = heads(x[..., 1:]), heads(x[..., :-1].contiguous())
+    k, v = (heads(part) for part in prompt.chunk(2, -1))
     given = (q, k, v, 0.125), (aside, k, v, 0.5), (aside * 2, k + 1, v + 1, 0.125), (q, across.mT, v, 0.125)
     return [one(*arguments, order) for arguments, order in zip(given, ORDERS, strict=True)]
-
-
-def _torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, _: tuple[int, ...]) -> torch.Tensor:
-    return attention(q, k, v, scale=scale)
-
-
-def _of_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> torch.Tensor:
-    """By torch, of tensors that lie as each of its kernels takes them."""
-    return kernel.reference(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), *how)
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
@@ -297,7 +266,7 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
     """Also those that lie as Inductor likes, and of which it says something else before it knows."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu_blocks.__file__).parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph = _graph(lambda _, *given: _in_layouts(_torchs, *given), *LAYOUTS)
+    graph = graph_of(lambda _, *given: _in_layouts(torchs, *given), *LAYOUTS)
     nodes = [node for node in graph.graph.nodes if node.target is TORCHS]
     for node, order in zip(nodes, ORDERS, strict=True):  # as on a card, where it follows the queries
         result = node.meta["val"]
@@ -327,8 +296,8 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_lowered_operator_is_no_further_from_the_truth_than_eager(dtype: torch.dtype, tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others, however its tensors lie."""
-    graph = _graph(lambda _, *given: _in_layouts(kernel.operator(), *given), *LAYOUTS, dtype=dtype)
-    lower.lower_graph(graph, [], tmp_path / "payload", {})
+    graph = graph_of(lambda _, *given: _in_layouts(kernel.operator(), *given), *LAYOUTS, dtype=dtype)
+    lower.lowergraph_of(graph, [], tmp_path / "payload", {})
     assert any("attend_few" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
     code = lower.load(tmp_path / "payload", {}, [])
     generator = torch.Generator("cuda").manual_seed(0)
@@ -336,7 +305,7 @@ def test_the_lowered_operator_is_no_further_from_the_truth_than_eager(dtype: tor
         shapes = (batch, queries, 129), (batch, keys, 256), (batch, 2, 64, keys)
         given = [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
         truth = _in_layouts(kernel.reference, *(x.double() for x in given))
-        eager = _in_layouts(_of_copies, *given)
+        eager = _in_layouts(of_copies, *given)
         for ours, plain, right, order in zip(code(given), eager, truth, ORDERS, strict=True):
             assert ours.dtype == dtype and ours.shape == right.shape and ours.permute(*order).is_contiguous()
             far, near = ((x.double() - right).norm() for x in (ours, plain))

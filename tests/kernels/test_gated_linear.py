@@ -22,6 +22,7 @@ import nexfort_engine
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import gated_linear
+from nexfort_engine.kernels.launching import DESCRIPTORS
 from nexfort_engine.passes.gated_linear import LEAST, gated_linears
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -213,7 +214,7 @@ def test_it_is_chosen_where_the_kernel_can_be_called_and_the_report_says_where_i
 @pytest.mark.gpu
 def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others, some numbers of which are large; and from disk once more."""
-    if torch.cuda.get_device_capability() not in gated_linear.CARDS:
+    if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     lower.lower(gpu_blocks.captured("gated"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
     _, dtype, shapes, ((given, _),) = gpu_blocks.GATED["gated"]
@@ -235,7 +236,7 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
 
 @pytest.mark.gpu
 def test_rows_that_begin_anywhere_are_read_from_a_copy(tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability() not in gated_linear.CARDS:
+    if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     lower.lower(
         gpu_blocks.captured("shifted"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda")

@@ -20,7 +20,8 @@ from torch.nn.functional import gelu, linear
 
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.kernels import gated_linear, narrow_gated_linear
+from nexfort_engine.kernels import narrow_gated_linear
+from nexfort_engine.kernels.launching import DESCRIPTORS
 from nexfort_engine.passes.gated_linear import LEAST, gated_linears
 from nexfort_engine.quant import precision, products
 from nexfort_engine.quant.kinds import quant_type
@@ -246,7 +247,7 @@ def test_products_with_one_scale_for_all_stay() -> None:
 @pytest.mark.parametrize("kind", gpu_blocks.PAYING)
 def test_a_gated_product_is_no_further_from_the_truth_than_in_more_launches(kind: str, tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others; the truth is of the narrow factors."""
-    if torch.cuda.get_device_capability() not in gated_linear.CARDS:
+    if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     blocks = {}
     for on in (True, False):

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of heads that libraries pad: torch's operator -> `nexfort::unpadded_attention` (kernels/).
+
+Not that to few keys, which is over sooner by those.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import GraphModule
+
+from ..kernels import unpadded_attention as kernel
+from ..quant.precision import hint
+from .attending import Attention, attentions, plain_width, put
+
+LEAST = 512  # queries, and keys, at the captured call
+_DEVICE = "cuda"  # elsewhere the operator is torch's
+
+
+def unpadded_attentions(module: GraphModule) -> int:
+    """Compute attention of heads of such sizes by the kernel that is for it; gives how many."""
+    found = 0
+    for given in attentions(module):
+        width = _width(given)
+        if width is None:
+            continue
+        scale = 1 / math.sqrt(width) if given.scale is None else float(given.scale)
+        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+        found += 1
+    return found
+
+
+def _width(given: Attention) -> int | None:
+    """Numbers of a head where the kernel takes an attention, and is the faster one."""
+    width = plain_width(given, _DEVICE)
+    many = [hint(x.shape[2]) for x in given.values[:2]]
+    return width if width in kernel.WIDTHS and all(n is not None and n >= LEAST for n in many) else None
