@@ -297,7 +297,7 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
 def test_the_lowered_operator_is_no_further_from_the_truth_than_eager(dtype: torch.dtype, tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others, however its tensors lie."""
     graph = graph_of(lambda _, *given: _in_layouts(kernel.operator(), *given), *LAYOUTS, dtype=dtype)
-    lower.lowergraph_of(graph, [], tmp_path / "payload", {})
+    lower.lower_graph(graph, [], tmp_path / "payload", {})
     assert any("attend_few" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
     code = lower.load(tmp_path / "payload", {}, [])
     generator = torch.Generator("cuda").manual_seed(0)
