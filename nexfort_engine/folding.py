@@ -80,20 +80,28 @@ def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:
     if sum(node.op == "call_function" for node in module.graph.nodes) < least:
         return None
     fill(module.graph.nodes)
-    nodes = _operators(module.graph)
+    nodes = operators_of(module.graph)
     if nodes is None:
         return None
     segments = segments_of(nodes)
     if sum(len(calls[0]) * (len(calls) - 1) for calls in segments) < least:
         return None
-    return _Cutter(module.graph, segments).folded()
+    return in_pieces(module.graph, segments)
+
+
+def in_pieces(graph: Graph, segments: list[list[Nodes]]) -> Folded | None:
+    """A graph in a piece for each of these stretches; None where a size is in no input by itself."""
+    return _Cutter(graph, segments).folded()
 
 
 # ---- what there is to cut ------------------------------------------------------------------------------------
 
 
-def _operators(graph: Graph) -> list[Node] | None:
-    """The calls of a graph, those left out that compute sizes: each piece computes its own. None: it can't be cut."""
+def operators_of(graph: Graph, *, with_writes: bool = False) -> list[Node] | None:
+    """The calls of a graph, those left out that compute sizes: each piece computes its own. None: it can't be cut.
+
+    with_writes: also of one in which some write to what they are given.
+    """
     found: list[Node] = []
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -106,13 +114,20 @@ def _operators(graph: Graph) -> list[Node] | None:
         elif node.op == "call_function":
             if isinstance(value, (torch.SymInt, int)):
                 continue
-            schema = getattr(node.target, "_schema", None)
-            if (schema is None and node.target is not operator.getitem) or (schema is not None and schema.is_mutable):
+            if not hasattr(node.target, "_schema") and node.target is not operator.getitem:
+                return None
+            if writes(node) and not with_writes:
                 return None
             found.append(node)
         elif node.op != "placeholder":
             return None
     return found
+
+
+def writes(node: Node) -> bool:
+    """Whether a call writes to what it is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 # ---- the pieces ---------------------------------------------------------------------------------------------
@@ -139,7 +154,7 @@ class _Cutter:
         count = len(inputs) + len(used)
         for calls in self.segments:
             gives = _given(calls)
-            if not gives:
+            if not gives and not any(map(writes, calls[0])):
                 continue  # nobody reads it
             takes = _taken(calls)
             own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]), key=str)

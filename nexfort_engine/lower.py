@@ -33,6 +33,7 @@ from .flags import inductor_scope
 from .folding import Folded, FoldedCode, fold
 from .kernels import known_to_inductor
 from .pairs import pairs_read_once
+from .parting import part
 from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
 
@@ -149,7 +150,7 @@ def _lowered(
     own: Mapping[str, object],
     each: Callable[[Works], list[list[str]]],
 ) -> list[str]:
-    """Lower graphs, each into its place and in pieces where it repeats itself; what that takes for granted about sizes.
+    """Lower graphs, each into its place and in pieces where that saves time; what that takes for granted about sizes.
 
     All of it is handed to `each` at once: who forks processes for it can do so only until something was lowered here.
     """
@@ -186,11 +187,11 @@ def _lowered(
 
 
 def _folds(graphs: Mapping[Path, torch.fx.GraphModule]) -> dict[Path, Folded]:
-    """Those of the graphs that repeat themselves, in pieces."""
+    """Those of the graphs that repeat themselves or are large, in pieces."""
     found = {}
     for place, graph in graphs.items():
         try:
-            folded = fold(graph)
+            folded = fold(graph) or part(graph)
         except Exception:
             log.warning(_WHOLE, exc_info=True)
             continue

@@ -142,25 +142,26 @@ def _crossing_costs(nodes: Nodes) -> dict[Node, int]:
     made_by: dict[Node, Node] = {}  # where the numbers come from that a call only looks at
     spans: dict[Node, list[int]] = {}  # of each of those: its place, its first reader's, its last one's
     for at, node in enumerate(nodes):
-        seen = _looked_at(node)
+        seen = looked_at(node)
         root = made_by[node] = node if seen is None else made_by.get(seen, seen)
         readers = [places[user] for user in node.users if user in places]
-        own = [reader for reader in readers if _looked_at(nodes[reader]) is not node]
+        own = [reader for reader in readers if looked_at(nodes[reader]) is not node]
         span = spans.setdefault(root, [places.get(root, at), len(nodes), at])
         span[1], span[2] = min([span[1], *own]), max([span[2], *readers])
     costs = [0] * len(nodes)
     for root, (made, read, last) in spans.items():
-        cheap = root in places and _is_library(root)
+        cheap = root in places and is_library(root)
         for at in range(made, last):
             costs[at] += 1 + (100 if at < read and not cheap else 0)
     for node in nodes:
-        if not _may_cross(node.meta.get("val")):
+        if not may_cross(node.meta.get("val")):
             for at in range(places[node], max((places[user] for user in node.users if user in places), default=0)):
                 costs[at] += _NEVER
     return {node: costs[i] for i, node in enumerate(nodes)}
 
 
-def _may_cross(value: Any) -> bool:
+def may_cross(value: Any) -> bool:
+    """Whether a value is handed from piece to piece: a plain matrix, or several."""
     if not isinstance(value, torch.Tensor) or value.dim() > 3:
         return False
     wanted: Any = 1
@@ -171,13 +172,13 @@ def _may_cross(value: Any) -> bool:
     return True
 
 
-def _looked_at(node: Node) -> Node | None:
+def looked_at(node: Node) -> Node | None:
     """What a call only looks at, or brings to another layout; None if it computes something."""
     name = node.target.__name__ if node.target is operator.getitem else str(node.target).split(".")[1]
     return node.all_input_nodes[0] if name in _LOOKS and node.all_input_nodes else None
 
 
-def _is_library(node: Node) -> bool:
+def is_library(node: Node) -> bool:
     """Whether a call is a product, a convolution or attention, which Inductor leaves to somebody else's kernel."""
     name = str(node.target)
     return any(word in name for word in ("linear", "mm", "matmul", "conv", "attention", "einsum", "substitute"))

@@ -478,7 +478,10 @@ def test_importing_config_imports_neither_inductor_nor_triton():
 
 @pytest.mark.parametrize(
     "name",
-    "group_norm upsample whole_rows gelu grouped_linear gated_linear linear_gelu few_keys_attention unpadded_attention".split(),
+    [
+        *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
+        *("few_keys_attention", "unpadded_attention"),
+    ],
 )
 def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
     def on(asked, device):

@@ -2,8 +2,8 @@
 """Attention of heads of 72 or 80 numbers, which libraries compute as if they had 128.
 
 Microseconds so and by torch's own choice, cuDNN (H200, torch 2.11, in a graph, 2026-11): 2 x 16 heads of 4096 tokens,
-80 numbers in bfloat16 335 and 393; with two blocks in shared memory instead of three 72 numbers 348 and 396, and 32 x 16
-heads of 1024 tokens in float16 400 and 437. The card is at its limit of power meanwhile (693 of 700 W, 1785 MHz).
+80 numbers in bfloat16 335 and 393; with two blocks in shared memory instead of three 72 numbers 348 and 396, and 32 x
+16 heads of 1024 tokens in float16 400 and 437. The card is at its limit of power meanwhile (693 of 700 W, 1785 MHz).
 """
 
 from __future__ import annotations
