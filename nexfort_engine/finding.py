@@ -60,11 +60,7 @@ _MEASURED = {
     "few_keys_attention": (few_keys_attention.MEASURED, "fuse.few_keys_attention"),
 }
 
-# Passes whose kernels write descriptors, and what there is without them.
-_DESCRIBED = {
-    "gated_linear": "layers with a GELU gate are more than one launch",
-    "unpadded_attention": "attention of heads of 72 and 80 numbers is torch's own choice",
-}
+_DESCRIBED = ("gated_linear", "unpadded_attention")  # passes whose kernels write descriptors
 
 
 class Finder:
@@ -191,11 +187,12 @@ class Finder:
         for name, (cards, asked) in _MEASURED.items():
             if not config.option(asked) and (card not in cards or torch.version.hip is not None):
                 options[f"nexfort.{name}"] = False
-        for name, without in _DESCRIBED.items():
-            if options[f"nexfort.{name}"] and (reason := descriptors_missing(card)):
-                options[f"nexfort.{name}"] = False
-                if card in DESCRIPTORS or config.option(f"fuse.{name}"):
-                    note(f"{without}: {reason}")
+        described = [name for name in _DESCRIBED if options[f"nexfort.{name}"]]
+        if reason := descriptors_missing(card):
+            options.update({f"nexfort.{name}": False for name in described})
+            missed = [f"fuse.{name}" for name in described if card in DESCRIPTORS or config.option(f"fuse.{name}")]
+            if missed:
+                note(f"{' and '.join(missed)} are not active: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options

@@ -324,8 +324,8 @@ def turned(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def _launches(payload: Path) -> int:
     """Kernels of Inductor's and calls of the rotary operators in one call of a payload's code."""
-    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
-    return call.count(".run(") + call.count("= torch.ops.comfy_kitchen.")
+    calls = "".join(piece.partition("runner = ")[0] for piece in _code(payload).split("def call(")[1:])
+    return calls.count(".run(") + calls.count("= torch.ops.comfy_kitchen.")
 
 
 @pytest.mark.comfy
@@ -383,10 +383,11 @@ def test_sizes_that_were_taken_to_be_equal_are_conditions(kind: str, turned: dic
 
 
 def _code(payload: Path) -> str:
-    """The Python that Inductor wrote for a payload."""
+    """The Python that Inductor wrote for a payload, for all of its pieces in turn."""
     own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
-    (code,) = (text for file in own if "def call(" in (text := file.read_text()))
-    return code
+    texts = [text for file in sorted(own) if "def call(" in (text := file.read_text())]
+    assert len(texts) == max(1, len(list(payload.glob("piece_*"))))
+    return "".join(texts)
 
 
 def test_what_is_done_before_a_fork_asks_no_device() -> None:

@@ -100,9 +100,14 @@ def _of_one_row(node: Any) -> None:
         part.meta["val"] = part.meta["val"][:1]
 
 
+def _scaled_down(node: Any) -> None:
+    node.kwargs = {"scale": -0.5}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (_scaled_down, "multiplied by -0.5; expected a number above 0"),
         (_masked, "a mask"),
         (_causal, "a mask"),
         (_shared, "share keys"),

@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "choices",
         "pairs",
         "repeats",
+        "parting",
         "folding",
         "worker",
         "forked_kernels",

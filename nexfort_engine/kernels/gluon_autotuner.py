@@ -53,7 +53,8 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
             # Inductor refuses what needs such memory, which it would not give
             binary.metadata = binary.metadata._replace(global_scratch_size=0)
         # in a process that Inductor began before it was told so, its launcher is for its own kernels alone
-        with inductor.patch(use_static_cuda_launcher=True, static_launch_user_defined_triton_kernels=True):
+        told = {"use_static_cuda_launcher": True, "static_launch_user_defined_triton_kernels": True}
+        with inductor.patch(told if place is not None else {}):
             static = StaticTritonCompileResult.can_statically_launch(
                 binary, autotuner.inductor_meta, autotuner.triton_meta, autotuner.heuristic_type
             )

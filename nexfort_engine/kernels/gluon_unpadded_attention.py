@@ -27,7 +27,7 @@ N = gl.constexpr(128)  # keys of a block
 WIDE = gl.constexpr(64)  # numbers of the first piece of a head
 REST = gl.constexpr(16)  # of the second
 STAGES = gl.constexpr(3)  # blocks of keys, and of values of the block before, in shared memory
-BYTES = gl.constexpr(2 * 128 * (64 + 16))  # of a block
+BYTES = gl.constexpr(2 * N.value * (WIDE.value + REST.value))  # of a block
 SCRATCH = 512  # bytes: four descriptors
 
 # barriers: the first keys are there, and were used; whose turn it is, for each group; then one a stage, twice
@@ -35,7 +35,7 @@ FIRST = gl.constexpr(0)
 FIRST_USED = gl.constexpr(1)
 TURNS = gl.constexpr(2)
 THERE = gl.constexpr(4)
-USED = gl.constexpr(7)
+USED = gl.constexpr(THERE.value + STAGES.value)
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _copy(given, much, blocks, bars, PROGRAMS: gl.constexpr):
         first ^= 1
         mbarrier.expect(bars.index(FIRST), BYTES)
         _copy_block(given[0], given[1], b, h, 0, bars.index(FIRST), blocks[0].index(STAGES), blocks[1].index(STAGES))
-        for n in range(0, keys, N):
+        for n in range(0, gl.maximum(keys, 1), N):  # of no keys one block too, which the others wait for
             mbarrier.wait(bars.index(USED + stage), phase)
             there = bars.index(THERE + stage)
             mbarrier.expect(there, 2 * BYTES)
@@ -209,11 +209,11 @@ def _following(stage, phase):
 def _read_queries(asked, b, h, first, queries, wide, rest, E: gl.constexpr):
     """Both pieces of some queries to shared memory; zeros behind the last query and behind a head's end."""
     x, xb, xh, xl = asked
-    x += (b.to(gl.int64) * (xb // 8) + h.to(gl.int64) * (xh // 8)) * 8
+    x += b.to(gl.int64) * _eights(xb) + h.to(gl.int64) * _eights(xh)
     row, e, there = _places(first, queries, WIDE, 0, E)
-    wide.store(gl.load(x + row * (xl // 8) * 8 + e, mask=there, other=0.0))
+    wide.store(gl.load(x + row * _eights(xl) + e, mask=there, other=0.0))
     row, e, there = _places(first, queries, REST, WIDE, E)
-    rest.store(gl.load(x + row * (xl // 8) * 8 + e, mask=there, other=0.0))
+    rest.store(gl.load(x + row * _eights(xl) + e, mask=there, other=0.0))
     fence_async_shared()
 
 
@@ -222,13 +222,19 @@ def _write(to, b, h, first, queries, total, result, rest, E: gl.constexpr):
     """Results of some queries, divided by their sums of exponentials."""
     x, xb, xh, xl = to
     dtype: gl.constexpr = x.dtype.element_ty
-    x += (b.to(gl.int64) * (xb // 8) + h.to(gl.int64) * (xh // 8)) * 8
+    x += b.to(gl.int64) * _eights(xb) + h.to(gl.int64) * _eights(xh)
     row, e, there = _places(first, queries, WIDE, 0, E)
     made = (result / gl.convert_layout(total, gl.SliceLayout(1, result.type.layout))[:, None]).to(dtype)
-    gl.store(x + row * (xl // 8) * 8 + e, gl.convert_layout(made, there.type.layout), mask=there)
+    gl.store(x + row * _eights(xl) + e, gl.convert_layout(made, there.type.layout), mask=there)
     row, e, there = _places(first, queries, REST, WIDE, E)
     made = (rest / gl.convert_layout(total, gl.SliceLayout(1, rest.type.layout))[:, None]).to(dtype)
-    gl.store(x + row * (xl // 8) * 8 + e, gl.convert_layout(made, there.type.layout), mask=there)
+    gl.store(x + row * _eights(xl) + e, gl.convert_layout(made, there.type.layout), mask=there)
+
+
+@gluon.jit
+def _eights(stride):
+    """A stride, which is a multiple of 8: only where that is seen here are eight numbers read and written at once."""
+    return stride // 8 * 8
 
 
 @gluon.jit

@@ -68,11 +68,11 @@ def descriptors_missing(card: tuple[int, int]) -> str | None:
     Imports nothing.
     """
     if torch.version.hip is not None:
-        return "its kernel is for NVIDIA's cards"
+        return "their kernels are for NVIDIA's cards"
     if not torch.__version__.startswith("2.11."):  # whose launcher is given the memory for them
-        return f"its kernel needs torch 2.11 and its launcher, and this is torch {torch.__version__}"
+        return f"their kernels need torch 2.11 and its launcher, and this is torch {torch.__version__}"
     if card not in DESCRIPTORS:
-        return f"its kernel is for compute capability 9.0, and this card has {card[0]}.{card[1]}"
+        return f"their kernels are for compute capability 9.0, and this card has {card[0]}.{card[1]}"
     return None
 
 

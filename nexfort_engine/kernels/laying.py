@@ -57,8 +57,8 @@ def side_by_side(x: Any) -> Any:
 def aligned(x: Any) -> Any:
     """x, in memory and its last dimension without gaps, or a copy without any, where the card can copy it from.
 
-    Such a tensor begins at a multiple of 16 bytes, of which views begin anywhere, and so does all that lies side by
-    side in it, each in a place of its own.
+    Such a tensor begins at a multiple of 16 bytes, of which views begin anywhere, and the strides of all dimensions but
+    the last are such multiples, and none is 0.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V

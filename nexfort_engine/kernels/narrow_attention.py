@@ -36,7 +36,7 @@ _SMALLEST = 1e-30
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
     """softmax(scale * q @ k.T) @ v for q (B, H, L, E), k and v (B, H, S, E), as q is, in the same precision.
 
-    order: of the result's dimensions in memory, the outermost first.
+    order: of the result's dimensions in memory, the outermost first. scale: above 0.
     """
     keys = k.shape[2]
     some = torch.arange(_SAMPLE, device=k.device) * keys // _SAMPLE

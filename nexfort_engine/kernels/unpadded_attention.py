@@ -24,7 +24,8 @@ WIDTHS = (72, 80)  # numbers of a head
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
     """softmax(scale * q @ k.T) @ v for q (B, H, L, E), k and v (B, H, S, E), E in `WIDTHS`, as q is.
 
-    order: of the result's dimensions in memory, the outermost first. Raises ValueError for heads of other sizes.
+    order: of the result's dimensions in memory, the outermost first. scale: above 0. Raises ValueError for
+    heads of other sizes.
     """
     _check(q, k, v)
     return laid_out(torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale), order)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,14 @@ class Attention:
     def values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value as they are at the captured call."""
         return self.query.meta["val"], self.key.meta["val"], self.value.meta["val"]
+
+    def factor(self, width: int) -> float:
+        """What scores of heads of so many numbers are multiplied by."""
+        return 1 / math.sqrt(width) if self.scale is None else float(self.scale)
+
+    def keeps_order(self, width: int) -> bool:
+        """Whether the largest score is still the largest when multiplied: some kernels look for it before that."""
+        return 0 < self.factor(width) < math.inf
 
     @property
     def is_plain(self) -> bool:

@@ -7,7 +7,6 @@ nothing to do with how many queries there are.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch.fx import GraphModule
@@ -34,7 +33,7 @@ def few_keys_attentions(module: GraphModule) -> int:
     for given in attentions(module):
         if not _fits(given):
             continue
-        scale = 1 / math.sqrt(kernel.WIDTH) if given.scale is None else float(given.scale)
+        scale = given.factor(kernel.WIDTH)
         put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
         found += 1
     return found

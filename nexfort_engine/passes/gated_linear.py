@@ -17,7 +17,7 @@ from ..kernels import gated_linear as kernel
 from ..kernels import narrow_gated_linear as narrow_kernel
 from ..quant.precision import rows_of
 from .scaled_product import ScaledProduct, scaled_product
-from .writing import fixed
+from .writing import fill, fixed
 
 aten = torch.ops.aten
 LEAST = 512  # rows at the captured call: fewer do not fill a card
@@ -57,6 +57,7 @@ def _narrow(layer: Node, product: ScaledProduct) -> Node:
     flat = graph.call_function(narrow_kernel.operator(), (*factors, product.bias, dtype))
     before: Any = layer.args[1]
     sizes = [*before[:-1], product.weight.meta["val"].shape[0] // 2]
+    fill([flat])
     return graph.call_function(aten.reshape.default, (flat, sizes))
 
 
@@ -116,10 +117,10 @@ def _is_fit_narrow(product: ScaledProduct, like: torch.Tensor) -> bool:
     """Whether the kernel for fp8 takes a product. like: its result in its shape."""
     x, weight, x_scale, weight_scale, bias = product.values()
     rows, (columns, inner) = rows_of(like), map(fixed, weight.shape)
-    if rows is None or columns is None or inner is None or like.device.type != _DEVICE or not weight.is_contiguous():
+    if rows is None or columns is None or inner is None or like.device.type != _DEVICE:
         return False
-    by_row = fixed(x_scale.shape[-1]) == 1 and tuple(map(fixed, weight_scale.shape)) == (columns, 1)
-    narrow = x.dtype == weight.dtype == narrow_kernel.FP8 and x_scale.dtype == weight_scale.dtype == torch.float32
-    added = bias is None or (bias.dim() == 1 and bias.dtype == like.dtype)
+    by_row = x_scale.dim() == 2 and tuple(map(fixed, weight_scale.shape)) == (columns, 1)  # torch has both so or none
+    narrow = x.dtype == weight.dtype == narrow_kernel.FP8
+    added = bias is None or ([*map(fixed, bias.shape)] == [columns] and bias.dtype == like.dtype)
     whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0 and fixed(like.shape[-1]) == columns
     return by_row and narrow and added and whole and like.dtype in kernel.DTYPES and rows >= LEAST

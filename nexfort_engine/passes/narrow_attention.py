@@ -64,8 +64,8 @@ def narrow_attentions(module: GraphModule) -> int:
     chosen = [seen for seen in plan(module) if seen.reason is None]
     for seen in chosen:
         given = seen.attention
-        scale = 1 / math.sqrt(seen.width) if given.scale is None else float(given.scale)
-        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+        order = list(given.order or ())
+        put(given.node, kernel.operator(), (given.query, given.key, given.value, given.factor(seen.width), order))
     return len(chosen)
 
 
@@ -97,6 +97,8 @@ def _unfit(attention: Attention) -> str | None:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} numbers; expected {known} for both, which were measured"
     if not all(statically_known_true(q.shape[i] == x.shape[i]) for x in (k, v) for i in (0, 1)):
         return "keys are shared by queries of several rows"
+    if not attention.keeps_order(width):
+        return f"its scores are multiplied by {attention.factor(width)}; expected a number above 0"
     return None
 
 

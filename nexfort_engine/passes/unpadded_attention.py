@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of heads that libraries pad: torch's operator -> `nexfort::unpadded_attention` (kernels/).
 
-Not that to few keys, which is over sooner by those.
+Attention to few keys is left to them: there they are the faster ones.
 """
 
 from __future__ import annotations
-
-import math
 
 from torch.fx import GraphModule
 
@@ -25,8 +23,8 @@ def unpadded_attentions(module: GraphModule) -> int:
         width = _width(given)
         if width is None:
             continue
-        scale = 1 / math.sqrt(width) if given.scale is None else float(given.scale)
-        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+        order = list(given.order or ())
+        put(given.node, kernel.operator(), (given.query, given.key, given.value, given.factor(width), order))
         found += 1
     return found
 
@@ -35,4 +33,6 @@ def _width(given: Attention) -> int | None:
     """Numbers of a head where the kernel takes an attention, and is the faster one."""
     width = plain_width(given, _DEVICE)
     many = [hint(x.shape[2]) for x in given.values[:2]]
-    return width if width in kernel.WIDTHS and all(n is not None and n >= LEAST for n in many) else None
+    if width not in kernel.WIDTHS or any(n is None or n < LEAST for n in many):
+        return None
+    return width if given.keeps_order(width) else None

@@ -18,7 +18,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import gelu, linear
 
-import nexfort_engine
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import gated_linear
@@ -178,37 +177,6 @@ def _of_a_number(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def test_numbers_beside_a_gate_are_no_halves() -> None:
     assert gated_linears(_graph(_of_a_number)) == 0
-
-
-@pytest.mark.parametrize(
-    ("card", "version", "hip", "asked", "reason"),
-    [
-        ((9, 0), "2.11.0+cu130", None, None, None),
-        ((9, 0), "2.12.0", None, None, "needs torch 2.11"),
-        ((9, 0), "2.11.0", "6.4", None, "for NVIDIA's cards"),
-        ((8, 9), "2.11.0", None, None, ""),
-        ((8, 9), "2.11.0", None, True, "this card has 8.9"),
-    ],
-)
-def test_it_is_chosen_where_the_kernel_can_be_called_and_the_report_says_where_it_is_missed(
-    card: tuple[int, int],
-    version: str,
-    hip: str | None,
-    asked: bool | None,
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """None: it is chosen. An empty text: it is not, and nobody expects it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    options = {} if asked is None else {"options": {"fuse.gated_linear": asked}}
-    compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options=options)
-    found = compiled._nexfort_engine.builder.finder.options("cuda")
-    assert found["nexfort.gated_linear"] is (reason is None)
-    assert found["nexfort.few_keys_attention"] is (card == (9, 0) and hip is None)
-    notes = " ".join(compiled.report.as_dict()["notes"])
-    assert reason in notes if reason else "gate" not in notes
 
 
 @pytest.mark.gpu

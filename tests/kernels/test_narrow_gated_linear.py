@@ -204,6 +204,28 @@ def _bias_of_a_row(mm: torch.fx.Node) -> None:
     add.update_arg(1, converted)
 
 
+def _bias_of_one(mm: torch.fx.Node) -> None:
+    """A number for all columns, of which the kernel would read as many as there are columns."""
+    (add,) = (node for node in mm.graph.nodes if node.target is aten.add.Tensor)
+    value = add.args[1].meta["val"]
+    add.args[1].meta["val"] = value.new_empty(1)
+
+
+def _bias_in_32_bits(mm: torch.fx.Node) -> None:
+    (add,) = (node for node in mm.graph.nodes if node.target is aten.add.Tensor)
+    add.args[1].meta["val"] = add.args[1].meta["val"].float()
+
+
+def _twice_the_bias(mm: torch.fx.Node) -> None:
+    (add,) = (node for node in mm.graph.nodes if node.target is aten.add.Tensor)
+    add.kwargs = {"alpha": 2}
+
+
+def _in_32_bits(mm: torch.fx.Node) -> None:
+    (shaped,) = (node for node in mm.graph.nodes if node.target is aten.reshape.default and "val" in node.meta)
+    shaped.meta["val"] = shaped.meta["val"].float()
+
+
 def _with_two_biases(mm: torch.fx.Node) -> None:
     (add,) = (node for node in mm.graph.nodes if node.target is aten.add.Tensor)
     mm.update_arg(4, add.args[1])
@@ -219,7 +241,7 @@ def _of_other_numbers(mm: torch.fx.Node) -> None:
     "change",
     [
         *(_slowly, _scaled_again, _weight_across, _read_before_its_bias, _bias_of_a_row),
-        *(_with_two_biases, _of_other_numbers),
+        *(_bias_of_one, _bias_in_32_bits, _twice_the_bias, _with_two_biases, _of_other_numbers),
     ],
     ids=lambda f: f.__name__,
 )
@@ -228,6 +250,16 @@ def test_products_that_are_something_else_stay(change: Callable[[torch.fx.Node],
     (mm,) = _calls(graph, aten._scaled_mm.default)
     change(mm)
     assert gated_linears(graph) == 0 and _calls(graph, aten._scaled_mm.default) == [mm]
+
+
+def test_a_look_at_the_weight_that_others_read_stays() -> None:
+    graph = _graph(_chunked)
+    (mm,) = _calls(graph, aten._scaled_mm.default)
+    weight: Any = mm.args[1]
+    (output,) = graph.graph.find_nodes(op="output")
+    output.update_arg(0, (*output.args[0], weight))
+    assert gated_linears(graph) == 1 and _calls(graph, aten.t.default) == [weight]
+    graph.graph.lint()
 
 
 def _tensorwise(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for which the card copies by descriptors: where they are called, and by whom they are launched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_blocks
+import pytest
+import torch
+
+import nexfort_engine
+from nexfort_engine.config import CompileConfig
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+SWITCHES = ("gated_linear", "unpadded_attention")
+
+
+@pytest.mark.parametrize(
+    ("card", "version", "hip", "asked", "reason"),
+    [
+        ((9, 0), "2.11.0+cu130", None, None, None),
+        ((9, 0), "2.12.0", None, None, "need torch 2.11"),
+        ((9, 0), "2.11.0", "6.4", None, "for NVIDIA's cards"),
+        ((8, 9), "2.11.0", None, None, ""),
+        ((8, 9), "2.11.0", None, True, "this card has 8.9"),
+    ],
+)
+def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they_are_missed(
+    card: tuple[int, int],
+    version: str,
+    hip: str | None,
+    asked: bool | None,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None: they are chosen. An empty text: they are not, and nobody expects it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    options = {} if asked is None else {"options": {f"fuse.{name}": asked for name in SWITCHES}}
+    compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options=options)
+    found = compiled._nexfort_engine.builder.finder.options("cuda")
+    assert [found[f"nexfort.{name}"] for name in SWITCHES] == [reason is None] * 2
+    assert found["nexfort.few_keys_attention"] is (card == (9, 0) and hip is None)
+    notes = [note for note in compiled.report.as_dict()["notes"] if "fuse." in note]
+    if reason:
+        (note,) = notes
+        assert reason in note and all(f"fuse.{name}" in note for name in SWITCHES)
+    else:
+        assert not notes
+    on_a_cpu = CompileConfig.parse("O2").lowering_options("cpu")
+    assert not any(on_a_cpu[f"nexfort.{name}"] for name in SWITCHES)
+
+
+def test_one_that_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options={"options": {"fuse.gated_linear": False}})
+    compiled._nexfort_engine.builder.finder.options("cuda")
+    (note,) = (note for note in compiled.report.as_dict()["notes"] if "fuse." in note)
+    assert "fuse.unpadded_attention" in note and "fuse.gated_linear" not in note
+
+
+_COMPILED = """
+import importlib.util
+import sys
+import pytest
+import torch
+from pretended_gpu import pretend
+from torch._inductor import config
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+
+pretend(pytest.MonkeyPatch())
+config.use_static_cuda_launcher = config.static_launch_user_defined_triton_kernels = False
+spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+spec.loader.exec_module(kernel := importlib.util.module_from_spec(spec))
+(made,) = (value for name, value in vars(kernel).items() if name.startswith("multiply_gated"))
+(result,) = made.compile_results
+assert isinstance(result.kernel, StaticallyLaunchedCudaKernel), result
+assert not config.use_static_cuda_launcher and not config.static_launch_user_defined_triton_kernels
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
+def test_one_is_launched_so_from_a_process_whose_inductor_began_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As processes are that Inductor began before a model was compiled here."""
+    tests = str(Path(gpu_blocks.__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", tests)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = CompileConfig.parse("O2").lowering_options("cuda")
+    payload = gpu_blocks.lowered(tmp_path, "pretended_worker", ["shifted"], options)["shifted"]
+    made = {file: file.read_text() for file in payload.rglob("*.py")}
+    (kernel,) = (file for file, text in made.items() if "gluon_autotune(" in text and "def call(" not in text)
+    kernel.write_text(made[kernel].replace("triton_helpers.set_driver_to_gpu()", ""))
+    monkeypatch.setenv("PYTHONPATH", f"{tests}:{Path(tests).parent}")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    subprocess.run([sys.executable, "-c", _COMPILED, str(kernel)], check=True, timeout=300)
