@@ -10,7 +10,8 @@ The numbers are the same: the same operators on the same inputs, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -18,11 +19,12 @@ from torch.fx.node import map_arg
 
 from .folding import Folded, in_pieces, operators_of, writes
 from .passes.writing import fill
-from .repeats import Nodes, is_library, looked_at, may_cross, tensors_of
+from .repeats import Nodes, is_library, looked_at, may_cross
 
 # operators, but for looks
 LARGE = 64  # of a part that is cut; a smaller one is lowered in four seconds, and each part more is called in each step
 LEAST_SAVED = 20  # that need not be waited for; about a second of lowering
+MOST_PARTS = 6  # each of which is lowered in a process of its own
 
 
 def part(module: GraphModule, large: int = LARGE, least: int = LEAST_SAVED) -> Folded | None:
@@ -50,9 +52,11 @@ def _copied(old: Graph) -> Graph:
 def _parts(graph: Graph, large: int, least: int) -> list[Nodes]:
     """The operators of a graph in parts, the largest of which was cut as long as that helps."""
     nodes = operators_of(graph, with_writes=True)
-    parts: list[Nodes] = [] if nodes is None else [nodes]
-    while parts and _work(parts[0]) >= large:
-        cut = _Places(parts[0]).best()
+    if nodes is None or any(_writes_elsewhere(node) for node in nodes):
+        return []
+    parts: list[Nodes] = [nodes]
+    while _work(parts[0]) >= large and len(parts) < MOST_PARTS:
+        cut = _best(parts[0])
         if cut is None or _work(parts[0]) - max(map(_work, (parts[0][:cut], parts[0][cut:]))) < least:
             break
         parts[:1] = _cut(graph, parts[0], cut)
@@ -61,56 +65,61 @@ def _parts(graph: Graph, large: int, least: int) -> list[Nodes]:
     return sorted(parts, key=lambda nodes: order[nodes[0]])
 
 
+def _writes_elsewhere(node: Node) -> bool:
+    """Whether a call writes to more than the first tensor that it is given, or to another."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if not writes(node):
+        return False
+    changed = [i for i, declared in enumerate(schema.arguments) if declared.alias_info and declared.alias_info.is_write]
+    return changed != [0] or not isinstance(node.args[0], Node)
+
+
 def _work(nodes: Nodes) -> int:
     """How many operators are more than a look at something."""
     return sum(looked_at(node) is None for node in nodes)
 
 
-class _Places:
-    """Where the operators of a part may be cut."""
+def _best(nodes: Nodes) -> int | None:
+    """How many operators are before the cut that leaves the least in the larger part; None: there is no place."""
+    work = list(itertools.accumulate((looked_at(node) is None for node in nodes), initial=0))
+    hindered = itertools.accumulate(_hindrances(nodes))
+    places = [cut for cut, many in enumerate(hindered) if not many and 0 < work[cut] < work[-1]]
+    return min(places, key=lambda cut: max(work[cut], work[-1] - work[cut]), default=None)
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._places = {node: at for at, node in enumerate(nodes)}
-        self._written = {_root(node.all_input_nodes[0]): node for node in nodes if writes(node)}
 
-    def best(self) -> int | None:
-        """How many operators are before the cut that leaves the least in the larger part; None: there is no place."""
-        total = _work(self._nodes)
-        found: list[tuple[int, int]] = []
-        before = 0
-        for at in range(1, len(self._nodes)):
-            before += _work(self._nodes[at - 1 : at])
-            larger = max(before, total - before)
-            if larger < total and (not found or larger < found[0][0]) and self._may_be(at):
-                found = [(larger, at)]
-        return found[0][1] if found else None
+def _hindrances(nodes: Nodes) -> list[int]:
+    """How many more values than at the cut before keep operators from being cut at each place."""
+    places = {node: at for at, node in enumerate(nodes)}
+    written = [(_root(node.args[0]), node) for node in nodes if writes(node)]
+    found = [0] * (len(nodes) + 2)
 
-    def _may_be(self, cut: int) -> bool:
-        """Whether all that is read behind a cut may be handed over it, or is there without."""
-        if any(self._parts_writing(root, node, cut) for root, node in self._written.items()):
-            return False
-        return all(self._crosses(value, cut) for node in self._nodes[cut:] for value in self._read(node, cut))
+    def hinder(first: int, last: int) -> None:
+        if first <= last:
+            found[first] += 1
+            found[last + 1] -= 1
 
-    def _parts_writing(self, root: Node, node: Node, cut: int) -> bool:
-        """Whether a cut parts what is written to from who writes; an input is everybody's."""
-        return root in self._places and (self._places[root] < cut) != (self._places[node] < cut)
+    changed = {root for root, _ in written}
+    for root, node in written:  # an input is everybody's, another value has to stay with who writes to it
+        if root in places:
+            hinder(places[root] + 1, places[node])
+    for at, value in enumerate(nodes):
+        last = max((places[user] for user in value.users if user in places), default=at)
+        fine = _crosses_from(value, places)
+        # a look may be a copy of what it was before somebody wrote
+        hinder(at + 1, last if fine is None or _root(value) in changed else min(last, fine - 1))
+    return found[: len(nodes)]
 
-    def _read(self, node: Node, cut: int) -> Iterator[Node]:
-        return (value for value in tensors_of(node) if self._places.get(value, cut) < cut)
 
-    def _crosses(self, value: Node, cut: int) -> bool:
-        root = _root(value)
-        if root in self._written or writes(root):
-            return False  # a look may be a copy of what it was then
-        value = handed(value)
-        if value.op == "placeholder":
-            return True
-        if not may_cross(value.meta.get("val")):
-            return False
-        if root not in self._places:  # handed to this part already
-            return True
-        return is_library(root) or any(is_library(user) for user in value.users if self._places.get(user, cut) < cut)
+def _crosses_from(value: Node, places: Mapping[Node, int]) -> int | None:
+    """The first cut over which a value may be handed, or what it is a look at; None: there is none."""
+    root, value = _root(value), handed(value)
+    if value.op == "placeholder" or (root not in places and may_cross(value.meta.get("val"))):
+        return 0  # there is nothing to hand over, or it was handed to this part already
+    if not may_cross(value.meta.get("val")):
+        return None
+    if is_library(root):
+        return 0
+    return min((places[user] + 1 for user in value.users if user in places and is_library(user)), default=None)
 
 
 def handed(value: Node) -> Node:
@@ -124,10 +133,10 @@ def handed(value: Node) -> Node:
     return value if seen is None else seen
 
 
-def _root(value: Node) -> Node:
+def _root(value: Any) -> Node:
     """Where the numbers come from that a value is a look at, through whoever wrote to them."""
     while value.op != "placeholder":
-        behind = value.all_input_nodes[0] if writes(value) else looked_at(value)
+        behind = value.args[0] if writes(value) else looked_at(value)
         if behind is None:
             break
         value = behind
