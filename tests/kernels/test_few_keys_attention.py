@@ -6,7 +6,6 @@ What runs the kernel here is Triton's interpreter, in a process of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from attention_graphs import (
     graph_of,
     heads,
     joined,
+    launches_of,
     node_of,
     of_copies,
     torchs,
@@ -38,7 +38,6 @@ import nexfort_engine
 from nexfort_engine import lower
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.kernels import few_keys_attention as kernel
-from nexfort_engine.kernels.laying import empty_laid_out
 from nexfort_engine.passes import few_keys_attention as passes
 from nexfort_engine.passes.few_keys_attention import FEW, few_keys_attentions
 
@@ -266,30 +265,17 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
     """Also those that lie as Inductor likes, and of which it says something else before it knows."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu_blocks.__file__).parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph = graph_of(lambda _, *given: _in_layouts(torchs, *given), *LAYOUTS)
-    nodes = [node for node in graph.graph.nodes if node.target is TORCHS]
-    for node, order in zip(nodes, ORDERS, strict=True):  # as on a card, where it follows the queries
-        result = node.meta["val"]
-        node.meta["val"] = result.new_empty_strided(result.shape, empty_laid_out(result, order).stride())
-    one = dataclasses.replace(gpu_blocks.captured("wide"), graph=graph, lasting=[])
-    options: dict[str, object] = {"nexfort.few_keys_attention": True}
-    payload = gpu_blocks.lowered(tmp_path, "pretended_worker", ["block"], options, lambda _: one)["block"]
-    (code,) = (text for file in payload.rglob("*.py") if "def call(" in (text := file.read_text()))
-    call = code.partition("def call(")[2].partition("runner = ")[0]
-    view = r"reinterpret_tensor\((\w+), \([^()]*\), \(([^()]*)\), \w+\)"
-    made = r"(\w+) = (?:empty_strided_cuda\(|reinterpret_tensor\(\w+, )\([^()]*\), \(([^()]*)\)"
-    lies = dict(re.findall(made, call) + re.findall(view, call[call.index("return (") :]))
-    launches = re.findall(r"attend_few_\d+\.run\((.*)\)", call)
+    launches = launches_of(
+        *(tmp_path, "few_keys_attention", "attend_few"),
+        *(lambda _, *given: _in_layouts(torchs, *given), LAYOUTS, ORDERS),
+    )
     assert len(launches) == len(ORDERS)
     for launch in launches:
-        tensors = re.findall(rf"{view}|(buf\d+)", launch)
-        strides = [(given or lies[name]).split(", ") for _, given, name in tensors]
-        assert len(strides) == 4 and all(numbers[-1] == "1" for numbers in strides), launch
-        rest = launch[launch.rindex(tensors[-1][-1]) :].split(", ")
-        assert rest[4:16] == [number for numbers in strides for number in numbers[:-1]], launch
-        queries, keys, heads = rest[1:4]
+        assert len(launch.strides) == 4 and all(numbers[-1] == "1" for numbers in launch.strides), launch
+        queries, keys, heads = launch.rest[:3]
         assert queries != keys and heads == "2", launch
-        assert re.fullmatch(rf"2\*s\d+\*\(\(63 \+ {queries}\) // 64\)", rest[16]), launch
+        assert launch.rest[3:15] == [number for numbers in launch.strides for number in numbers[:-1]], launch
+        assert re.fullmatch(rf"2\*s\d+\*\(\(63 \+ {queries}\) // 64\)", launch.rest[15]), launch
 
 
 @pytest.mark.gpu

@@ -6,8 +6,6 @@ What runs the one that Inductor reads is Triton's interpreter, in a process of i
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from attention_graphs import (
     graph_of,
     heads,
     joined,
+    launches_of,
     node_of,
     of_copies,
     torchs,
@@ -37,7 +36,6 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from nexfort_engine import lower
 from nexfort_engine.kernels import unpadded_attention as kernel
 from nexfort_engine.kernels.launching import DESCRIPTORS
-from nexfort_engine.kernels.laying import empty_laid_out
 from nexfort_engine.passes import unpadded_attention as passes
 from nexfort_engine.passes.unpadded_attention import LEAST, unpadded_attentions
 
@@ -216,35 +214,20 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
     """What the card cannot copy from where it lies is handed over as a copy."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu_blocks.__file__).parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    graph = graph_of(lambda _, *given: _in_layouts(torchs, *given), *_layouts(72))
-    nodes = [node for node in graph.graph.nodes if node.target is TORCHS]
-    for node, order in zip(nodes, ORDERS, strict=True):  # as on a card, where it follows the queries
-        result = node.meta["val"]
-        node.meta["val"] = result.new_empty_strided(result.shape, empty_laid_out(result, order).stride())
-    one = dataclasses.replace(gpu_blocks.captured("wide"), graph=graph, lasting=[])
-    options: dict[str, object] = {"nexfort.unpadded_attention": True}
-    payload = gpu_blocks.lowered(tmp_path, "pretended_worker", ["block"], options, lambda _: one)["block"]
-    (code,) = (text for file in payload.rglob("*.py") if "def call(" in (text := file.read_text()))
-    call = code.partition("def call(")[2].partition("runner = ")[0]
-    view = r"reinterpret_tensor\((\w+), \([^()]*\), \(([^()]*)\), (\w+)\)"
-    made = r"(\w+) = (?:empty_strided_cuda\(|reinterpret_tensor\(\w+, )\([^()]*\), \(([^()]*)\)"
-    lies = dict(re.findall(made, call))
-    lies |= {name: strides for name, strides, _ in re.findall(view, call[call.index("return (") :])}
-    for name, before in re.findall(r"(\w+) = (buf\d+); del", call):  # the memory of one that is over
-        lies[name] = lies[before]
-    launches = re.findall(r"attend_unpadded_in_groups_\d+\.run\((.*)\)", call)
+    launches = launches_of(
+        *(tmp_path, "unpadded_attention", "attend_unpadded_in_groups"),
+        *(lambda _, *given: _in_layouts(torchs, *given), _layouts(72), ORDERS),
+    )
     assert len(launches) == len(ORDERS)
     in_place = []
     for launch in launches:
-        tensors = re.findall(rf"{view}|(buf\d+)", launch)[:4]
-        strides = [(given or lies[name]).split(", ") for _, given, _, name in tensors]
-        assert len(strides) == 4 and all(numbers[-1] == "1" for numbers in strides), launch
-        for numbers, (_, _, start, _) in zip(strides, tensors, strict=True):
-            assert int(start or 0) % 8 == 0 and numbers[1] != "0", launch
+        assert len(launch.strides) == 4 and all(numbers[-1] == "1" for numbers in launch.strides), launch
+        for numbers, start in zip(launch.strides, launch.starts, strict=True):
+            assert start % 8 == 0 and numbers[1] != "0", launch
             assert all(number.startswith(("72", "144", "288", "432")) for number in numbers[:-1]), launch
-        rest = launch[launch.rindex(tensors[-1][0] or tensors[-1][-1]) :].split(", ")
-        assert rest[5:17] == [number for numbers in strides for number in numbers[:-1]], launch
-        in_place += [given.split(", ")[2] in ("432", "288") for _, given, _, _ in tensors[:3] if given]
+        assert launch.rest[4:16] == [number for numbers in launch.strides for number in numbers[:-1]], launch
+        parts = zip(launch.strides[:3], launch.views[:3], strict=True)
+        in_place += [numbers[2] in ("432", "288") for numbers, is_view in parts if is_view]
     assert sum(in_place) == 9, "parts of rows are read where they lie"
 
 
