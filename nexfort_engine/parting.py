@@ -56,8 +56,8 @@ def _parts(graph: Graph, large: int, least: int) -> list[Nodes]:
         return []
     parts: list[Nodes] = [nodes]
     while _work(parts[0]) >= large and len(parts) < MOST_PARTS:
-        cut = _best(parts[0])
-        if cut is None or _work(parts[0]) - max(map(_work, (parts[0][:cut], parts[0][cut:]))) < least:
+        cut = _best(parts[0], least)
+        if cut is None:
             break
         parts[:1] = _cut(graph, parts[0], cut)
         parts.sort(key=_work, reverse=True)
@@ -79,12 +79,14 @@ def _work(nodes: Nodes) -> int:
     return sum(looked_at(node) is None for node in nodes)
 
 
-def _best(nodes: Nodes) -> int | None:
-    """How many operators are before the cut that leaves the least in the larger part; None: there is no place."""
-    work = list(itertools.accumulate((looked_at(node) is None for node in nodes), initial=0))
+def _best(nodes: Nodes, least: int) -> int | None:
+    """How many operators are before the cut that leaves the least in the larger part; None: none saves `least`."""
+    before = itertools.accumulate((looked_at(node) is None for node in nodes), initial=0)
+    total = _work(nodes)
+    saved = [min(work, total - work) for work in before]
     hindered = itertools.accumulate(_hindrances(nodes))
-    places = [cut for cut, many in enumerate(hindered) if not many and 0 < work[cut] < work[-1]]
-    return min(places, key=lambda cut: max(work[cut], work[-1] - work[cut]), default=None)
+    places = [cut for cut, many in enumerate(hindered) if not many and saved[cut] >= least]
+    return max(places, key=saved.__getitem__, default=None)
 
 
 def _hindrances(nodes: Nodes) -> list[int]:
@@ -112,7 +114,7 @@ def _hindrances(nodes: Nodes) -> list[int]:
 
 def _crosses_from(value: Node, places: Mapping[Node, int]) -> int | None:
     """The first cut over which a value may be handed, or what it is a look at; None: there is none."""
-    root, value = _root(value), handed(value)
+    root, value = _root(value), _handed(value)
     if value.op == "placeholder" or (root not in places and may_cross(value.meta.get("val"))):
         return 0  # there is nothing to hand over, or it was handed to this part already
     if not may_cross(value.meta.get("val")):
@@ -122,7 +124,7 @@ def _crosses_from(value: Node, places: Mapping[Node, int]) -> int | None:
     return min((places[user] + 1 for user in value.users if user in places and is_library(user)), default=None)
 
 
-def handed(value: Node) -> Node:
+def _handed(value: Node) -> Node:
     """What is handed over a cut for a value: an input that it is a look at, or the nearest that may be; or itself."""
     root = _root(value)
     if root.op == "placeholder":
@@ -151,7 +153,7 @@ def _cut(graph: Graph, nodes: Nodes, cut: int) -> list[Nodes]:
     looks: list[Node] = []
 
     def of(value: Node) -> Node:
-        if value not in mine or handed(value) is value:
+        if value not in mine or _handed(value) is value:
             return value
         if value not in again:
             behind = map_arg((value.args, value.kwargs), _only(looked_at(value), of))

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .launching import empty, launch
-from .laying import back, empty_laid_out, laid_out, side_by_side, strides
-from .registering import registered
+from .launching import empty_result, launch
+from .laying import laid_out, side_by_side, strides
+from .registering import registered_attention
 
 WIDTH = 64  # numbers of a head
 QUERIES, KEYS = 64, 32  # of a program, and of a block that it looks at at once
@@ -43,14 +43,7 @@ def _check(*given: torch.Tensor) -> None:
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::few_keys_attention`, as `reference` is."""
-
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
-        _check(q, k, v)
-        return empty_laid_out(q, order)
-
-    return registered(
-        "few_keys_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor", reference, fake
-    )
+    return registered_attention("few_keys_attention", reference, _check)
 
 
 def lowerings() -> dict[Any, Any]:
@@ -60,15 +53,13 @@ def lowerings() -> dict[Any, Any]:
 
 def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     """As `reference`, in Inductor's representation."""
-    from torch._inductor.lowering import permute
     from torch.utils._sympy.functions import CeilDiv
 
     from . import triton_few_keys_attention as kernels
 
     q, k, v = (side_by_side(x) for x in (q, k, v))
     batch, heads, queries, _ = q.get_size()
-    made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
-    result = permute(made, back(order))
+    made, result = empty_result(q, order)
     # four warps and three stages are Triton's own: with those said Inductor would make a kernel for each call's sizes
     launch(
         kernels.attend_few,

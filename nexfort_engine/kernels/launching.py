@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .laying import back
+
 DESCRIPTORS = ((9, 0),)  # compute capabilities that kernels are for which write descriptors
 _GLUON = """
 from triton.experimental import gluon
@@ -24,6 +26,14 @@ def empty(like: Any, sizes: Sequence[Any], dtype: torch.dtype = torch.float32) -
     from torch._inductor.lowering import empty_strided
 
     return empty_strided(sizes, None, dtype=dtype, device=like.get_device())
+
+
+def empty_result(q: Any, order: Sequence[int]) -> tuple[Any, Any]:
+    """Memory for what attention gives for queries (B, H, L, E), and that as such a tensor, which lies in `order`."""
+    from torch._inductor.lowering import permute
+
+    made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
+    return made, permute(made, back(order))
 
 
 def launch(

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from .launching import empty, gluon_missing, launch
-from .laying import back, empty_laid_out, laid_out, side_by_side, strides
-from .registering import registered
+from .launching import empty, empty_result, gluon_missing, launch
+from .laying import laid_out, side_by_side, strides
+from .registering import registered_attention
 
 QUERIES, KEYS = 64, 128  # of a block
 QUERIES_IN_GROUPS = 128  # of a program of the kernel for compute capability 9.0
@@ -66,13 +66,7 @@ def _blockwise(x: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Ten
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::narrow_attention`, as `reference` is."""
-
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
-        return empty_laid_out(q, order)
-
-    return registered(
-        "narrow_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor", reference, fake
-    )
+    return registered_attention("narrow_attention", reference)
 
 
 def lowerings() -> dict[Any, Any]:
@@ -102,7 +96,6 @@ def _in_groups() -> Any:
 
 def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     """As `reference`, in Inductor's representation."""
-    from torch._inductor.lowering import permute
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils._sympy.functions import CeilDiv
 
@@ -125,8 +118,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
         {"k": k, "v": v, **narrow, **sizes, **strides(k, "kb", "kh", "kn"), **strides(v, "vb", "vh", "vn")}
         | {"E": e, "W": w, "N": KEYS, "SAMPLE": _SAMPLE},
     )
-    made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
-    result = permute(made, back(order))
+    made, result = empty_result(q, order)
     grouped = DeviceProperties.create(q.get_device()).major == 9 and gluon_missing() is None
     each = QUERIES_IN_GROUPS if grouped else QUERIES
     # four warps and three stages are Triton's own: with those said Inductor would make a kernel for each call's sizes

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .launching import empty, launch
-from .laying import aligned, back, empty_laid_out, laid_out, side_by_side, strides
-from .registering import registered
+from .launching import empty, empty_result, launch
+from .laying import aligned, laid_out, side_by_side, strides
+from .registering import registered_attention
 
 WIDTHS = (72, 80)  # numbers of a head
 
@@ -41,14 +41,7 @@ def _check(*given: torch.Tensor) -> None:
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::unpadded_attention`, as `reference` is."""
-
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, order: Sequence[int]) -> torch.Tensor:
-        _check(q, k, v)
-        return empty_laid_out(q, order)
-
-    return registered(
-        "unpadded_attention(Tensor q, Tensor k, Tensor v, float scale, int[] order) -> Tensor", reference, fake
-    )
+    return registered_attention("unpadded_attention", reference, _check)
 
 
 def lowerings() -> dict[Any, Any]:
@@ -58,7 +51,6 @@ def lowerings() -> dict[Any, Any]:
 
 def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
     """As `reference`, in Inductor's representation."""
-    from torch._inductor.lowering import permute
     from torch._inductor.runtime.hints import DeviceProperties
 
     from . import triton_unpadded_attention as kernels
@@ -66,8 +58,7 @@ def _lower(q: Any, k: Any, v: Any, scale: float, order: Sequence[int]) -> Any:
 
     q, k, v = (aligned(side_by_side(x)) for x in (q, k, v))
     batch, heads, queries, width = q.get_size()
-    made = empty(q, [q.get_size()[i] for i in order], q.get_dtype())
-    result = permute(made, back(order))
+    made, result = empty_result(q, order)
     programs = DeviceProperties.create(q.get_device()).multi_processor_count
     launch(
         kernels.attend_unpadded,

@@ -103,6 +103,12 @@ def plain_width(given: Attention, device: str) -> int | None:
     return width if all(other == width for other in others) else None
 
 
+def put_kernel(given: Attention, operator: Any, width: int) -> None:
+    """Have an attention of heads of so many numbers computed by a kernel's operator (kernels/registering.py)."""
+    order = list(given.order or ())
+    put(given.node, operator, (given.query, given.key, given.value, given.factor(width), order))
+
+
 def put(node: Node, operator: Any, arguments: tuple[Any, ...]) -> None:
     """Put a call of an operator, whose result lies as the node's, in a node's place."""
     with node.graph.inserting_before(node):

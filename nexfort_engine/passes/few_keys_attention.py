@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..kernels import few_keys_attention as kernel
 from ..quant.precision import hint
-from .attending import Attention, attentions, plain_width, put
+from .attending import Attention, attentions, plain_width, put_kernel
 from .writing import fixed
 
 # Compute capabilities of cards on which it was measured to win. Who chooses the passes looks at it: a pass may run in a
@@ -33,8 +33,7 @@ def few_keys_attentions(module: GraphModule) -> int:
     for given in attentions(module):
         if not _fits(given):
             continue
-        scale = given.factor(kernel.WIDTH)
-        put(given.node, kernel.operator(), (given.query, given.key, given.value, scale, list(given.order or ())))
+        put_kernel(given, kernel.operator(), kernel.WIDTH)
         found += 1
     return found
 

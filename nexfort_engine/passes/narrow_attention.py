@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..kernels import narrow_attention as kernel
 from ..quant.cost import H200
 from ..quant.precision import hint
-from .attending import HALVES, Attention, attentions, put
+from .attending import HALVES, Attention, attentions, put_kernel
 from .writing import fixed
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
@@ -63,9 +63,7 @@ def narrow_attentions(module: GraphModule) -> int:
     """Compute the attention of the plan in int8 and fp8; gives how many."""
     chosen = [seen for seen in plan(module) if seen.reason is None]
     for seen in chosen:
-        given = seen.attention
-        order = list(given.order or ())
-        put(given.node, kernel.operator(), (given.query, given.key, given.value, given.factor(seen.width), order))
+        put_kernel(seen.attention, kernel.operator(), seen.width)
     return len(chosen)
 
 

@@ -36,9 +36,9 @@ class ScaledProduct:
 
     def values(self) -> list[Any]:
         """What it is made of, the bias last, as values without numbers."""
-        made_of = [self.x, self.weight, self.x_scale, self.weight_scale]
-        _tell(made_of if self.bias is None else [*made_of, self.bias])
-        return [*(part.meta["val"] for part in made_of), None if self.bias is None else self.bias.meta["val"]]
+        fill(self.x.graph.nodes)
+        made_of = (self.x, self.weight, self.x_scale, self.weight_scale, self.bias)
+        return [None if part is None else part.meta["val"] for part in made_of]
 
 
 def scaled_product(result: Node) -> ScaledProduct | None:
@@ -70,14 +70,3 @@ def scaled_product(result: Node) -> ScaledProduct | None:
     looks = [look for look in dict.fromkeys(transposed) if set(look.users) == {part}]
     bias = added if bias is None else bias
     return ScaledProduct(x, weight.args[0], x_scale, weight_scale.args[0], bias, [*says, *nodes, *looks])
-
-
-def _tell(nodes: list[Node]) -> None:
-    """Give values that a pass put in a graph, and what they are made of, what they are without numbers."""
-    left, found = [*nodes], set[Node]()
-    while left:
-        node = left.pop()
-        if node not in found and "val" not in node.meta:
-            found.add(node)
-            left += node.all_input_nodes
-    fill(node for node in nodes[0].graph.nodes if node in found)

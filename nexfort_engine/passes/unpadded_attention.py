@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from ..kernels import unpadded_attention as kernel
 from ..quant.precision import hint
-from .attending import Attention, attentions, plain_width, put
+from .attending import Attention, attentions, plain_width, put_kernel
 
 LEAST = 512  # queries, and keys, at the captured call
 _DEVICE = "cuda"  # elsewhere the operator is torch's
@@ -23,8 +23,7 @@ def unpadded_attentions(module: GraphModule) -> int:
         width = _width(given)
         if width is None:
             continue
-        order = list(given.order or ())
-        put(given.node, kernel.operator(), (given.query, given.key, given.value, given.factor(width), order))
+        put_kernel(given, kernel.operator(), width)
         found += 1
     return found
 
