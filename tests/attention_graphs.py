@@ -48,10 +48,7 @@ def graph_of(
     """The graph of a function of no weights and these inputs."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         given = [torch.empty(sizes, dtype=dtype, device=device) for sizes, _ in inputs]
-    dims = ([], [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs])
-    with torch.no_grad():
-        lifted = gpu_blocks._Lifted(function)
-        return torch.export.export(lifted, ([], given), dynamic_shapes=dims, strict=False).graph_module
+    return gpu_blocks.exported(function, [], given, [symbols for _, symbols in inputs])
 
 
 def node_of(graph: torch.fx.GraphModule, target: Any) -> Any:

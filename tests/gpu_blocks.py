@@ -278,6 +278,15 @@ class _Lifted(nn.Module):
         return [self.function(weights, *inputs)]
 
 
+def exported(
+    function: Callable[..., Any], weights: Tensors, inputs: Tensors, symbols: Sequence[Sequence[int]]
+) -> torch.fx.GraphModule:
+    """The graph of a function of weights and inputs without numbers. symbols: the dimensions of each input that are."""
+    dims = ([{} for _ in weights], [dict.fromkeys(some, torch.export.Dim.AUTO) for some in symbols])
+    with torch.no_grad():
+        return torch.export.export(_Lifted(function), (weights, inputs), dynamic_shapes=dims, strict=False).graph_module
+
+
 def captured(kind: str, behind: int = 0) -> Captured:
     """A block's graph as a process with a GPU captures it. behind: weights begin so many numbers behind an address."""
     from torch._subclasses import FakeTensorMode
@@ -300,10 +309,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
             args[1][1] = args[1][1].bool()
         if kind in INNERMOST:
             args[1][0] = args[1][0].to(memory_format=torch.channels_last)
-    free = [dict.fromkeys(symbols, torch.export.Dim.AUTO) for _, symbols in inputs]
-    dims = ([{} for _ in weights], free)
-    with torch.no_grad():
-        graph = torch.export.export(_Lifted(function), args, dynamic_shapes=dims, strict=False).graph_module
+    graph = exported(function, *args, [symbols for _, symbols in inputs])
     named = list(range(len(weights)))
     return Captured(
         graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {}, [], [True] * len(named)

@@ -13,9 +13,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from pieces import as_code, weights_of, with_numbers
 from probe import Probe
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.nn import functional
 
 from nexfort_engine import compile as compiled
@@ -101,10 +102,6 @@ def operators(graph: Any) -> int:
     return sum(node.op == "call_function" for node in graph.graph.nodes)
 
 
-def as_code(folded: Any) -> FoldedCode:
-    return FoldedCode(list(folded.pieces), json.loads(json.dumps(folded.as_json())))
-
-
 @pytest.fixture(scope="module")
 def probe() -> Probe:
     return Probe(made(Stack), *call())
@@ -116,7 +113,7 @@ def test_layers_are_one_piece_that_is_called_for_each(probe: Probe) -> None:
     counts = [[piece for piece, _ in folded.calls].count(i) for i in range(len(folded.pieces))]
     assert max(counts) >= DEPTH - 1 and len(folded.pieces) == 3
     assert sum(map(operators, folded.pieces)) < operators(probe.captured.graph) / 2
-    code, weights = as_code(folded), [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    code, weights = as_code(folded), weights_of(probe)
     for size in SIZES:
         whole, found = probe.captured.graph(*weights, *call(*size)), code(*weights, *call(*size))
         assert len(whole) == len(found) and all(map(torch.equal, whole, found))
@@ -149,7 +146,7 @@ def test_two_layers_are_one_piece_where_that_saves_enough() -> None:
     probe = Probe(made(Stack, 2), *call())
     folded = fold(probe.captured.graph, least=40)
     assert folded is not None and [piece for piece, _ in folded.calls] == [0, 1, 1, 2]
-    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    weights = weights_of(probe)
     for size in SIZES:
         assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
 
@@ -159,7 +156,7 @@ def test_a_layer_that_is_another_parts_the_rest_in_two() -> None:
     probe = Probe(made(Stack, 9, [1.0] * 4 + [2.0] + [1.0] * 4), *call())
     folded = fold(probe.captured.graph)
     assert folded is not None and len(folded.pieces) == 5
-    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    weights = weights_of(probe)
     for size in SIZES:
         assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
 
@@ -223,7 +220,7 @@ def test_results_that_no_other_piece_takes_lie_as_they_did() -> None:
     probe = Probe(made(Showing), *call())
     folded = fold(probe.captured.graph)
     assert folded is not None
-    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    weights = weights_of(probe)
     found, wanted = as_code(folded)(*weights, *call()), probe.captured.graph(*weights, *call())
     assert len(found) == DEPTH + 1 and not wanted[1].is_contiguous()
     for one, other in zip(found, wanted, strict=True):
@@ -343,7 +340,7 @@ def test_any_repetition_computes_what_the_whole_does(
     body: list[Any], before: list[Any], after: list[Any], times: int, streams: int
 ) -> None:
     """Random programs: what a repetition hands on, what it takes each time anew, and what all times share."""
-    side, graph = 5, Graph()
+    graph = Graph()
     shared = graph.placeholder("shared")
     weights = [[graph.placeholder(f"weight_{time}_{i}") for i in range(2)] for time in range(times)]
     stream = [graph.placeholder(f"x_{i}") for i in range(streams)]
@@ -365,13 +362,7 @@ def test_any_repetition_computes_what_the_whole_does(
         stream = run(body, [*stream, shared, *own])[-streams:]
     results = run(after, [*stream, shared])[-2:]
     graph.output(tuple(results))
-    module = GraphModule(nn.Module(), graph)
-    generator = torch.Generator().manual_seed(0)
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    values = [torch.randn(side, side, generator=generator, dtype=torch.float64) / side for _ in places]
-    with torch._subclasses.FakeTensorMode() as mode:
-        for node, value in zip(places, values, strict=True):
-            node.meta["val"] = mode.from_tensor(value)
+    module, values = with_numbers(graph)
     wanted = module(*values)
     folded = fold(module, least=1)
     if folded is None:

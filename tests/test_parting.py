@@ -12,17 +12,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from pieces import SIDE, as_code, weights_of, with_numbers
 from probe import Probe
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.nn import functional
 
 from nexfort_engine import compile as compiled
 from nexfort_engine import lower
 from nexfort_engine.compiled import store_at
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.folding import FoldedCode
-from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.parting import part
 
 aten = torch.ops.aten
@@ -96,10 +95,6 @@ def call(batch: int = 2, image: int = 24, text: int = 7) -> tuple[torch.Tensor, 
 SIZES = [(2, 24, 7), (1, 64, 7), (3, 5, 1), (2, 6, 25)]
 
 
-def as_code(parts: Any) -> FoldedCode:
-    return FoldedCode(list(parts.pieces), json.loads(json.dumps(parts.as_json())))
-
-
 @pytest.fixture(scope="module")
 def probe() -> Probe:
     return Probe(made(Pair), *call())
@@ -110,7 +105,7 @@ def test_parts_do_what_the_whole_does_to_their_inputs_too(probe: Probe) -> None:
     parts = part(probe.captured.graph, least=8)
     assert parts is not None and str(probe.captured.graph.graph) == before
     assert [number for number, _ in parts.calls] == list(range(len(parts.pieces))) and len(parts.pieces) >= 2
-    weights = [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    weights = weights_of(probe)
     for size in SIZES:
         ours, theirs = call(*size), call(*size)
         found, wanted = as_code(parts)(*weights, *ours), probe.captured.graph(*weights, *theirs)
@@ -227,7 +222,7 @@ _STEP = st.tuples(st.integers(0, 7), st.integers(0, 99), st.integers(0, 99))
 @given(program=st.lists(_STEP, min_size=8, max_size=40), inputs=st.integers(2, 4), results=st.integers(1, 3))
 def test_any_graph_computes_in_parts_what_the_whole_does(program: list[Any], inputs: int, results: int) -> None:
     """Random programs, with looks, transposed ones too, and writes to inputs, to looks and to values of their own."""
-    side, graph = 5, Graph()
+    graph = Graph()
     values = [graph.placeholder(f"x_{i}") for i in range(inputs)]
     for kind, left, right in program:
         a, b = values[left % len(values)], values[right % len(values)]
@@ -236,18 +231,12 @@ def test_any_graph_computes_in_parts_what_the_whole_does(program: list[Any], inp
         elif kind == len(CALLS):
             values.append(graph.call_function(aten.t.default, (a,)))
         elif kind == len(CALLS) + 1:
-            values.append(graph.call_function(aten.view.default, (a, [side, side])))
+            values.append(graph.call_function(aten.view.default, (a, [SIDE, SIDE])))
         else:
             halves = graph.call_function(aten.chunk.default, (a, 1))
             values.append(graph.call_function(operator.getitem, (halves, 0)))
     graph.output(tuple(values[-results:]))
-    module = GraphModule(nn.Module(), graph)
-    generator = torch.Generator().manual_seed(0)
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = [torch.randn(side, side, generator=generator, dtype=torch.float64) / side for _ in places]
-    with torch._subclasses.FakeTensorMode() as mode:
-        for node, value in zip(places, numbers, strict=True):
-            node.meta["val"] = mode.from_tensor(value)
+    module, numbers = with_numbers(graph)
     ours, theirs = ([x.clone() for x in numbers] for _ in range(2))
     try:
         wanted = module(*theirs)

@@ -13,9 +13,8 @@ from typing import Any
 import gpu_blocks
 import pytest
 import torch
+from gates import WIDTH, chunked, exported, gate_first, layer_like, sliced, split, whole_read
 from kernel_scripts import run
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import gelu, linear
 
 from nexfort_engine import lower
@@ -44,7 +43,7 @@ def test_the_operator_knows_its_result_without_computing_it(bias: Tensor | None)
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
-WIDTH, ROWS = 256, (2, LEAST // 2, 192)
+ROWS = (2, LEAST // 2, 192)
 
 
 def _graph(
@@ -54,31 +53,10 @@ def _graph(
     dtype: torch.dtype = torch.half,
     device: str = "cuda:0",
 ) -> torch.fx.GraphModule:
-    shapes = [(2 * width, rows[-1]), (2 * width,)]
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        args = tuple([torch.empty(s, dtype=dtype, device=device) for s in some] for some in (shapes, [rows]))
-    dims = ([{} for _ in shapes], [dict.fromkeys(range(len(rows) - 1), torch.export.Dim.AUTO)])
-    with torch.no_grad():
-        lifted = gpu_blocks._Lifted(lambda w, x: function(x, *w))
-        return torch.export.export(lifted, args, dynamic_shapes=dims, strict=False).graph_module
+    return exported(function, layer_like(width, rows[-1], dtype), rows, dtype, device)
 
 
-def _chunked(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    value, gate = linear(x, w, b).chunk(2, -1)
-    return value * gelu(gate)
-
-
-def _split(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    value, gate = linear(x, w).split(WIDTH, dim=2)
-    return gelu(gate) * value
-
-
-def _sliced(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    both = linear(x, w, b)
-    return both[..., :WIDTH] * gelu(both[..., WIDTH:])
-
-
-@pytest.mark.parametrize("function", [_chunked, _split, _sliced])
+@pytest.mark.parametrize("function", [chunked, split, sliced])
 def test_a_layer_and_the_gate_between_its_halves_are_one_call(function: Callable[..., Tensor]) -> None:
     graph = _graph(function)
     assert gated_linears(graph) == 1 and gated_linears(graph) == 0
@@ -92,11 +70,6 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_call(function: Callable
     assert torch.equal(found, function(given[2], *given[:2]))
 
 
-def _gate_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    gate, value = linear(x, w, b).chunk(2, -1)
-    return value * gelu(gate)
-
-
 def _by_tanh(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     value, gate = linear(x, w, b).chunk(2, -1)
     return value * gelu(gate, approximate="tanh")
@@ -105,12 +78,6 @@ def _by_tanh(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def _of_one_half(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     gate = linear(x, w, b).chunk(2, -1)[1]
     return gate * gelu(gate)
-
-
-def _whole_read(x: Tensor, w: Tensor, b: Tensor) -> Any:
-    both = linear(x, w, b)
-    value, gate = both.chunk(2, -1)
-    return value * gelu(gate), both
 
 
 def _half_read(x: Tensor, w: Tensor, b: Tensor) -> Any:
@@ -148,7 +115,7 @@ def _written(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        *(_gate_first, _by_tanh, _of_one_half, _whole_read, _half_read, _gate_read),
+        *(gate_first, _by_tanh, _of_one_half, whole_read, _half_read, _gate_read),
         *(_in_fours, _of_rows, _of_two_layers, _written),
     ],
 )
@@ -168,7 +135,7 @@ def test_what_is_no_such_gate_stays(function: Callable[..., Any]) -> None:
     ids=["few rows", "in 32 bits", "on a CPU", "odd columns", "odd rows"],
 )
 def test_layers_stay_that_the_kernel_is_not_for(other: dict[str, Any]) -> None:
-    assert gated_linears(_graph(_chunked, **other)) == 0
+    assert gated_linears(_graph(chunked, **other)) == 0
 
 
 def _of_a_number(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ import gpu_blocks
 import pytest
 import torch
 from emulated import Emulated
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from gates import WIDTH, chunked, exported, gate_first, layer_like, sliced, split, whole_read
 from torch.nn.functional import gelu, linear
 
 from nexfort_engine import lower
@@ -32,7 +31,7 @@ from nexfort_engine.quant.products import FP8, narrowed
 pytest.importorskip("triton", reason="the kernels are Triton's")
 Tensor = torch.Tensor
 aten = torch.ops.aten
-WIDTH, INNER = 256, 192
+INNER = 192
 ROWS = (2, LEAST // 2, INNER)
 
 
@@ -55,21 +54,6 @@ def test_the_operator_knows_its_result_without_computing_it(bias: Tensor | None)
 # ---- which products --------------------------------------------------------------------------------------------------
 
 
-def _exported(
-    function: Callable[..., Any], weights: list[Tensor], rows: tuple[int, ...], dtype: torch.dtype, device: str
-) -> torch.fx.GraphModule:
-    """The graph of a function of rows and weights, in sizes that are symbols."""
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        args = (
-            [torch.empty(w.shape, dtype=w.dtype, device=device) for w in weights],
-            [torch.empty(rows, dtype=dtype, device=device)],
-        )
-    dims = ([{} for _ in weights], [dict.fromkeys(range(len(rows) - 1), torch.export.Dim.AUTO)])
-    with torch.no_grad():
-        lifted = gpu_blocks._Lifted(lambda w, x: function(x, *w))
-        return torch.export.export(lifted, args, dynamic_shapes=dims, strict=False).graph_module
-
-
 def _graph(
     function: Callable[..., Any],
     rows: tuple[int, ...] = ROWS,
@@ -77,9 +61,8 @@ def _graph(
     dtype: torch.dtype = torch.half,
     device: str = "cuda:0",
 ) -> torch.fx.GraphModule:
-    """The same of a layer with a bias, its products brought to fp8."""
-    weights = [torch.empty(2 * width, rows[-1], dtype=dtype), torch.empty(2 * width, dtype=dtype)]
-    graph = _exported(function, weights, rows, dtype, device)
+    """The graph of a function of rows and a layer, its products brought to fp8."""
+    graph = exported(function, layer_like(width, rows[-1], dtype), rows, dtype, device)
     assert low_precision(graph) > 0
     return graph
 
@@ -88,23 +71,8 @@ def _calls(graph: torch.fx.GraphModule, target: Any) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if node.target is target]
 
 
-def _chunked(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    value, gate = linear(x, w, b).chunk(2, -1)
-    return value * gelu(gate)
-
-
-def _without_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    value, gate = linear(x, w).split(WIDTH, dim=2)
-    return gelu(gate) * value
-
-
-def _sliced(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    both = linear(x, w, b)
-    return both[..., :WIDTH] * gelu(both[..., WIDTH:])
-
-
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
-@pytest.mark.parametrize("function", [_chunked, _without_bias, _sliced])
+@pytest.mark.parametrize("function", [chunked, split, sliced])
 def test_a_product_and_the_gate_behind_it_are_one_call(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """Which is no further from what the narrow factors give in full than product and gate are."""
     graph, plain = (_graph(function, dtype=dtype) for _ in range(2))
@@ -136,34 +104,23 @@ def test_a_layer_that_was_packed_ahead_is_found_too(dtype: torch.dtype, biased: 
         value, gate = torch.func.functional_call(layer, given, x).chunk(2, -1)
         return value * gelu(gate)
 
-    graph = _exported(function, held, ROWS, dtype, "cuda:0")
+    graph = exported(function, held, ROWS, dtype, "cuda:0")
     assert gated_linears(graph) == 1
     graph.graph.lint()
     for said in _calls(graph, aten._assert_tensor_metadata.default):
         graph.graph.erase_node(said)  # of a device that is not there
     x = torch.randn(3, 5, INNER).to(dtype)
     (found,) = Emulated(graph).run(*held, x)
-    wanted = _chunked(x.double(), layer.full_weight(torch.float64), plain.bias.double() if biased else None)
+    wanted = chunked(x.double(), layer.full_weight(torch.float64), plain.bias.double() if biased else None)
     assert found.dtype == dtype and float((found.double() - wanted).norm() / wanted.norm()) < 0.06
-
-
-def _whole_read(x: Tensor, w: Tensor, b: Tensor) -> Any:
-    both = linear(x, w, b)
-    value, gate = both.chunk(2, -1)
-    return value * gelu(gate), both
-
-
-def _gate_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    gate, value = linear(x, w, b).chunk(2, -1)
-    return value * gelu(gate)
 
 
 def _with_another(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """Two layers of one input are one product."""
-    return _chunked(x, w, b) + linear(x, w, b)[..., :WIDTH]
+    return chunked(x, w, b) + linear(x, w, b)[..., :WIDTH]
 
 
-@pytest.mark.parametrize("function", [_whole_read, _gate_first, _with_another])
+@pytest.mark.parametrize("function", [whole_read, gate_first, _with_another])
 def test_what_is_no_such_gate_stays(function: Callable[..., Any]) -> None:
     graph = _graph(function)
     before = len(graph.graph.nodes)
@@ -176,7 +133,7 @@ def test_what_is_no_such_gate_stays(function: Callable[..., Any]) -> None:
     ids=["few rows", "on a CPU", "odd columns", "odd rows"],
 )
 def test_products_stay_that_the_kernel_is_not_for(other: dict[str, Any]) -> None:
-    assert gated_linears(_graph(_chunked, **other)) == 0
+    assert gated_linears(_graph(chunked, **other)) == 0
 
 
 def _slowly(mm: torch.fx.Node) -> None:
@@ -246,14 +203,14 @@ def _of_other_numbers(mm: torch.fx.Node) -> None:
     ids=lambda f: f.__name__,
 )
 def test_products_that_are_something_else_stay(change: Callable[[torch.fx.Node], None]) -> None:
-    graph = _graph(_chunked)
+    graph = _graph(chunked)
     (mm,) = _calls(graph, aten._scaled_mm.default)
     change(mm)
     assert gated_linears(graph) == 0 and _calls(graph, aten._scaled_mm.default) == [mm]
 
 
 def test_a_look_at_the_weight_that_others_read_stays() -> None:
-    graph = _graph(_chunked)
+    graph = _graph(chunked)
     (mm,) = _calls(graph, aten._scaled_mm.default)
     weight: Any = mm.args[1]
     (output,) = graph.graph.find_nodes(op="output")
@@ -271,8 +228,8 @@ def _tensorwise(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 def test_products_with_one_scale_for_all_stay() -> None:
-    weights = [torch.empty(2 * WIDTH, INNER, dtype=torch.half), torch.empty(2 * WIDTH, dtype=torch.half)]
-    assert gated_linears(_exported(_tensorwise, weights, ROWS, torch.half, "cuda:0")) == 0
+    weights = layer_like(WIDTH, INNER, torch.half)
+    assert gated_linears(exported(_tensorwise, weights, ROWS, torch.half, "cuda:0")) == 0
 
 
 @pytest.mark.gpu
