@@ -40,6 +40,7 @@ def test_layers_are_lowered_once_by_a_worker_that_lowered_before(
     """Torch asks for the device when it lowers, and no process that is forked afterwards can use it."""
     monkeypatch.setattr(pool, "_MANY", 1)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there may watch, which asks for the device
     payloads = lowered(tmp_path, "context_watch", ["stack"])
     assert (payloads["stack"] / "folded.json").exists() and (payloads["stack"] / "before").exists()
     (tmp_path / "again").mkdir()
