@@ -174,6 +174,23 @@ def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
     return found
 
 
+def settle(program: torch.export.ExportedProgram) -> None:
+    """Make sizes numbers for which the trace's equalities leave one value, as torch does where one says so by itself.
+
+    A table of six rows that is added to `t.reshape(batch, 6, -1)` says that a sixth of t's width is 1152, and reshaping
+    that nothing is left over; kernels would find the rows at a sixth of a size, one number at a time.
+    """
+    import sympy
+
+    env = _shape_env(program)
+    equalities = _equalities(env) if env is not None else []
+    known = {expr.lhs: expr.rhs for expr in equalities if expr.rhs.is_Integer and not expr.lhs.is_Symbol}
+    for expr in equalities if known else []:
+        found = expr.subs(known)
+        if isinstance(found, sympy.Eq) and found.lhs.is_Symbol and found.rhs.is_Integer:
+            env.evaluate_expr(found)
+
+
 def conditions_of(
     program: torch.export.ExportedProgram, tensors: list[Node], ints: list[Node], answers: list[tuple[Any, Any, Any]]
 ) -> Conditions:
@@ -254,12 +271,18 @@ def _guards(env: Any, answers: list[Any]) -> list[str]:
     """
     import sympy
 
-    equalities = [expr for guard in env.guards if isinstance(expr := env.replace(guard.expr), sympy.Eq)]
     found: dict[str, None] = {}
-    for expr in (*equalities, *answers):
+    for expr in (*_equalities(env), *answers):
         if not (expr in (True, sympy.true) or getattr(expr, "is_number", False)):
             found[_print(expr)] = None
     return list(found)
+
+
+def _equalities(env: Any) -> list[Any]:
+    """Those among the relations that torch asked for."""
+    import sympy
+
+    return [expr for guard in env.guards if isinstance(expr := env.replace(guard.expr), sympy.Eq)]
 
 
 def _least(env: Any, symbol: Any, bound: Any) -> int | None:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from . import modulestate, readset, strengths
-from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, counted, noted
+from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, counted, noted, settle
 from .conditions import Conditions
 from .effects import (
     CHANGES_GIVEN,
@@ -386,6 +386,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
 def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
+    settle(program)
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))

@@ -46,6 +46,29 @@ def test_a_size_that_follows_from_others_is_checked() -> None:
     assert not probe.agrees(x(3, 9), x(3, 4), torch.ones(3, 12))
 
 
+def test_a_size_that_two_relations_leave_one_value_for_is_a_number() -> None:
+    """No kernel has to divide by it, or find rows at a part of it."""
+
+    def modulated(b: Any, h: T, t: T) -> T:
+        shift, scale = (b.table[:2] + t.reshape(t.shape[0], 2, -1)).chunk(2, 1)
+        return h * (1 + scale) + shift
+
+    probe = Probe(block_of(modulated), x(2, 6), torch.randn(2, 16))
+    assert probe.captured.conditions.shapes[1][1] == 16
+    sizes = [s for node in probe.captured.graph.graph.nodes for s in getattr(node.meta.get("val"), "shape", ())]
+    assert not [size for size in map(str, sizes) if "//" in size]
+    assert probe.agrees(x(3, 9), torch.randn(3, 16))
+    assert probe.refuses(x(2, 6), torch.randn(2, 18)) and probe.refuses(x(2, 6), torch.randn(2, 17))
+
+
+def test_a_size_of_which_a_part_alone_is_known_stays_free() -> None:
+    def cut(b: Any, h: T, t: T) -> T:
+        return h + b.table[:6] + t.new_zeros(t.shape[1] // 2, 8)
+
+    probe = Probe(block_of(cut), x(2, 6), torch.randn(2, 12))
+    assert probe.captured.conditions.shapes[1][1] != 12 and probe.agrees(x(3, 6), torch.randn(3, 13))
+
+
 def test_a_window_needs_sizes_that_it_divides() -> None:
     def windows(b: Any, h: T) -> T:
         return b.linear(h.unflatten(1, (-1, 4))).flatten(1, 2)
