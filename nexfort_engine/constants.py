@@ -51,7 +51,7 @@ class Sent:
         own = self.constant
         if request != self.request or constant.dtype != own.dtype or constant.shape != own.shape:
             return False
-        return constant.stride() == self.stride and torch.equal(_bits(constant), _bits(own))
+        return constant.stride() == self.stride and torch.equal(bits(constant), bits(own))
 
 
 class Constants(TorchDispatchMode):
@@ -315,6 +315,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """All bits of a tensor: a comparison of numbers would miss a sign of zero, and find no NaN the same."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

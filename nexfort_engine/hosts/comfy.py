@@ -4,7 +4,7 @@
 A model patcher's clone gets one APPLY_MODEL wrapper, which sees the BaseModel that really runs; engines are kept on
 that model's network, one for each config, so that a node that runs again finds its artefacts. Nothing of ComfyUI is
 replaced, and a clone without the wrapper runs the plain network at all times. ControlNets are in comfy_control.py,
-weights that ComfyUI moves, casts or patches in comfy_weights.py.
+weights that ComfyUI moves, casts or patches in comfy_weights.py, conditions that it moves in comfy_conds.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..compiled import say_if_unquantised, store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
+from .comfy_conds import Conds
 from .comfy_progress import shown
 from .comfy_weights import ComfyWeights
 
@@ -53,7 +54,14 @@ _live: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
 class _Engines(dict):
-    """The engines of one network by config. A copy of the network starts without any: it has modules of its own."""
+    """The engines of one network by config. A copy of the network starts without any: it has modules of its own.
+
+    conds: what of its calls was copied to the GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conds = Conds()
 
     def __deepcopy__(self, _memo: Any) -> _Engines:
         return _Engines()
@@ -111,7 +119,9 @@ def _release(patcher: Any, unloaded: bool, *_: Any) -> None:
     """ComfyUI takes the model off the GPU: what engines hold there goes too. Not when a mere clone ends."""
     network = getattr(patcher.model, "diffusion_model", None)
     if unloaded and isinstance(network, nn.Module):
-        for engine in network.__dict__.get(_ENGINES, {}).values():
+        engines = _engines(network)
+        engines.conds.clear()
+        for engine in engines.values():
             engine.release()
 
 
@@ -126,6 +136,8 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             if reason:
                 engine.report.eager("(whole module)", reason)
             return executor(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            kwargs = _engines(network).conds.sent(kwargs, args[0].device)
         with shown(engine.report), engine.active(watch_root=True):
             return executor(*args, **kwargs)
 
@@ -146,15 +158,17 @@ def engine_for(network: nn.Module, config: CompileConfig, model: Any, **given: A
 
     model: what the host holds the network in, or the network itself. given: more of what `new_engine` takes.
     """
-    engines = network.__dict__.get(_ENGINES)
-    if engines is None:
-        engines = network.__dict__[_ENGINES] = _Engines()
+    engines = _engines(network)
     engine = engines.get(config)
     if engine is None:
         engine = engines[config] = new_engine(network, config, model, **given)
         say_if_unquantised(config, [network], [engine.report])
         tell_of(engine)
     return engine
+
+
+def _engines(network: nn.Module) -> _Engines:
+    return network.__dict__.setdefault(_ENGINES, _Engines())
 
 
 def new_engine(
