@@ -12,6 +12,7 @@ from .flags import replaced
 LONGEST_ROW = 16384
 _SHORTEST_ROW = 1025  # of those whose warps are chosen here; for shorter ones Inductor's rule does the same
 _PER_WARP = 2048  # numbers of a row, 64 for each thread: the fewer warps, the fewer have to wait for each other
+_PER_WARP_OF_TWO = 1280  # of each tensor, where there are several
 _SIDE_BY_SIDE = {"XBLOCK": 32, "R0_BLOCK": 16, "num_warps": 2, "num_stages": 1}
 _FEWEST = 64  # numbers of a sum that is looked at; of fewer Inductor keeps all in registers
 _MANY_ROWS, _NARROW = 2048, 64
@@ -33,7 +34,11 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
     Where a kernel also reads one number for each row of the batch, or the partners of pairs, Inductor does so for none,
     though a row's numbers are read side by side all the same: a layer norm of a sum with modulation took 61 instead of
     116 to 160 microseconds (2 x 14040 rows of 1536), and 68 with one warp: a kernel that reads two long tensors has
-    twice as many. Norms of 24 x 4096 heads with rotary embeddings took 60 and 89 (as above).
+    twice as many, where a warp would have more than 1280 numbers of each (8192 rows of 1152: 18.5 and 21.1). Not so
+    where the result is brought to fp8, for which all wait once more (4096 rows of 3072: 26.6 with two warps and 31.1
+    with four). A table of numbers for each row of the batch is no such tensor: a norm with modulation that is brought
+    to fp8 takes 20.1 with one warp and 33.4 with two (8192 rows of 1152), 51.9 and 73.3 (2 x 14040 rows of 1536).
+    Norms of 24 x 4096 heads with rotary embeddings took 60 and 89 (as above).
 
     Sums whose numbers lie side by side with their neighbours', as columns of a matrix do, are made many at once. Where
     there are many of them Inductor shapes them as sums over rows: 2 x 96 x 320 sums of 96 numbers took 9.1 microseconds
@@ -52,17 +57,19 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
-    from torch.utils._sympy.functions import ModularIndexing
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
     def joins(features: Any) -> bool:
-        """Whether a kernel reads more than one tensor of all its rows, each number by itself."""
+        """Whether a kernel reads more than one tensor of all its rows, each number by itself; see above."""
         whole = features.numel * features.reduction_numel
         nodes = features.scheduler_nodes()
         made = {dep.name for node in nodes for dep in node.read_writes.writes}
         reads = {dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)}
         equal = V.graph.sizevars.statically_known_equals
-        read = {dep.name for dep in reads if dep.name not in made and equal(dep.get_numel(), whole)}
-        return len(read) > 1 and not any(dep.index.has(ModularIndexing) for dep in reads if dep.name in read)
+        all_rows = [dep for dep in reads if dep.name not in made and equal(dep.get_numel(), whole)]
+        own = {dep.name for dep in all_rows if not dep.index.has(FloorDiv)}
+        kinds = {getattr(getattr(node.node, "data", None), "reduction_type", None) for node in nodes}
+        return len(own) > 1 and "max" not in kinds and not any(dep.index.has(ModularIndexing) for dep in all_rows)
 
     def length_of(features: Any, scores: dict[str, Any] | None = None) -> int | None:
         """Numbers of the row that a kernel sums over; None where it is no such kernel."""
@@ -109,7 +116,7 @@ def whole_rows(*, measured: bool = False) -> Iterator[None]:
             length = length_of(features, kernel_kwargs.get("tiling_scores")) or 0
             if length >= _SHORTEST_ROW:
                 warps = max(1, (1 << (length - 1).bit_length()) // _PER_WARP)
-                warps *= 2 if joins(features) else 1
+                warps *= 2 if length > warps * _PER_WARP_OF_TWO and joins(features) else 1
                 shape = {"XBLOCK": 1, "num_warps": warps, "num_stages": 1}
                 kernel_kwargs = {**kernel_kwargs, "override_persistent_reduction": True}
             elif self.should_use_persistent_reduction(features, False):

@@ -70,6 +70,7 @@ _REWRITES = (
     "gated_linear",
     "linear_gelu",
     "rotary",
+    "broadcast",
     "few_keys_attention",
     "unpadded_attention",
 )

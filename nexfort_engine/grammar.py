@@ -39,6 +39,7 @@ OPTIONS: dict[str, type] = {
     "fuse.group_norm": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
+    "fuse.broadcast": bool,
     "fuse.few_keys_attention": bool,
     "fuse.gated_linear": bool,
     "fuse.gelu": bool,

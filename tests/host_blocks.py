@@ -67,9 +67,18 @@ def z_image() -> tuple[nn.Module, list[Input]]:
     return block, [((2, IMAGE, 3840), HALF), None, table, ((2, 256), HALF)]
 
 
+def pixart() -> tuple[nn.Module, list[Input]]:
+    """All six numbers for a row of its modulation come in one tensor of two dimensions."""
+    from comfy.ldm.pixart.pixartms import PixArtMSBlock
+
+    block = PixArtMSBlock(1152, 16, sampling="conv", **_settings())
+    return block, [((2, IMAGE, 1152), HALF), ((1, 240, 1152), HALF), ((2, 6 * 1152), HALF)]
+
+
 HOST_BLOCKS: dict[str, Callable[[], tuple[nn.Module, list[Input]]]] = {
     one.__name__: one for one in (flux_double, flux_single, wan, z_image)
 }
+WITHOUT_ROTARY = {"pixart": pixart}
 
 
 def with_attention_of_others(kind: str) -> Captured:
@@ -79,7 +88,7 @@ def with_attention_of_others(kind: str) -> Captured:
 
 def host_captured(kind: str, options: dict[str, Any] | None = None) -> Captured:
     """A block as a process with a GPU captures it."""
-    block, inputs = HOST_BLOCKS[kind]()
+    block, inputs = {**HOST_BLOCKS, **WITHOUT_ROTARY}[kind]()
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         patch.setattr(parts, "is_plain", lambda _: True)
         patch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor))

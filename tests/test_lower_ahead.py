@@ -23,7 +23,6 @@ from gpu_blocks import (
     FROZEN,
     GATED,
     INNERMOST,
-    JOINED,
     LAYERS,
     MASKED,
     MEASURED,
@@ -52,7 +51,7 @@ TESTS = Path(__file__).resolve().parent
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each block lowered by one forked worker, which has never seen a device."""
-    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *JOINED, *STACKS], OPTIONS)
+    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
 
 
 def _lowered(
@@ -137,11 +136,16 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "reciprocal" in row
 
 
-def test_what_a_norm_adds_up_first_is_read_once_too(payloads: dict[str, Path]) -> None:
-    """Though it also reads one number for each row of the batch; two tensors are more registers, so two warps."""
-    kernels = _code(payloads["joined"]).split("async_compile.triton(")[1:]
+@pytest.mark.parametrize(("mode", "warps"), [("O2", 2), ("O3", 1)])
+def test_what_a_norm_adds_up_first_is_read_once_too(mode: str, warps: int, tmp_path: Path) -> None:
+    """Though it also reads one number for each row of the batch; two tensors are more registers, so two warps.
+
+    Not so where the result is brought to fp8, for which they would wait for each other once more.
+    """
+    options = CompileConfig.parse(mode).lowering_options("cuda")
+    kernels = _code(_lowered(tmp_path, ["joined"], options)["joined"]).split("async_compile.triton(")[1:]
     (norm,) = (kernel for kernel in kernels if "layer_norm" in kernel.partition(",")[0])
-    assert "'XBLOCK': 1, 'num_warps': 2" in norm and "R0_BLOCK: tl.constexpr = 2048" in norm
+    assert f"'XBLOCK': 1, 'num_warps': {warps}" in norm and "R0_BLOCK: tl.constexpr = 2048" in norm
 
 
 @pytest.mark.parametrize(("kind", "block"), [("residual", "'C_BLOCK': 4, "), ("innermost", "'C_BLOCK': 32, ")])
@@ -333,7 +337,7 @@ def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Pat
     """One that has a norm in it is a kernel either way."""
     assert not [kind for kind, payload in turned.items() if "comfy_kitchen" in _code(payload)]
     fused = {kind: _launches(payload) for kind, payload in turned.items()}
-    assert fused == {"flux_double": 11, "flux_single": 5, "wan": 7, "z_image": 6}
+    assert fused == {"flux_double": 11, "flux_single": 5, "wan": 7, "z_image": 8}, "its two gates by themselves"
     before = _of_host(tmp_path, ["flux_double", "wan"], "O2", fused=False)
     assert {kind: _launches(payload) for kind, payload in before.items()} == {"flux_double": 14, "wan": 10}
 
@@ -380,6 +384,30 @@ def test_sizes_that_were_taken_to_be_equal_are_conditions(kind: str, turned: dic
     table[at] += 8
     shapes[0][1] += 8
     assert taken.broken(shapes) is None and taken.broken([[1, *shape[1:]] for shape in shapes]) is None
+
+
+# ---- modulation ------------------------------------------------------------------------------------------------------
+
+
+def _row_kernels(payload: Path) -> list[str]:
+    """Those that keep whole rows, one each."""
+    return [text for text in _code(payload).split("async_compile.triton(") if "config={'XBLOCK': 1, " in text]
+
+
+@pytest.mark.comfy
+def test_a_gate_s_function_is_computed_once_and_not_for_each_row(turned: dict[str, Path]) -> None:
+    assert "tanh(" in _code(turned["z_image"])
+    assert not [text for text in _row_kernels(turned["z_image"]) if "tanh(" in text]
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("mode", ["O2", "O3"])
+def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path, mode: str, tmp_path: Path) -> None:
+    """Places in a sixth of a size would be read one number at a time, and in fp8 all warps wait for each other."""
+    payload = _of_host(tmp_path, ["pixart"], mode)["pixart"]
+    assert "6912*" in _code(payload) and "// 6" not in _code(payload)
+    norms = [text for text in _row_kernels(payload) if "native_layer_norm" in text.partition(",")[0]]
+    assert len(norms) == 2 and all("'num_warps': 1," in text for text in norms)
 
 
 def _code(payload: Path) -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from nexfort_engine import lower, prepared
 from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.passes import split
+from nexfort_engine.passes.broadcasts import broadcasts
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
 from nexfort_engine.passes.group_norm import by_channels, group_norms
 from nexfort_engine.passes.inner_weights import inner_weights
@@ -187,6 +188,38 @@ def test_channels_come_innermost_before_what_only_a_convolution_reads(
 
 
 # ---- GELU --------------------------------------------------------------------------------------------------
+
+
+GATES = {
+    "a gate": (lambda b, h, g: h + torch.tanh(g).unsqueeze(1) * h, 1),
+    "two of one tensor": (
+        lambda b, h, g: torch.sigmoid(g)[:, None] * h + torch.exp(g.chunk(2, 1)[0].repeat(1, 2))[:, None],
+        2,
+    ),
+    "once more in between": (lambda b, h, g: h * (1 + functional.silu(g).view(-1, 1, 8)), 1),
+    "each row its own": (lambda b, h, g: torch.tanh(h) * g.unsqueeze(1), 0),
+    "behind a product": (lambda b, h, g: h + b.linear(functional.silu(g)).unsqueeze(1), 0),
+    "little to compute": (lambda b, h, g: h * (1 + g).unsqueeze(1), 0),
+    "few rows": (lambda b, h, g: h[:, :40] * torch.tanh(g).unsqueeze(1), 0),
+}
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_what_many_rows_are_multiplied_with_is_computed_once(kind: str, tmp_path: Path) -> None:
+    """To the same bits at every size, as an artefact too; where it is not computed for many rows it stays."""
+    function, count = GATES[kind]
+    probe = Probe(block_of(function), torch.randn(2, 200, 8), torch.randn(2, 8))
+    graph, weights = probe.captured.graph, [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    assert broadcasts(graph) == count and broadcasts(graph) == 0
+    graph.graph.lint()
+    graph.recompile()
+    lower.lower(probe.captured, tmp_path / "payload", {})
+    code = lower.load(tmp_path / "payload", {}, [], len(weights))
+    for batch, rows in ((2, 200), (3, 70), (1, 999)):
+        inputs = torch.randn(batch, rows, 8), torch.randn(batch, 8)
+        wanted = probe.block(*inputs)
+        assert torch.equal(graph(*weights, *inputs)[0], wanted)
+        assert torch.allclose(code([*weights, *inputs])[0], wanted, atol=1e-6)
 
 
 @settings(max_examples=80)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from ..attention import operator
 from ..quant.precision import low_precision
+from .broadcasts import broadcasts
 from .few_keys_attention import few_keys_attentions
 from .gated_linear import gated_linears
 from .gelu import gelus
@@ -37,6 +38,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "upsample": upsamplings,
     "inner_weights": inner_weights,
     "rotary": rotaries,
+    "broadcast": broadcasts,
     "low_precision": low_precision,
     "grouped_linear": grouped_linears,  # of those that are not brought to low precision
     "gated_linear": gated_linears,  # of these and of products in fp8
