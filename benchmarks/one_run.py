@@ -39,6 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=0.0, help="GiB of the card that are left free, weights included"
     )
+    parser.add_argument("--channels-last", action="store_true", help="as ComfyUI started with --force-channels-last")
     parser.add_argument("--lora", action="store_true", help="also: seconds of the step after a LoRA's strength changed")
     parser.add_argument("--small", action="store_true", help="the backbone at a size for a processor, in float32")
     parser.add_argument("--flops", action="store_true", help="also: TFLOP/s, and the share of what a product reaches")
@@ -61,9 +62,11 @@ def main() -> int:
 
     backbone = BACKBONES[args.backbone].at_small_size() if args.small else BACKBONES[args.backbone]
     as_without_card()
+    import comfy.cli_args
     import comfy.model_management
     import comfy.sd
 
+    comfy.cli_args.args.force_channels_last = args.channels_last
     device = comfy.model_management.get_torch_device()
     if args.dynamic_vram:
         card.use_dynamic_vram(device.index)
