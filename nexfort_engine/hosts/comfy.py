@@ -137,7 +137,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
                 engine.report.eager("(whole module)", reason)
             return executor(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor):
-            kwargs = _engines(network).conds.sent(kwargs, args[0].device)
+            args, kwargs = _engines(network).conds.sent(args, kwargs, args[0].device)
         with shown(engine.report), engine.active(watch_root=True):
             return executor(*args, **kwargs)
 
