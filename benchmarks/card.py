@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -129,22 +129,37 @@ def teraflop(run: Callable[[], Any]) -> float:
 
 
 def profile(run: Callable[[], Any]) -> None:
-    """Print where the card's time went: milliseconds, launches and name of each kernel, the longest first."""
+    """Print where the card's time went: milliseconds, launches and name of each kernel, the longest first.
+
+    And how long it had nothing to do, by the kernel that was waited for.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
     with profiled(activities=[ProfilerActivity.CUDA]) as found:
         run()
-    rows: dict[str, list[float]] = {}
-    for event in found.events():
-        if event.device_type == DeviceType.CUDA:
-            row = rows.setdefault(event.name, [0.0, 0])
-            row[0], row[1] = row[0] + event.device_time_total / 1e3, row[1] + 1
-    total = sum(ms for ms, _ in rows.values())
-    print(f"{total:.2f} ms in {sum(count for _, count in rows.values())} kernels", file=sys.stderr)
-    for kernel, (ms, count) in sorted(rows.items(), key=lambda item: -item[1][0])[:80]:
-        print(f"{ms:8.3f} {count:5.0f} {kernel[:110]}", file=sys.stderr)
+        settle()
+    events = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
+    ran = [(end - start, kernel) for start, end, kernel in spans]
+    for title, times, most in (("in kernels", ran, 80), ("idle before kernels", idle(spans), 30)):
+        print(f"{sum(time for time, _ in times) / 1e3:.2f} ms {title}, {len(times)} times", file=sys.stderr)
+        rows: dict[str, list[float]] = {}
+        for microseconds, kernel in times:
+            rows.setdefault(kernel, []).append(microseconds)
+        for kernel, each in sorted(rows.items(), key=lambda row: -sum(row[1]))[:most]:
+            print(f"{sum(each) / 1e3:8.3f} {len(each):5} {max(each):8.1f} at most {kernel[:100]}", file=sys.stderr)
+
+
+def idle(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
+    """How long nothing ran before some of these kernels: begin, end and name of each; they may overlap."""
+    found, until = [], None
+    for start, end, kernel in sorted(spans):
+        if until is not None and start > until:
+            found.append((start - until, kernel))
+        until = end if until is None else max(until, end)
+    return found
 
 
 def main() -> int:

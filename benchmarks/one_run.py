@@ -43,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="also: seconds of the step after a LoRA's strength changed")
     parser.add_argument("--small", action="store_true", help="the backbone at a size for a processor, in float32")
     parser.add_argument("--flops", action="store_true", help="also: TFLOP/s, and the share of what a product reaches")
-    parser.add_argument("--profile", action="store_true", help="print where the time of two steps goes")
+    parser.add_argument("--profile", action="store_true", help="print where the time of four queued steps goes")
     return parser.parse_args(argv)
 
 
@@ -284,7 +284,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         if args.way == "nexfort":
             found["compiled_by_lora"] = report_of(model).as_dict()["artefacts_compiled"] - compiled
     if args.profile:
-        card.profile(lambda: sampling(model, 2))
+        card.profile(lambda: sampling.queued(model, 4))
     return found
 
 
