@@ -11,7 +11,7 @@ from benchmarks.card import idle
 TIMES = st.tuples(st.integers(0, 40), st.integers(0, 9)).map(lambda time: (float(time[0]), float(sum(time)), "kernel"))
 
 
-def test_time_between_kernels_is_its_who_was_waited_for() -> None:
+def test_time_in_which_nothing_runs_is_that_of_the_kernel_behind_it() -> None:
     spans = [(4.0, 6.0, "late"), (0.0, 2.0, "first"), (2.0, 3.0, "at once"), (5.0, 9.0, "beside"), (9.5, 10.0, "late")]
     assert idle(spans) == [(1.0, "late"), (0.5, "late")]
     assert idle([]) == [] and idle(spans[:1]) == []
