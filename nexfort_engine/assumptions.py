@@ -175,20 +175,26 @@ def relations(env: Any, answers: list[tuple[Any, Any, Any]]) -> list[Any]:
 
 
 def settle(program: torch.export.ExportedProgram) -> None:
-    """Make sizes numbers for which the trace's equalities leave one value, as torch does where one says so by itself.
+    """Make sizes numbers that an equality of the trace gives once others say what its terms are.
 
-    A table of six rows that is added to `t.reshape(batch, 6, -1)` says that a sixth of t's width is 1152, and reshaping
-    that nothing is left over; kernels would find the rows at a sixth of a size, one number at a time.
+    Torch does so where an equality says it by itself. A table of six rows that is added to `t.reshape(batch, 6, -1)`
+    says that a sixth of t's width is 1152, and reshaping that nothing is left over; kernels would find the rows at a
+    sixth of a size, one number at a time.
     """
+    env = _shape_env(program)
+    # the environment is frozen after a trace, and says so, yet what is asked of a symbol alone replaces it (torch 2.11)
+    while env is not None and any(map(env.evaluate_expr, _told(env))):
+        pass
+
+
+def _told(env: Any) -> list[Any]:
+    """Symbol == number, for symbols that are none yet."""
     import sympy
 
-    env = _shape_env(program)
-    equalities = _equalities(env) if env is not None else []
+    equalities = _equalities(env)
     known = {expr.lhs: expr.rhs for expr in equalities if expr.rhs.is_Integer and not expr.lhs.is_Symbol}
-    for expr in equalities if known else []:
-        found = expr.subs(known)
-        if isinstance(found, sympy.Eq) and found.lhs.is_Symbol and found.rhs.is_Integer:
-            env.evaluate_expr(found)
+    found = [expr.subs(known) for expr in equalities if expr.has(*known)] if known else []
+    return [expr for expr in found if isinstance(expr, sympy.Eq) and expr.lhs.is_Symbol and expr.rhs.is_Integer]
 
 
 def conditions_of(

@@ -33,6 +33,7 @@ _OPEN = (
     torch.Tensor.__dlpack__,
 )  # what writes to their results is not seen
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 _NUMBERS = (bool, int, float, complex)
 _HOST = "cpu"
 
@@ -317,4 +318,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """All bits of a tensor: a comparison of numbers would miss a sign of zero, and find no NaN the same."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(_WHOLE_NUMBERS.get(flat.itemsize, torch.int64))  # as wide as there are: eight bytes at once

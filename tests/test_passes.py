@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from nexfort_engine import lower, prepared
 from nexfort_engine.modulestate import WeightSlots
-from nexfort_engine.passes import split
-from nexfort_engine.passes.broadcasts import broadcasts
+from nexfort_engine.passes import broadcast, split
+from nexfort_engine.passes.broadcast import broadcasts
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
 from nexfort_engine.passes.group_norm import by_channels, group_norms
 from nexfort_engine.passes.inner_weights import inner_weights
@@ -192,21 +192,26 @@ def test_channels_come_innermost_before_what_only_a_convolution_reads(
 
 GATES = {
     "a gate": (lambda b, h, g: h + torch.tanh(g).unsqueeze(1) * h, 1),
-    "two of one tensor": (
-        lambda b, h, g: torch.sigmoid(g)[:, None] * h + torch.exp(g.chunk(2, 1)[0].repeat(1, 2))[:, None],
-        2,
-    ),
+    "two of one tensor": (lambda b, h, g: torch.sigmoid(g)[:, None] * h + g.exp()[:, None, :], 2),
     "once more in between": (lambda b, h, g: h * (1 + functional.silu(g).view(-1, 1, 8)), 1),
+    "one of the other": (lambda b, h, g: h * torch.sigmoid(torch.tanh(g).exp() + 1).unsqueeze(1), 1),
+    "a result too": (lambda b, h, g: (h * (gate := torch.tanh(g)).unsqueeze(1), gate), 1),
     "each row its own": (lambda b, h, g: torch.tanh(h) * g.unsqueeze(1), 0),
     "behind a product": (lambda b, h, g: h + b.linear(functional.silu(g)).unsqueeze(1), 0),
+    "an operand": (lambda b, h, g: h @ torch.tanh(g).unsqueeze(2).expand(-1, -1, 600), 0),
     "little to compute": (lambda b, h, g: h * (1 + g).unsqueeze(1), 0),
     "few rows": (lambda b, h, g: h[:, :40] * torch.tanh(g).unsqueeze(1), 0),
+    "one number": (lambda b, h, g: h * torch.tanh(g.sum()), 0),
+    "in another order": (lambda b, h, g: h * torch.tanh(g.view(-1, 2, 4).mT).mT.view(-1, 1, 8), 0),
 }
 
 
 @pytest.mark.parametrize("kind", GATES)
-def test_what_many_rows_are_multiplied_with_is_computed_once(kind: str, tmp_path: Path) -> None:
+def test_what_many_rows_are_multiplied_with_is_computed_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the same bits at every size, as an artefact too; where it is not computed for many rows it stays."""
+    monkeypatch.setattr(broadcast, "_MANY", 1)
     function, count = GATES[kind]
     probe = Probe(block_of(function), torch.randn(2, 200, 8), torch.randn(2, 8))
     graph, weights = probe.captured.graph, [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
@@ -218,8 +223,17 @@ def test_what_many_rows_are_multiplied_with_is_computed_once(kind: str, tmp_path
     for batch, rows in ((2, 200), (3, 70), (1, 999)):
         inputs = torch.randn(batch, rows, 8), torch.randn(batch, 8)
         wanted = probe.block(*inputs)
-        assert torch.equal(graph(*weights, *inputs)[0], wanted)
-        assert torch.allclose(code([*weights, *inputs])[0], wanted, atol=1e-6)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for found, made, right in zip(graph(*weights, *inputs), code([*weights, *inputs]), wanted, strict=True):
+            assert torch.equal(found, right) and found.stride() == made.stride() == right.stride()
+            assert torch.allclose(made, right, atol=1e-6)
+
+
+def test_a_launch_for_a_small_tensor_s_rows_is_not_made() -> None:
+    block = block_of(GATES["a gate"][0])
+    rows = broadcast._MANY // 16
+    assert broadcasts(Probe(block, torch.randn(2, rows - 1, 8), torch.randn(2, 8)).captured.graph) == 0
+    assert broadcasts(Probe(block, torch.randn(2, rows, 8), torch.randn(2, 8)).captured.graph) == 1
 
 
 @settings(max_examples=80)

@@ -9,55 +9,85 @@ SDXL, whose prompt has 1.3 MB, are queued one behind the other (H200, torch 2.11
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..constants import bits
+from ..constants import Sent
 
-_MOST_BYTES = 2**26  # of all values of one condition
-_MOST = 8  # of them: a prompt and its opposite, if not in one batch, and some areas
+_MOST_BYTES = 2**26  # of all that is kept of a network's conditions; the host copies what is beyond
+_LATELY = 64  # calls: what none of them asked for makes room for others
+
+
+@dataclass
+class _Kept:
+    """A condition that was copied, and the call that asked for it last."""
+
+    sent: Sent
+    asked: int
 
 
 class Conds:
-    """What was copied, by the condition's name and where to: the latest values, in main memory and there."""
+    """What was copied, by the condition's name and where to: in main memory, and there."""
 
     def __init__(self) -> None:
-        self._sent: dict[Hashable, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._kept: dict[Hashable, list[_Kept]] = {}
+        self._calls = 0
+        self._lock = threading.Lock()
 
     def clear(self) -> None:
         """Keep nothing on the GPU."""
-        self._sent.clear()
+        with self._lock:
+            self._kept.clear()
 
     def sent(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What one call is given, with the tensors on `device` that would be copied there: same bits, same dtype.
 
-        Each is a tensor of its own, which may be written to. Lists are conditions of several tensors.
+        They are those that ComfyUI's `_apply_model` copies, in lists by name too, and tensors of their own, which may
+        be written to. Wrappers of others behind the engine's see them on the GPU.
         """
-        placed = tuple(self._there(place, value, device) for place, value in enumerate(args))
-        return placed, {name: self._there(name, value, device) for name, value in kwargs.items()}
+        if device.type == "mps":
+            return args, kwargs  # has no float64, which the host makes float32 on the way
+        with self._lock:
+            self._calls += 1
+            placed = tuple(self._there(place, value, device) for place, value in enumerate(args))
+            return placed, {name: self._each(name, value, device) for name, value in kwargs.items()}
 
-    def _there(self, name: str | int, value: Any, device: torch.device) -> Any:
+    def _each(self, name: str, value: Any, device: torch.device) -> Any:
         if type(value) is list:
-            return [self._there(name, one, device) for one in value]
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.device == device:
+            return [self._there((name, place), one, device) for place, one in enumerate(value)]
+        return self._there(name, value, device)
+
+    def _there(self, name: Hashable, value: Any, device: torch.device) -> Any:
+        if not _is_copied(value, device):
             return value
-        if value.layout is not torch.strided or value.nbytes > _MOST_BYTES:
+        for one in self._kept.get((name, device), ()):
+            if one.sent.answers({}, value):
+                one.asked = self._calls
+                return one.sent.there.clone()
+        self._forget()
+        if self._bytes() + value.nbytes > _MOST_BYTES:
             return value
-        kept = self._sent.setdefault((name, device), [])
-        for place, (own, there) in enumerate(kept):
-            if _same(own, value):
-                kept.append(kept.pop(place))
-                return there.clone()
-        there = value.detach().to(device, copy=True)
-        kept.append((value.detach().clone(), there))
-        while len(kept) > _MOST or sum(own.nbytes for own, _ in kept) > _MOST_BYTES:
-            del kept[0]
+        there = value.to(device, copy=True)
+        sent = Sent({}, value.clone(), value.stride(), there)
+        self._kept.setdefault((name, device), []).append(_Kept(sent, self._calls))
         return there.clone()
 
+    def _forget(self) -> None:
+        for name, kept in self._kept.items():
+            self._kept[name] = [one for one in kept if one.asked > self._calls - _LATELY]
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+    def _bytes(self) -> int:
+        return sum(one.sent.constant.nbytes for kept in self._kept.values() for one in kept)
+
+
+def _is_copied(value: Any, device: torch.device) -> bool:
+    """Whether the host would copy it to that device, and nothing but its numbers."""
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.device == device:
+        return False
+    return value.layout is torch.strided and not (value.requires_grad or value.is_quantized)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from ..attention import operator
 from ..quant.precision import low_precision
-from .broadcasts import broadcasts
+from .broadcast import broadcasts
 from .few_keys_attention import few_keys_attentions
 from .gated_linear import gated_linears
 from .gelu import gelus

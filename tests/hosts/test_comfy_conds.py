@@ -6,6 +6,8 @@ There is no GPU here: `meta` stands for one where copies are counted, main memor
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,38 +57,69 @@ def test_a_value_is_copied_once_and_a_changed_one_again() -> None:
     assert copies(conds, one) == 1
 
 
-def test_values_that_take_turns_are_all_kept_and_a_thousand_are_not() -> None:
-    conds, values = Conds(), [{"guidance": torch.tensor([float(i)])} for i in range(1000)]
-    assert copies(conds, *values) == 1000
-    assert copies(conds, *values[-comfy_conds._MOST :]) == 0
-    assert len(conds._sent["guidance", AWAY]) == comfy_conds._MOST
+@pytest.mark.parametrize("count", [2, 20])
+def test_values_that_take_turns_are_all_kept(count: int) -> None:
+    conds, values = Conds(), [{"guidance": torch.tensor([float(i)])} for i in range(count)]
+    assert copies(conds, *values * 10) == count
 
 
-def test_large_values_are_fewer() -> None:
-    conds, values = (
-        Conds(),
-        [{"c": torch.full((comfy_conds._MOST_BYTES // 3,), i, dtype=torch.uint8)} for i in range(5)],
-    )
-    assert copies(conds, *values, *values[2:]) == 5 and len(conds._sent["c", AWAY]) == 3
+def test_what_nobody_asks_for_any_more_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then what is beyond the most that is kept is left to the host, which copies it as it did."""
+    monkeypatch.setattr(comfy_conds, "_MOST_BYTES", 24)
+    conds, values = Conds(), [torch.full((5,), i, dtype=torch.int16) for i in range(3)]
+    for name in ("one", "two"):
+        assert copies(conds, *[{name: values[0]}] * 2) == 1
+    assert conds.sent((), {"three": values[2]}, AWAY)[1]["three"] is values[2]
+    assert copies(conds, *[{"one": values[0]}] * (comfy_conds._LATELY - 1)) == 0
+    assert copies(conds, {"three": values[2]}, {"one": values[0]}, {"three": values[2]}) == 1, "in the place of two"
+    assert conds.sent((), {"two": values[0]}, AWAY)[1]["two"] is values[0]
 
 
-def test_what_need_not_or_cannot_be_kept_stays_what_it_is() -> None:
-    large = torch.empty(comfy_conds._MOST_BYTES + 1, dtype=torch.uint8)
-    given = {"there": torch.empty(3, device=AWAY), "large": large, "number": 3, "none": None, "text": "a"}
-    given |= {"sparse": torch.eye(2).to_sparse(), "own": torch.nn.Parameter(torch.ones(2)), "shapes": [[1, 2], (3,)]}
-    _, found = Conds().sent((), given, AWAY)
-    assert list(found) == list(given) and all(found[name] is given[name] for name in given if name != "shapes")
-    assert found["shapes"] == given["shapes"]
-    on_processor = {"guidance": torch.tensor([3.5])}
-    assert Conds().sent((), on_processor, CPU)[1]["guidance"] is on_processor["guidance"]
+def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfy_conds, "_MOST_BYTES", 2**20)
+    conds, values = Conds(), [torch.full((size,), size) for size in (1, 90_000, 5, 80_000, 1000)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            calls = [values[i % 5] for i in range(2000)]
+            for value, (found,) in zip(calls, pool.map(lambda x: conds.sent((x,), {}, RENAMED)[0], calls), strict=True):
+                assert torch.equal(found, value)
+    finally:
+        sys.setswitchinterval(before)
 
 
-def test_tensors_in_lists_are_sent_as_well() -> None:
+def test_what_need_not_or_cannot_be_copied_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfy_conds, "_MOST_BYTES", 16)
+    given = {
+        "there": torch.empty(3, device=AWAY),
+        "large": torch.ones(17, dtype=torch.uint8),
+        "none": None,
+        "text": "a",
+    }
+    given |= {
+        "sparse": torch.eye(2).to_sparse(),
+        "own": torch.nn.Parameter(torch.ones(2)),
+        "options": {"a": torch.ones(1)},
+    }
+    given |= {"quantised": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)}
+    given |= {"learnt": torch.ones(2, requires_grad=True)}
     conds = Conds()
     for _ in range(2):
-        found = conds.sent((), {"ref_latents": [torch.ones(2), torch.zeros(3)]}, AWAY)[1]["ref_latents"]
-        assert [tensor.device for tensor in found] == [AWAY] * 2 and [len(tensor) for tensor in found] == [2, 3]
-    assert len(conds._sent["ref_latents", AWAY]) == 2
+        _, found = conds.sent((), given, AWAY)
+        assert list(found) == list(given) and all(found[name] is given[name] for name in given)
+    on_processor = {"guidance": torch.tensor([3.5])}
+    assert conds.sent((), on_processor, CPU)[1]["guidance"] is on_processor["guidance"]
+
+
+def test_tensors_in_lists_are_copied_as_the_host_does() -> None:
+    """Of lists by name, and no deeper."""
+    conds, inside = Conds(), torch.ones(2)
+    given = {"ref_latents": [torch.ones(2), torch.zeros(3)], "nested": [[inside], (3,)]}
+    (placed,), found = conds.sent(([inside],), given, AWAY)
+    assert placed[0] is inside and found["nested"][0][0] is inside and found["nested"][1] == (3,)
+    assert [tensor.device for tensor in found["ref_latents"]] == [AWAY] * 2
+    assert [len(tensor) for tensor in found["ref_latents"]] == [2, 3]
 
 
 @given(st.lists(st.floats(width=16), max_size=5), st.sampled_from(DTYPES))
@@ -116,7 +149,7 @@ def test_steps_copy_a_prompt_and_its_guidance_once_and_are_what_they_were(monkey
             return tuple([[words, {**told, "guidance": strength}] for words, told in prompt] for prompt in prompts)
 
         assert distance(sample(patcher, edit=guided), sample(compiled, edit=guided)) < TOLERANCE
-        prompts = [len(kept) for (name, _), kept in conds._sent.items() if name == 3]
-        assert len(conds._sent["guidance", RENAMED]) == number and prompts == [1]
+        kept = {name: len(values) for (name, _), values in conds._kept.items() if values}
+        assert kept["guidance"] == number and kept[3] == 1, "the prompt is what apply_model is called with fourth"
     host._release(compiled, True)
-    assert not conds._sent
+    assert not conds._kept

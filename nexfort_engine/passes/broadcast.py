@@ -10,27 +10,30 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..quant.precision import hint
 from .writing import fixed, in_memory
 
 aten = torch.ops.aten
-_COSTLY = {  # what takes many instructions, or a division
+_COSTLY = {  # what takes many instructions
     *(aten.tanh.default, aten.sigmoid.default, aten.silu.default, aten.gelu.default, aten.softplus.default),
     *(aten.exp.default, aten.erf.default, aten.sin.default, aten.cos.default, aten.log.default),
 }
-_MORE = 64  # times as many numbers: as many rows as pay for one launch more
+_MORE = 64  # times as many numbers
+_MANY = 2**21  # numbers, whose functions take as long as one launch more
 
 
 def broadcasts(module: GraphModule) -> int:
     """Have such a function's result in memory before it is read; gives how many."""
     found = 0
-    for node in list(module.graph.nodes):
-        if node.target in _COSTLY and (few := _numbers(node)) and _is_broadcast(node, few * _MORE):
+    for node in reversed(list(module.graph.nodes)):  # of functions of each other the last is enough
+        if node.target in _COSTLY and _is_contiguous(node) and _is_broadcast(node):
             _keep(node)
             found += 1
     return found
@@ -47,8 +50,22 @@ def _keep(node: Node) -> None:
         reader.replace_input_with(node, kept)
 
 
-def _is_broadcast(node: Node, many: int) -> bool:
-    """Whether what becomes of a value, number by number, is read beside `many` numbers and more."""
+def _is_contiguous(node: Node) -> bool:
+    """Whether a value lies as its copy would, for those that look at it otherwise. Single numbers need no memory."""
+    value = node.meta["val"]
+    behind: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_known_true(stride == behind):
+            return False
+        behind = behind * size
+    return value.dim() > 0
+
+
+def _is_broadcast(node: Node) -> bool:
+    """Whether what becomes of a value, number by number, is computed with many times as many numbers."""
+    few = _numbers(node)
+    if not few:
+        return False
     values, seen = [node], {node}
     for value in values:
         for user in value.users.keys() - seen:
@@ -56,7 +73,7 @@ def _is_broadcast(node: Node, many: int) -> bool:
             pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
             if user.target is aten.clone.default or not (looks or pointwise):
                 continue  # it is kept already, or an operand, which is in memory anyway
-            if (_numbers(user) or 0) >= many:
+            if pointwise and (_numbers(user) or 0) >= max(few * _MORE, _MANY):
                 return True
             values.append(user)
             seen.add(user)
