@@ -7,12 +7,10 @@ import json
 from typing import Any
 
 import torch
-from probe import Probe
 from torch import nn
 from torch.fx import Graph, GraphModule
 
 from nexfort_engine.folding import Folded, FoldedCode
-from nexfort_engine.modulestate import WeightSlots
 
 SIDE = 5  # of the matrices that graphs made by chance are of
 
@@ -20,12 +18,6 @@ SIDE = 5  # of the matrices that graphs made by chance are of
 def as_code(folded: Folded) -> FoldedCode:
     """The pieces as they are, called as those of an artefact."""
     return FoldedCode(list(folded.pieces), json.loads(json.dumps(folded.as_json())))
-
-
-def weights_of(probe: Probe) -> list[torch.Tensor]:
-    """Those that a captured block's graph is called with."""
-    slots = WeightSlots(probe.block).read()
-    return [slots[i] for i in probe.captured.weights]
 
 
 def with_numbers(graph: Graph) -> tuple[GraphModule, list[Any]]:

@@ -57,6 +57,12 @@ class Probe:
         assert self.refuses(*args, **kwargs) is None, "its own call"
         self.agrees(*args, **kwargs)
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Those that the captured graph is called with."""
+        slots = WeightSlots(self.block).read()
+        return [slots[i] for i in self.captured.weights]
+
     def refuses(self, *args: Any, **kwargs: Any) -> str | None:
         """Why a call may not use the graph."""
         flat = Flat()

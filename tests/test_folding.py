@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from pieces import as_code, weights_of, with_numbers
+from pieces import as_code, with_numbers
 from probe import Probe
 from torch import nn
 from torch.fx import Graph
@@ -24,7 +24,6 @@ from nexfort_engine import lower, worker
 from nexfort_engine.compiled import store_at
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.folding import FoldedCode, fold
-from nexfort_engine.modulestate import WeightSlots
 
 aten = torch.ops.aten
 WIDE, HEADS, DEPTH = 32, 2, 6
@@ -113,7 +112,7 @@ def test_layers_are_one_piece_that_is_called_for_each(probe: Probe) -> None:
     counts = [[piece for piece, _ in folded.calls].count(i) for i in range(len(folded.pieces))]
     assert max(counts) >= DEPTH - 1 and len(folded.pieces) == 3
     assert sum(map(operators, folded.pieces)) < operators(probe.captured.graph) / 2
-    code, weights = as_code(folded), weights_of(probe)
+    code, weights = as_code(folded), probe.weights
     for size in SIZES:
         whole, found = probe.captured.graph(*weights, *call(*size)), code(*weights, *call(*size))
         assert len(whole) == len(found) and all(map(torch.equal, whole, found))
@@ -146,7 +145,7 @@ def test_two_layers_are_one_piece_where_that_saves_enough() -> None:
     probe = Probe(made(Stack, 2), *call())
     folded = fold(probe.captured.graph, least=40)
     assert folded is not None and [piece for piece, _ in folded.calls] == [0, 1, 1, 2]
-    weights = weights_of(probe)
+    weights = probe.weights
     for size in SIZES:
         assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
 
@@ -156,7 +155,7 @@ def test_a_layer_that_is_another_parts_the_rest_in_two() -> None:
     probe = Probe(made(Stack, 9, [1.0] * 4 + [2.0] + [1.0] * 4), *call())
     folded = fold(probe.captured.graph)
     assert folded is not None and len(folded.pieces) == 5
-    weights = weights_of(probe)
+    weights = probe.weights
     for size in SIZES:
         assert torch.equal(as_code(folded)(*weights, *call(*size))[0], probe.captured.graph(*weights, *call(*size))[0])
 
@@ -220,7 +219,7 @@ def test_results_that_no_other_piece_takes_lie_as_they_did() -> None:
     probe = Probe(made(Showing), *call())
     folded = fold(probe.captured.graph)
     assert folded is not None
-    weights = weights_of(probe)
+    weights = probe.weights
     found, wanted = as_code(folded)(*weights, *call()), probe.captured.graph(*weights, *call())
     assert len(found) == DEPTH + 1 and not wanted[1].is_contiguous()
     for one, other in zip(found, wanted, strict=True):
@@ -264,7 +263,7 @@ def test_pieces_are_lowered_in_a_worker_and_loaded_as_one_artefact(tmp_path: Pat
     told = json.loads((payload / "folded.json").read_text())
     assert told["pieces"] == len(list(payload.glob("piece_*"))) == 3
     code = lower.load(payload, options, [], len(probe.captured.weights))
-    weights = [WeightSlots(block).read()[i] for i in probe.captured.weights]
+    weights = probe.weights
     for size in SIZES:
         (found,), wanted = code([*weights, *call(*size)]), block(*call(*size))
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) and found.stride() == wanted.stride()

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from pieces import SIDE, as_code, weights_of, with_numbers
+from pieces import SIDE, as_code, with_numbers
 from probe import Probe
 from torch import nn
 from torch.fx import Graph
@@ -105,7 +105,7 @@ def test_parts_do_what_the_whole_does_to_their_inputs_too(probe: Probe) -> None:
     parts = part(probe.captured.graph, least=8)
     assert parts is not None and str(probe.captured.graph.graph) == before
     assert [number for number, _ in parts.calls] == list(range(len(parts.pieces))) and len(parts.pieces) >= 2
-    weights = weights_of(probe)
+    weights = probe.weights
     for size in SIZES:
         ours, theirs = call(*size), call(*size)
         found, wanted = as_code(parts)(*weights, *ours), probe.captured.graph(*weights, *theirs)

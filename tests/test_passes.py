@@ -14,7 +14,6 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine import lower, prepared
-from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.passes import broadcast, split
 from nexfort_engine.passes.broadcast import broadcasts
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
@@ -187,7 +186,7 @@ def test_channels_come_innermost_before_what_only_a_convolution_reads(
             assert error(one, other.double()) < 1e-6 and one.stride() == other.stride()
 
 
-# ---- GELU --------------------------------------------------------------------------------------------------
+# ---- gates -------------------------------------------------------------------------------------------------
 
 
 GATES = {
@@ -214,7 +213,7 @@ def test_what_many_rows_are_multiplied_with_is_computed_once(
     monkeypatch.setattr(broadcast, "_MANY", 1)
     function, count = GATES[kind]
     probe = Probe(block_of(function), torch.randn(2, 200, 8), torch.randn(2, 8))
-    graph, weights = probe.captured.graph, [WeightSlots(probe.block).read()[i] for i in probe.captured.weights]
+    graph, weights = probe.captured.graph, probe.weights
     assert broadcasts(graph) == count and broadcasts(graph) == 0
     graph.graph.lint()
     graph.recompile()
@@ -234,6 +233,9 @@ def test_a_launch_for_a_small_tensor_s_rows_is_not_made() -> None:
     rows = broadcast._MANY // 16
     assert broadcasts(Probe(block, torch.randn(2, rows - 1, 8), torch.randn(2, 8)).captured.graph) == 0
     assert broadcasts(Probe(block, torch.randn(2, rows, 8), torch.randn(2, 8)).captured.graph) == 1
+
+
+# ---- GELU --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80)
@@ -359,11 +361,11 @@ def test_weights_of_convolutions_are_laid_out_where_their_kernels_would_copy_the
     left = [node for node in captured.graph.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert not left, "all of it is done ahead"
     options = {"nexfort.inner_weights": True, "nexfort.prepare": True}
-    found = Probe(block, torch.randn(2, 8, 10, 12)).captured
-    lower.lower(found, tmp_path / "payload", options)
-    code = lower.load(tmp_path / "payload", options, [], len(found.weights))
+    probe = Probe(block, torch.randn(2, 8, 10, 12))
+    lower.lower(probe.captured, tmp_path / "payload", options)
+    code = lower.load(tmp_path / "payload", options, [], len(probe.weights))
     assert isinstance(code, prepared.PreparingCode)
-    weights = [WeightSlots(block).read()[i] for i in found.weights]
+    weights = probe.weights
     laid = code.prepare(weights)
     assert sorted(tuple(t.shape) for t in laid) == sorted(
         [(16, 3, 3, 8), (16, 3, 3, 16), (16, 3, 1, 16), (16, 3, 3, 8), (16, 3, 3, 8)]

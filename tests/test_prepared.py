@@ -22,7 +22,6 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
 from nexfort_engine.loans import layers_in
-from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.prepared import LEAST, Kept, PreparingCode, room_for, take_out
 
 aten = torch.ops.aten
@@ -165,7 +164,7 @@ def test_what_is_taken_out_stays_what_it_is_in_every_call(function: Any, gives: 
     graph, captured = probe.captured.graph, probe.captured
     taken = take_out(graph, captured.lasting)
     assert (taken.gives if taken is not None else 0) == gives
-    given = [WeightSlots(block).read()[i] for i in captured.weights]
+    given = probe.weights
     prepared = taken.graph(*[given[i] for i in taken.takes]) if taken is not None else []
     keeps = taken.keeps if taken is not None else range(len(given))
     for seed in range(3):
@@ -190,7 +189,7 @@ def test_an_artefact_with_a_preparation_is_called_like_any_other(tmp_path: Path,
         lower.lower(probe.captured, payload, options)
     code = lower.load(payload, {}, [], len(probe.captured.weights))
     assert isinstance(code, PreparingCode)
-    given_weights = [WeightSlots(block).read()[i] for i in probe.captured.weights]
+    given_weights = probe.weights
     for rows in (5, 1, 17):
         (found,) = code([*given_weights, x(rows)])
         (kept,) = code.run([*given_weights, x(rows)], code.prepare(given_weights))

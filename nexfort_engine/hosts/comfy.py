@@ -168,7 +168,10 @@ def engine_for(network: nn.Module, config: CompileConfig, model: Any, **given: A
 
 
 def _engines(network: nn.Module) -> _Engines:
-    return network.__dict__.setdefault(_ENGINES, _Engines())
+    found = network.__dict__.get(_ENGINES)
+    if found is None:
+        found = network.__dict__[_ENGINES] = _Engines()
+    return found
 
 
 def new_engine(
@@ -236,8 +239,7 @@ def report_of(value: Any) -> Report | None:
     if model is not None:
         return getattr(model, "report", None)
     config = value.get_attachment(KEY) if hasattr(value, "get_attachment") else None
-    engines = getattr(value.model, "diffusion_model", None).__dict__.get(_ENGINES, {}) if config else {}
-    engine = engines.get(config)
+    engine = _engines(value.model.diffusion_model).get(config) if config else None
     return engine.report if engine is not None else None
 
 

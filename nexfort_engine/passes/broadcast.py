@@ -8,17 +8,15 @@ moves takes 29, and another 31.5 (41.4) of 22: Z-Image's, 4096 rows of 3840 (bfl
 
 from __future__ import annotations
 
-import math
 import operator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
-from ..quant.precision import hint
-from .writing import fixed, in_memory
+from ..quant.precision import numbers_of
+from .writing import fill, fixed, in_memory, without_gaps
 
 aten = torch.ops.aten
 _COSTLY = {  # what takes many instructions
@@ -31,9 +29,10 @@ _MANY = 2**21  # numbers, whose functions take as long as one launch more
 
 def broadcasts(module: GraphModule) -> int:
     """Have such a function's result in memory before it is read; gives how many."""
+    fill(module.graph.nodes)  # with what passes before put in
     found = 0
     for node in reversed(list(module.graph.nodes)):  # of functions of each other the last is enough
-        if node.target in _COSTLY and _is_contiguous(node) and _is_broadcast(node):
+        if node.target in _COSTLY and _is_contiguous(node.meta["val"]) and _is_broadcast(node):
             _keep(node)
             found += 1
     return found
@@ -50,20 +49,15 @@ def _keep(node: Node) -> None:
         reader.replace_input_with(node, kept)
 
 
-def _is_contiguous(node: Node) -> bool:
+def _is_contiguous(value: torch.Tensor) -> bool:
     """Whether a value lies as its copy would, for those that look at it otherwise. Single numbers need no memory."""
-    value = node.meta["val"]
-    behind: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not statically_known_true(stride == behind):
-            return False
-        behind = behind * size
-    return value.dim() > 0
+    lies = zip(value.stride(), without_gaps(value.shape), strict=True)
+    return value.dim() > 0 and all(statically_known_true(one == other) for one, other in lies)
 
 
 def _is_broadcast(node: Node) -> bool:
     """Whether what becomes of a value, number by number, is computed with many times as many numbers."""
-    few = _numbers(node)
+    few = numbers_of(node.meta["val"].shape)
     if not few:
         return False
     values, seen = [node], {node}
@@ -73,15 +67,8 @@ def _is_broadcast(node: Node) -> bool:
             pointwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
             if user.target is aten.clone.default or not (looks or pointwise):
                 continue  # it is kept already, or an operand, which is in memory anyway
-            if pointwise and (_numbers(user) or 0) >= max(few * _MORE, _MANY):
+            if pointwise and (numbers_of(user.meta["val"].shape) or 0) >= max(few * _MORE, _MANY):
                 return True
             values.append(user)
             seen.add(user)
     return False
-
-
-def _numbers(node: Node) -> int | None:
-    """How many numbers a value has at the captured call; None where it is none, or that depends on data."""
-    value = node.meta.get("val")
-    sizes = [hint(size) for size in value.shape] if isinstance(value, torch.Tensor) else [None]
-    return None if None in sizes else math.prod(size or 0 for size in sizes)

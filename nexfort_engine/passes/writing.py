@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -48,8 +48,13 @@ def is_channels_last(like: torch.Tensor) -> bool:
 
 def in_memory(x: Any, sizes: list[Any]) -> Any:
     """x of these sizes as a contiguous tensor in memory: otherwise Inductor may compute it again for each reader."""
+    kept = aten.clone.default(x, memory_format=torch.contiguous_format)
+    return aten.as_strided.default(kept, sizes, without_gaps(sizes))  # which asks for a tensor in memory
+
+
+def without_gaps(sizes: Sequence[Any]) -> list[Any]:
+    """The strides of a contiguous tensor of these sizes."""
     strides: list[Any] = [1]
     for size in sizes[:0:-1]:
         strides.insert(0, operator.mul(strides[0], size))
-    # as_strided asks for a tensor in memory
-    return aten.as_strided.default(aten.clone.default(x, memory_format=torch.contiguous_format), sizes, strides)
+    return strides[: len(sizes)]

@@ -11,10 +11,10 @@ product is taken only if it is large enough to pay for that; `plan` says which, 
 
 from __future__ import annotations
 
-import operator
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def _product(node: Node) -> Product:
     if weight.dim() != 2 or None in sizes:
         return Product(node, 0, 0, 0, "a size is not known before the call, or the weight is no matrix")
     *before, columns, inner = (size or 0 for size in sizes)
-    rows = reduce(operator.mul, before, 1)
+    rows = math.prod(before)
     reason = None
     if x.dtype not in (torch.float16, torch.bfloat16) or weight.dtype != x.dtype:
         reason = f"computed in {x.dtype}, with a weight in {weight.dtype}; expected float16 or bfloat16"
@@ -113,8 +113,13 @@ def hint(size: Any) -> int | None:
 
 def rows_of(x: torch.Tensor) -> int | None:
     """Rows of a layer's input (..., K) at the captured call; None where that depends on data."""
-    before = [hint(size) for size in x.shape[:-1]]
-    return None if None in before else reduce(operator.mul, (size or 0 for size in before), 1)
+    return numbers_of(x.shape[:-1])
+
+
+def numbers_of(sizes: Iterable[Any]) -> int | None:
+    """How many numbers a tensor of these sizes has at the captured call; None where that depends on data."""
+    known = [hint(size) for size in sizes]
+    return None if None in known else math.prod(size or 0 for size in known)
 
 
 def low_precision(module: GraphModule) -> int:

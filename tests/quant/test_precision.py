@@ -18,7 +18,6 @@ from subjects import graphs_as_they_are
 import nexfort_engine
 from nexfort_engine.cli import main
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.quant import precision, products
 from nexfort_engine.quant.precision import gain, low_precision, plan
 from nexfort_engine.quant.products import FP8, narrowed
@@ -98,7 +97,7 @@ def test_layers_of_one_input_are_one_product_only_where_nothing_tells_them_apart
     assert low_precision(graph) >= 2
     graph.recompile()
     x = torch.randn(4, 7, 64).bfloat16()
-    given = [WeightSlots(block).read()[i] for i in probe.captured.weights]
+    given = probe.weights
     (found,), wanted = Emulated(graph).run(*given, x), block(x)
     assert found.shape == wanted.shape
     assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 0.06
