@@ -190,6 +190,11 @@ class CompileConfig:
         return "cudagraphs" in self.tokens or self.profile != "fast"
 
     @property
+    def prompt_once(self) -> bool:
+        """Whether what is made of a prompt is computed once for it: where the host says when weights change."""
+        return self.told and self.option("compile.prompt_once", self.profile != "fast") is True
+
+    @property
     def background(self) -> bool:
         """Whether steps run eager while their artefacts are made.
 
@@ -253,6 +258,7 @@ class CompileConfig:
             "weights": "laid out" if self._lays_out_weights else "prepared" if self._keeps else "as they are",
             "dynamic": self.dynamic,
             "layout": "free" if self._lays_out else "contiguous",
+            "prompt": "once" if self.prompt_once else "in each step",
             "options": options,
         }
         return json.dumps(parts, sort_keys=True, separators=(",", ":"))
@@ -292,6 +298,7 @@ class CompileConfig:
             if measured and self.option(f"fuse.{name}") is None:
                 found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
         found["nexfort.fold"] = self.option("compile.fold", True) is True
+        found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
         found["nexfort.prepare"] = self._keeps
         found["nexfort.inner_weights"] = device_type != "cpu" and self._lays_out_weights
         return found

@@ -116,13 +116,13 @@ class Constants(TorchDispatchMode):
         if result is not None:
             return result
         taken = tensors_in((args, kwargs))
-        known = _is_function(func, kwargs) and all(map(self.holds, taken))
+        known = is_function(func, kwargs) and all(map(self.holds, taken))
         result = func(*args, **kwargs)
         if known:
             for tensor in tensors_in(result):
                 self.hold(tensor)
         else:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written(func, args, kwargs):
                 self.let_go(tensor)
         if not (known and taken):  # the CPU looks into its own constants without waiting for anything
             self.ran(func, taken, result)
@@ -293,7 +293,7 @@ def _is_numbers(data: Any) -> bool:
     return all(map(_is_numbers, data)) if isinstance(data, (list, tuple)) else isinstance(data, _NUMBERS)
 
 
-def _is_function(func: Any, kwargs: Any) -> bool:
+def is_function(func: Any, kwargs: Any) -> bool:
     """Whether an operator's result depends on its arguments alone. Pinning memory is for copies that are not made."""
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     pinned = func._schema.name == "aten::_pin_memory" or kwargs.get("pin_memory")
@@ -309,7 +309,7 @@ def _is_composite(func: Any) -> bool:
     return has(name, "CompositeImplicitAutograd") and not has(name, "CPU") and not has(name, "CUDA")
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

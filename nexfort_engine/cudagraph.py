@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ import torch
 
 from . import readset
 from .artefact import Binding
+from .asides import Asides
 from .constants import Answering, Remembering, Sent
 from .flags import launched_by_address
 from .glue import Glue
@@ -50,6 +51,8 @@ DEVICE = "cuda"  # the type of device that has graphs
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
 _MOST_FAILURES = 3
+_PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for one combination of sizes, or
+_LEAST_KEPT = 100 << 20
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
@@ -71,6 +74,7 @@ class _Step:
     slots: list[torch.Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
     version: Version = None  # of the weights that they were made of
+    asides: Asides | None = None  # what is made of inputs that last
 
 
 class StepGraphs:
@@ -82,6 +86,7 @@ class StepGraphs:
         self._refused: dict[Any, str] = {}
         self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
+        self._alike: set[Any] = set()  # calls whose asides were written to: what lasts is to them as the rest
         self._memory = GraphMemory()
         self._in_use = threading.Lock()
 
@@ -109,8 +114,9 @@ class StepGraphs:
             spec = flatten_call(args, kwargs, flat)
         except Unsupported as error:
             return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
+        lasting = self._lasting(flat.tensors, session)
         flat.tensors = [separate(t) for t in flat.tensors]
-        call = StepCall.of(spec, flat, self._fed.get(spec, []))
+        call = StepCall.of(spec, flat, self._fed.get(spec, []), lasting)
         reason = self._unfit(call)
         if reason is not None:
             return self._plainly(reason, plain, args, kwargs)
@@ -134,7 +140,7 @@ class StepGraphs:
                     self.engine.cancel()
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
-                        result = self._replay(step, call.tensors)
+                        result = self._replay(step, call)
                         if self._holds(step, flat, weights):
                             return result
                     elif self._holds(step, flat, weights):
@@ -200,9 +206,10 @@ class StepGraphs:
             session.used, session.looked_up = [], []
             session.ran_eager = session.fetched = session.spares = session.others = False
             try:
-                with Rehearsal() if fragile() else Remembering() as watched:
+                session.asides = asides = self._asides(call)
+                with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watched:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
-                    args, kwargs = call.arguments(flat.tensors, recordings)
+                    args, kwargs = call.arguments(_in_places(flat.tensors, asides), recordings)
                     result = plain(*args, **kwargs)
                 break
             except ValueUsed as used:
@@ -215,6 +222,8 @@ class StepGraphs:
                     before[used.path] = value.clone()
             except Refused as refusal:
                 return self._refuse(key, f"the backbone: {refusal}", call, plain)
+            finally:
+                session.asides = None
         else:
             return self._refuse(key, "the backbone uses too many options", call, plain)
         try:
@@ -225,7 +234,7 @@ class StepGraphs:
         if not set(used_options) <= set(call.fed):
             known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
             self._fed[call.spec] = list(dict.fromkeys(known + used_options))
-            call = StepCall.of(call.spec, flat, self._fed[call.spec])
+            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting)
             reason, key = self._unfit(call), call.key()
             if reason:
                 self._refused[key] = reason
@@ -245,7 +254,7 @@ class StepGraphs:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watched.reason)
         else:
-            self._expect(key, call, reads, result, session, residence, kept, watched.sent)
+            self._expect(key, call, reads, result, session, residence, kept, watched.sent, asides)
         return result
 
     def _expect(
@@ -258,11 +267,12 @@ class StepGraphs:
         residence: Residence,
         kept: list[int],
         sent: list[Sent],
+        asides: Asides | None,
     ) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now.
 
         kept: its bindings' prepared weights by serial number, as they were before `residence` was made. sent: the
-        constants that it copied to the GPU.
+        constants that it copied to the GPU. asides: what it made of inputs that last.
         """
         outputs, flat = Flat(), call.flat
         try:
@@ -291,7 +301,10 @@ class StepGraphs:
                 sent,
                 kept=kept,
                 version=self.engine.version(),
+                asides=asides if asides is not None and asides.observed(self._made_of(call)) else None,
             )
+            if asides is not None and asides.reason:
+                self._without_asides(key, asides, None)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
 
@@ -320,35 +333,32 @@ class StepGraphs:
         return found
 
     def _capture(self, key: Any, step: _Step, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
-        device = call.tensors[0].device
-        slots, outputs = _empty(call.tensors, device), _empty(step.outputs, device)
-        for slot, tensor in zip(slots, call.tensors, strict=True):
-            slot.copy_(tensor)
-        graph = torch.cuda.CUDAGraph()
+        device, asides = call.tensors[0].device, step.asides
+        slots, outputs = _in_places(_empty(call.tensors, device), asides), _empty(step.outputs, device)
         session.ran_eager = session.fetched = session.others = False
         session.looked_up = []
-        fits, problem, answering = False, None, Answering(step.sent)
+        answering = Answering(step.sent)
+
+        def run() -> bool:
+            args, kwargs = call.with_tensors(slots)
+            with asides or nullcontext(), answering:
+                return _write(plain(*args, **kwargs), outputs, step.output)
+
         self._steps.pop(key, None)  # until it is there
         try:
-            # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
-            with (
-                launched_by_address() if fragile() else nullcontext(),
-                self._memory.captured(graph),
-            ):
-                session.capturing = True
-                try:
-                    args, kwargs = call.with_tensors(slots)
-                    with answering:
-                        fits = _write(plain(*args, **kwargs), outputs, step.output)
-                except BaseException as error:
-                    # what was made belongs to the graph: it has to go while that is captured, a cancel included
-                    problem = without_frames(error)
-                finally:
-                    session.capturing = False
-            if problem is not None:
-                raise problem
+            for slot, tensor in zip(slots, call.tensors, strict=True):
+                slot.copy_(tensor)
+            if asides is not None:
+                asides.graph, _ = self._captured(asides.program())
+            session.capturing, session.asides = True, asides
+            try:
+                graph, fits = self._captured(run)
+            finally:
+                session.capturing, session.asides = False, None
             if answering.reason:
                 raise Refused(answering.reason)
+            if asides is not None and asides.reason:
+                return self._without_asides(key, asides, call.plainly(plain))
             if session.ran_eager or session.fetched or session.others or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):
@@ -356,7 +366,7 @@ class StepGraphs:
             step.graph, step.slots, step.outputs = graph, slots, outputs
             if step.kept != _serials(b for b, *_ in step.bindings):
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
-            result = self._replay(step, call.tensors)  # the first may still find that there is no memory
+            result = self._replay(step, call)  # the first may still find that there is no memory
             self._steps[key] = step
             return result
         except Exception as error:
@@ -370,10 +380,58 @@ class StepGraphs:
             # code of the host that waits for the GPU or copies from the CPU cannot be captured
             return self._refuse(key, f"capturing it failed: {named(error)}", call, plain)
 
-    @staticmethod
-    def _replay(step: _Step, tensors: list[torch.Tensor]) -> Any:
-        for slot, tensor in zip(step.slots, tensors, strict=True):
-            if slot.data_ptr() != tensor.data_ptr():
+    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        """A graph of what is launched by `run`, and what that returns."""
+        graph, result, problem = torch.cuda.CUDAGraph(), None, None
+        # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
+        with launched_by_address() if fragile() else nullcontext(), self._memory.captured(graph):
+            try:
+                result = run()
+            except BaseException as error:
+                # what was made belongs to the graph: it has to go while that is captured, a cancel included
+                problem = without_frames(error)
+        if problem is not None:
+            raise problem
+        return graph, result
+
+    # -- what lasts --------------------------------------------------------------------------------------
+
+    def _lasting(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
+        """The names of those of a call's tensors that the host has one for, while it can say when weights change."""
+        named_ = session.lasting if self.engine.lowering.prompt_once else {}
+        if not named_ or self.engine.version() is None:
+            return {}
+        return {place: named_[id(tensor)][1] for place, tensor in enumerate(tensors) if id(tensor) in named_}
+
+    def _made_of(self, call: StepCall) -> Hashable:
+        """The name of all that is made of a call's tensors that last."""
+        return tuple(call.lasting.values()), self.engine.version()
+
+    def _asides(self, call: StepCall) -> Asides | None:
+        """What keeps what a step makes of tensors that last, if any do."""
+        if not call.lasting or call.key() in self._alike:
+            return None
+        weights = sum(weight.nbytes for weight in self.engine.root.parameters())
+        held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
+        with self.engine.apart():
+            lasting = [call.tensors[place] for place in call.lasting]
+            slots = _empty(lasting, lasting[0].device)
+            for slot, tensor in zip(slots, lasting, strict=True):
+                slot.copy_(tensor)
+        most = max(_LEAST_KEPT, weights // _PART_KEPT) - held
+        return Asides(dict(zip(call.lasting, slots, strict=True)), most, self.engine.apart)
+
+    def _without_asides(self, key: Any, asides: Asides, result: Any) -> Any:
+        """From now on nothing that steps of this kind make of a prompt is kept. Gives the result."""
+        self._alike.add(key)
+        self.engine.report.note(f"what is made of a prompt is made in each step: {asides.reason}")
+        return result
+
+    def _replay(self, step: _Step, call: StepCall) -> Any:
+        if step.asides is not None:
+            step.asides.renew(call.tensors, self._made_of(call))
+        for place, (slot, tensor) in enumerate(zip(step.slots, call.tensors, strict=True)):
+            if slot.data_ptr() != tensor.data_ptr() and not (step.asides is not None and place in step.asides.slots):
                 slot.copy_(tensor)
         step.graph.replay()
         return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
@@ -402,6 +460,12 @@ def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all numbers are the same, those that are none too."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _in_places(tensors: list[torch.Tensor], asides: Asides | None) -> list[torch.Tensor]:
+    """A call's tensors, with copies that last in the places of those that do."""
+    slots = asides.slots if asides is not None else {}
+    return [slots.get(place, tensor) for place, tensor in enumerate(tensors)]
 
 
 def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

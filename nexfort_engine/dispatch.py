@@ -137,6 +137,8 @@ class Region:
         try:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
+            if session.asides is not None:
+                return session.asides.run(binding, weights, flat, tensors, kept)
             return binding.run(weights, flat, tensors, kept)
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling

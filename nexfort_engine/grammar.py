@@ -36,6 +36,7 @@ OPTIONS: dict[str, type] = {
     "triton.cudagraphs": bool,
     "compile.background": bool,
     "compile.fold": bool,
+    "compile.prompt_once": bool,
     "fuse.group_norm": bool,
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,

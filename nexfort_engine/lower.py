@@ -36,6 +36,7 @@ from .pairs import pairs_read_once
 from .parting import part
 from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
+from .prompted import PromptedCode, take_out_prompts
 
 log = logging.getLogger("nexfort")
 
@@ -43,6 +44,7 @@ CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
 _FOLDED, _PIECE = "folded.json", "piece_"
+_PROMPTED, _PROMPT = "prompted.json", "prompt_"
 _WHOLE = "Nexfort: a graph could not be lowered in pieces, and is lowered as a whole"
 Loaded = Callable[[list[Any]], Any]
 Works = Sequence[Callable[[], list[str]]]
@@ -131,8 +133,14 @@ def lower_graph(
     # in full precision a weight that is unpacked would lie beside its packed self
     larger = own.get("low_precision") is True
     before = take_out(graph, lasting, larger=larger) if own.get("prepare") else None
+    weights = len(constants) + (len(lasting) if before is None else len(before.keeps) + before.gives)
+    prompted = take_out_prompts(graph, weights) if own.get("prompt_once") else None
     graphs = {payload: graph} if before is None else {payload: graph, payload / _BEFORE: before.graph}
+    for number, aside in enumerate(prompted.parts if prompted is not None else []):
+        graphs[payload / f"{_PROMPT}{number}"] = aside.graph
     texts = [*agreed, *_lowered(graphs, options, own, each)]
+    if prompted is not None:
+        (payload / _PROMPTED).write_text(json.dumps(prompted.as_json()), encoding="utf-8")
     if before is not None:
         (payload / _PREPARATION).write_text(json.dumps(before.as_json()), encoding="utf-8")
     if texts:
@@ -277,6 +285,15 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
 
 
 def _loaded(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
+    file = payload / _PROMPTED
+    if not file.exists():
+        return _in_pieces(payload, options)
+    told = json.loads(file.read_text(encoding="utf-8"))
+    parts = [_in_pieces(payload / f"{_PROMPT}{number}", options) for number in range(len(told["parts"]))]
+    return PromptedCode(_in_pieces(payload, options), parts, told)
+
+
+def _in_pieces(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
     file = payload / _FOLDED
     if not file.exists():
         return _code(payload, options)

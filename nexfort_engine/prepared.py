@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher  # for operators made of others on sizes that are symbols
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,15 +64,15 @@ def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = Tru
     """
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(lasting)]
-    values = _values(graph, [node for node, lasts in zip(inputs, lasting, strict=True) if lasts])
+    values = values_of(graph, [node for node, lasts in zip(inputs, lasting, strict=True) if lasts])
     results = _worth_it(values)
     if not larger:
         results = [node for node in results if values[node].nbytes <= sum(values[s].nbytes for s in _sources(node))]
     if not results:
         return None
-    behind = _behind(results)
-    taken = _copied(module, behind, results)
-    takes = [i for i, node in enumerate(inputs) if node in behind]
+    wanted = behind(results)
+    taken = copied(module, wanted, results)
+    takes = [i for i, node in enumerate(inputs) if node in wanted]
     after = inputs[-1]
     for number, result in enumerate(results):
         with graph.inserting_after(after):
@@ -79,7 +80,7 @@ def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = Tru
         place.meta["val"] = values[result]
         result.replace_all_uses_with(place)
         after = place
-    graph.eliminate_dead_code(is_impure_node=_may_do_more)
+    graph.eliminate_dead_code(is_impure_node=may_do_more)
     keeps = [i for i, node in enumerate(inputs) if node.users]
     for i, node in enumerate(inputs):
         if i not in keeps:
@@ -88,7 +89,7 @@ def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = Tru
     return Preparation(taken, takes, keeps, len(results))
 
 
-def _values(graph: Graph, weights: list[Node]) -> dict[Node, Any]:
+def values_of(graph: Graph, weights: list[Node]) -> dict[Node, Any]:
     """What is computed of these weights alone, themselves included, as values without numbers that share memory.
 
     What somebody writes to is not among them, nor what the caller gets, who may: the results are kept, and there is
@@ -96,7 +97,7 @@ def _values(graph: Graph, weights: list[Node]) -> dict[Node, Any]:
     """
     aliases = Aliases(graph)
     values: dict[Node, Any] = {node: node.meta["val"] for node in weights}
-    with values[weights[0]].fake_mode if weights else nullcontext():
+    with values[weights[0]].fake_mode if weights else nullcontext(), enable_python_dispatcher():
         for node in graph.nodes:
             parts = node.all_input_nodes
             if node.op != "call_function" or not parts or not values.keys() >= set(parts):
@@ -115,14 +116,19 @@ def _is_pure(node: Node) -> bool:
     return not schema.is_mutable and schema.name not in _LOOKS and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
 
 
-def _may_do_more(node: Node) -> bool:
+def may_do_more(node: Node) -> bool:
     """Whether a call stays whose result nobody uses: torch says no of a graph within the graph, which may write."""
     return node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
     """Those of the values that are made of a large weight, more than a look at something, and used by the rest."""
-    first: dict[Any, Node] = {}  # in each piece of memory; the others are looks at it
+    return [node for node in memories(values) if any(values[source].numel() >= LEAST for source in _sources(node))]
+
+
+def memories(values: Mapping[Node, Any]) -> list[Node]:
+    """Those of the values that the rest uses: the first in each piece of memory, the others are looks at it."""
+    first: dict[Any, Node] = {}
     used: set[Any] = set()
     for node, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -130,16 +136,15 @@ def _worth_it(values: Mapping[Node, Any]) -> list[Node]:
             first.setdefault(memory, node)
             if not values.keys() >= node.users.keys():
                 used.add(memory)
-    there = [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
-    return [node for node in there if any(values[source].numel() >= LEAST for source in _sources(node))]
+    return [node for memory, node in first.items() if memory in used and node.op != "placeholder"]
 
 
 def _sources(node: Node) -> list[Node]:
     """The inputs that a value is made of."""
-    return [part for part in _behind([node]) if part.op == "placeholder"]
+    return [part for part in behind([node]) if part.op == "placeholder"]
 
 
-def _behind(results: list[Node]) -> set[Node]:
+def behind(results: list[Node]) -> set[Node]:
     """What these are computed of, from the inputs on, themselves included."""
     found, left = set(results), list(results)
     while left:
@@ -150,7 +155,7 @@ def _behind(results: list[Node]) -> set[Node]:
     return found
 
 
-def _copied(module: GraphModule, wanted: set[Node], results: list[Node]) -> GraphModule:
+def copied(module: GraphModule, wanted: set[Node], results: list[Node]) -> GraphModule:
     """A graph of its own that computes the results. wanted: them and all that they are computed of."""
     graph, there = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:

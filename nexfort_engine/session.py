@@ -7,7 +7,7 @@ Kept in a ContextVar, so that stand-ins act for the call that put them there and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ class Session:
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.fetched = False  # a region ran on weights that the host fetched for this call alone
         self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
+        # tensors that the root may be called with, by id, and a name: equal names are equal bits, whenever
+        self.lasting: dict[int, tuple[Any, Hashable]] = {}
+        self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
 
 
 current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)

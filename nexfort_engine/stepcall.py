@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +15,28 @@ from .signature import Flat, Leaves, unflatten_call
 
 @dataclass
 class StepCall:
-    """A call's parts. fed: where in its options tensors lie that the backbone uses. tensors: its own, then those."""
+    """A call's parts. fed: where in its options tensors lie that the backbone uses. tensors: its own, then those.
+
+    lasting: names of some of its own by their places; calls with equal names have tensors of equal bits there.
+    """
 
     spec: Any
     flat: Flat
     fed: list[Path]
     tensors: list[torch.Tensor]
+    lasting: dict[int, Hashable]
 
     @classmethod
-    def of(cls, spec: Any, flat: Flat, fed: list[Path]) -> StepCall:
+    def of(cls, spec: Any, flat: Flat, fed: list[Path], lasting: dict[int, Hashable] | None = None) -> StepCall:
         """Of the places `fed` only those are kept where this call has a tensor: its key says which."""
         found = [(path, look(flat.mappings, path)) for path in fed]
         there = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         tensors = [*flat.tensors, *(separate(value) for _, value in there)]
-        return cls(spec, flat, [path for path, _ in there], tensors)
+        return cls(spec, flat, [path for path, _ in there], tensors, lasting or {})
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""
-        return self.spec, tuple(map(_laid, self.tensors)), tuple(self.flat.ints), tuple(self.fed)
+        return self.spec, tuple(map(_laid, self.tensors)), tuple(self.flat.ints), tuple(self.fed), tuple(self.lasting)
 
     def arguments(self, tensors: list[torch.Tensor], mappings: Sequence[dict[Any, Any]]) -> Any:
         """(args, kwargs) of the call with others in the place of its own tensors and mappings."""

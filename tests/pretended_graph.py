@@ -15,6 +15,11 @@ import pytest
 import torch
 
 from nexfort_engine import cudagraph, engine
+from nexfort_engine.session import current
+
+
+def nothing() -> None:
+    """What a graph does into which nothing was captured."""
 
 
 class Graph:
@@ -23,7 +28,7 @@ class Graph:
     made: list[Graph] = []  # noqa: RUF012  # of this test
 
     def __init__(self) -> None:
-        self.again: Callable[[], Any] = lambda: None
+        self.again: Callable[[], Any] = nothing
         Graph.made.append(self)
 
     def replay(self) -> None:
@@ -57,7 +62,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cudagraph, "fragile", lambda: False)
     patch.setattr(cudagraph, "GraphMemory", _Memory)
     patch.setattr(cudagraph, "DEVICE", "cpu")
-    capture = cudagraph.StepGraphs._capture
+    capture, capture_calls = cudagraph.StepGraphs._capture, cudagraph.StepGraphs._captured
 
     def captured(self: Any, key: Any, step: Any, call: Any, plain: Callable[..., Any], session: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -65,14 +70,28 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
             given = _containers(args), _containers(kwargs)
 
             def again() -> None:  # with the containers as they were, and the same tensors
-                cudagraph._write(plain(*_containers(given[0]), **_containers(given[1])), step.outputs, step.output)
+                now = current.get() or session
+                now.asides = step.asides
+                try:
+                    with step.asides or contextlib.nullcontext():
+                        result = plain(*_containers(given[0]), **_containers(given[1]))
+                    cudagraph._write(result, step.outputs, step.output)
+                finally:
+                    now.asides = None
 
             graph.again = again
             return plain(*args, **kwargs)
 
         return capture(self, key, step, call, noted, session)
 
+    def captured_calls(self: Any, run: Callable[[], Any]) -> Any:
+        graph, result = capture_calls(self, run)
+        if graph.again is nothing:
+            graph.again = run
+        return graph, result
+
     patch.setattr(cudagraph.StepGraphs, "_capture", captured)
+    patch.setattr(cudagraph.StepGraphs, "_captured", captured_calls)
 
 
 def _containers(value: Any) -> Any:

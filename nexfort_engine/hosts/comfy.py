@@ -27,7 +27,7 @@ from ..compiled import say_if_unquantised, store_at, wrap_methods
 from ..config import CompileConfig
 from ..engine import Engine
 from ..report import Report
-from .comfy_conds import Conds
+from .comfy_conds import Conds, Lasting
 from .comfy_progress import shown
 from .comfy_weights import ComfyWeights
 
@@ -136,12 +136,20 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             if reason:
                 engine.report.eager("(whole module)", reason)
             return executor(*args, **kwargs)
+        lasting: Lasting = {}
         if args and isinstance(args[0], torch.Tensor):
-            args, kwargs = _engines(network).conds.sent(args, kwargs, args[0].device)
-        with shown(engine.report), engine.active(watch_root=True):
+            dtype = executor.class_obj.get_dtype_inference() if _is_last(executor) else None
+            args, kwargs, lasting = _engines(network).conds.sent(args, kwargs, args[0].device, dtype)
+        with shown(engine.report), engine.active(watch_root=True) as session:
+            session.lasting = lasting
             return executor(*args, **kwargs)
 
     return run_compiled
+
+
+def _is_last(executor: Any) -> bool:
+    """Whether ComfyUI's own code is called by this wrapper, and no other wrapper in between."""
+    return executor.idx + 1 == len(executor.wrappers) and hasattr(executor.class_obj, "get_dtype_inference")
 
 
 def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -9,9 +9,10 @@ SDXL, whose prompt has 1.3 MB, are queued one behind the other (H200, torch 2.11
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +23,18 @@ _MOST_BYTES = 2**26  # of all that is kept of a network's conditions; the host c
 _LATELY = 64  # calls: what none of them asked for makes room for others
 
 
+_PROMPT = 3  # place of the prompt among the arguments of `_apply_model`
+
+Lasting = dict[int, tuple[torch.Tensor, Hashable]]
+
+
 @dataclass
 class _Kept:
-    """A condition that was copied, and the call that asked for it last."""
+    """A condition that was copied, and the call that asked for it last. serial: no two have the same."""
 
     sent: Sent
     asked: int
+    serial: int = field(default_factory=itertools.count(1).__next__)
 
 
 class Conds:
@@ -44,39 +51,53 @@ class Conds:
             self._kept.clear()
 
     def sent(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Lasting]:
         """What one call is given, with the tensors on `device` that would be copied there: same bits, same dtype.
 
         They are those that ComfyUI's `_apply_model` copies, in lists by name too, and tensors of their own, which may
         be written to. Wrappers of others behind the engine's see them on the GPU.
+
+        dtype: what `_apply_model` brings the prompt to, where nobody else sees it before that; so it comes here. Third
+        are these tensors by id, each with a name that only tensors of the same bits have, in any call.
         """
+        lasting: Lasting = {}
         if device.type == "mps":
-            return args, kwargs  # has no float64, which the host makes float32 on the way
+            return args, kwargs, lasting  # has no float64, which the host makes float32 on the way
+
+        def there(name: Hashable, value: Any, wanted: torch.dtype | None = None) -> Any:
+            found = self._there(name, value, device, wanted)
+            if found is None:
+                return value
+            copy = found.sent.there.clone()
+            lasting[id(copy)] = copy, found.serial
+            return copy
+
+        def each(name: str, value: Any) -> Any:
+            if type(value) is list:
+                return [there((name, place), one) for place, one in enumerate(value)]
+            return there(name, value)
+
         with self._lock:
             self._calls += 1
-            placed = tuple(self._there(place, value, device) for place, value in enumerate(args))
-            return placed, {name: self._each(name, value, device) for name, value in kwargs.items()}
+            placed = tuple(there(i, value, dtype if i == _PROMPT else None) for i, value in enumerate(args))
+            return placed, {name: each(name, value) for name, value in kwargs.items()}, lasting
 
-    def _each(self, name: str, value: Any, device: torch.device) -> Any:
-        if type(value) is list:
-            return [self._there((name, place), one, device) for place, one in enumerate(value)]
-        return self._there(name, value, device)
-
-    def _there(self, name: Hashable, value: Any, device: torch.device) -> Any:
+    def _there(self, name: Hashable, value: Any, device: torch.device, dtype: torch.dtype | None) -> _Kept | None:
+        """A value's copy; None where it is left to the host."""
         if not _is_copied(value, device):
-            return value
-        for one in self._kept.get((name, device), ()):
-            if one.sent.answers({}, value):
+            return None
+        request, place = {"dtype": dtype or value.dtype}, (name, device)
+        for one in self._kept.get(place, ()):
+            if one.sent.answers(request, value):
                 one.asked = self._calls
-                return one.sent.there.clone()
+                return one
         self._forget()
         if self._bytes() + value.nbytes > _MOST_BYTES:
-            return value
-        there = value.to(device, copy=True)
-        sent = Sent({}, value.clone(), value.stride(), there)
-        self._kept.setdefault((name, device), []).append(_Kept(sent, self._calls))
-        return there.clone()
+            return None
+        sent = Sent(request, value.clone(), value.stride(), value.to(device, copy=True, **request))
+        self._kept.setdefault(place, []).append(made := _Kept(sent, self._calls))
+        return made
 
     def _forget(self) -> None:
         for name, kept in self._kept.items():

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of a prompt is made once for it, and is never that of another: on the CPU, with pretended graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from pretended_graph import Graph, pretend
+from probe import Probe
+from test_prepared import Host
+from torch import nn
+
+from nexfort_engine import cudagraph, lower
+from nexfort_engine.cache.store import Store
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
+from nexfort_engine.prompted import take_out_prompts
+
+T = torch.Tensor
+WIDE, TEXT = 256, 20  # a weight of WIDE squared is large enough; so many tokens are a prompt
+ALL = 5  # calls of a step on its prompt: the projection, two to make it longer, and a part of each block
+
+
+class Attending(nn.Module):
+    """A block that attends to a prompt; `note` makes its class read it otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
+        self.norm, self.time = nn.RMSNorm(WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        x = x + self.time(time)[:, None]
+        scores = self.q(x) @ self.norm(self.k(prompt)).transpose(1, 2)
+        return x + self.out(torch.softmax(scores / 16, -1) @ self.v(prompt))
+
+
+class Network(nn.Module):
+    """Two such blocks, a projection of the prompt, and code of its own between them, which a test gives."""
+
+    def __init__(self, own: Callable[[T, T], T]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Sequential(nn.Linear(64, WIDE), nn.SiLU(), nn.Linear(WIDE, WIDE))
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+        self.__dict__["own"] = own
+
+    def forward(self, x: T, time: T, prompt: T) -> T:
+        prompt = self.own(self.project(prompt), x)
+        for block in self.blocks:
+            x = block(x, prompt, time)
+        return x
+
+
+def joined(prompt: T, _: T) -> T:
+    return torch.cat([prompt, prompt.new_zeros(prompt.shape[0], 2, WIDE)], 1)
+
+
+class Steps:
+    """Steps of a network on prompts by number, each compared with eager."""
+
+    def __init__(self, store: Store, own: Callable[[T, T], T] = joined, **options: Any) -> None:
+        self.root, self.host = Network(own).eval().requires_grad_(False), Host()
+        config = CompileConfig.parse({"options": options})
+        self.engine = Engine(self.root, config, store, lender=self.host)  # type: ignore[arg-type]
+        self.seeds = itertools.count()
+
+    def __call__(self, prompt: int, *, tokens: int = 6, text: int = TEXT, named: bool = True) -> None:
+        generator = torch.Generator().manual_seed(next(self.seeds))
+        x, time = (torch.randn(2, *size, WIDE, generator=generator) for size in ((tokens,), ()))
+        words = torch.randn(2, text, 64, generator=torch.Generator().manual_seed(prompt))
+        with torch.inference_mode():
+            wanted = self.root(x, time, words.clone())
+            with self.engine.active(watch_root=True) as session:
+                session.lasting = {id(words): (words, (prompt, text))} if named else {}
+                found = self.root(x, time, words)
+        assert torch.allclose(found, wanted, atol=1e-4), float((found - wanted).abs().max())
+
+    def kept(self) -> list[int]:
+        """How many calls are kept for each graph."""
+        steps = self.engine.graphs._steps.values()  # type: ignore[union-attr]
+        return [step.asides.count if step.asides is not None else 0 for step in steps if step.graph is not None]
+
+    def notes(self) -> str:
+        data = self.engine.report.as_dict()
+        assert not data["eager"], data["eager"]
+        return "; ".join(data["notes"])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """What one of the engines compiles, the others load."""
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
+    """The graphs in the order in which they were replayed."""
+    pretend(monkeypatch)
+    own, replay, found = CompileConfig.lowering_options, Graph.replay, []
+    # as on a GPU
+    monkeypatch.setattr(
+        CompileConfig,
+        "lowering_options",
+        lambda self, device: {**own(self, device), "nexfort.prompt_once": self.prompt_once},
+    )
+
+    def noted(self: Graph) -> None:
+        found.append(self)
+        replay(self)
+
+    monkeypatch.setattr(Graph, "replay", noted)
+    return found
+
+
+def test_it_is_made_once_for_a_prompt(store: Store, replays: list[Graph]) -> None:
+    steps = Steps(store)
+    for _ in range(6):
+        steps(1)
+    assert len(Graph.made) == 2 and steps.kept() == [ALL] and not steps.notes()
+    of_prompt, whole = Graph.made
+    assert replays == [whole] * 5, "what the observed step made of the prompt is what is kept"
+    steps(2)
+    assert replays[5:] == [of_prompt, whole]
+    for prompt in (2, 1, 1):
+        steps(prompt)
+    assert replays[7:] == [whole, of_prompt, whole, whole] and len(Graph.made) == 2
+
+
+def test_a_prompt_without_a_name_is_made_in_each_step(store: Store) -> None:
+    steps = Steps(store)
+    for prompt in (1, 1, 2, 1):
+        steps(prompt, named=False)
+    assert steps.kept() == [0] and len(Graph.made) == 1
+    for prompt in (1, 1, 2, 2, 1):
+        steps(prompt)
+    assert sorted(steps.kept()) == [0, ALL]
+
+
+def test_it_can_be_switched_off(store: Store) -> None:
+    steps = Steps(store, **{"compile.prompt_once": False})
+    for prompt in (1, 1, 1, 2):
+        steps(prompt)
+    assert steps.kept() == [0] and len(Graph.made) == 1
+
+
+def test_it_is_made_anew_of_other_weights(store: Store, replays: list[Graph]) -> None:
+    steps = Steps(store)
+    for _ in range(3):
+        steps(1)
+    for said in ("two", "three"):
+        with torch.no_grad():
+            steps.root.blocks[1].k.weight.data.mul_(1.5)  # type: ignore[union-attr,index]
+            steps.root.project[0].weight.data.neg_()
+        steps.host.said = said
+        steps(1)
+        steps(1)
+    assert steps.kept() == [ALL] and replays.count(Graph.made[0]) == 2
+
+
+def test_where_the_host_cannot_say_what_its_weights_are_nothing_is_kept(store: Store) -> None:
+    steps = Steps(store)
+    steps.host.said = None
+    for _ in range(4):
+        steps(1)
+        with torch.no_grad():
+            steps.root.blocks[0].v.weight.data.neg_()  # type: ignore[union-attr,index]
+    assert steps.kept() == [0]
+    steps.host.said = "one"
+    for _ in range(3):
+        steps(1)
+    assert ALL in steps.kept()
+
+
+def doubled(prompt: T, _: T) -> T:
+    return prompt.mul_(2)
+
+
+def filled(prompt: T, x: T) -> T:
+    longer = joined(prompt, x)
+    longer[:, -1] = x.mean(1)
+    return longer
+
+
+def mixed(prompt: T, x: T) -> T:
+    return prompt + x.mean(1, keepdim=True)
+
+
+def viewed(prompt: T, _: T) -> T:
+    return prompt.transpose(0, 1).flip(1).transpose(0, 1)[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("own", "note"),
+    [
+        (doubled, "its code writes to it (aten::mul_)"),
+        (filled, "writes to it (aten::copy_)"),
+        (mixed, ""),
+        (viewed, ""),
+    ],
+)
+def test_what_the_networks_own_code_does_with_it(store: Store, own: Any, note: str) -> None:
+    steps = Steps(store, own)
+    for prompt in (1, 1, 1, 2, 1, 2, 2):
+        steps(prompt)
+    assert note in steps.notes() and bool(note) is bool(steps.notes())
+    assert bool(steps.kept()[-1]) is not bool(note)
+
+
+def test_it_takes_no_more_memory_than_it_may(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond is made in each step; all sizes together have the same room."""
+    one = 2 * (TEXT + 2) * WIDE * 4
+    monkeypatch.setattr(cudagraph, "_LEAST_KEPT", 4 * one)
+    monkeypatch.setattr(cudagraph, "_PART_KEPT", 1 << 20)
+    steps = Steps(store)
+    for tokens in (6, 9):
+        for prompt in (1, 1, 1, 2, 1):
+            steps(prompt, tokens=tokens)
+    held = [step.asides.bytes if step.asides is not None else 0 for step in steps.engine.graphs._steps.values()]  # type: ignore[union-attr]
+    assert held == [4 * one, 0] and steps.kept() == [4, 0]
+
+
+def test_it_goes_with_the_graphs(store: Store) -> None:
+    steps = Steps(store)
+    for _ in range(3):
+        steps(1)
+    assert steps.engine.release() and not steps.kept()
+    for prompt in (2, 2, 2, 1):
+        steps(prompt)
+    assert steps.kept() == [ALL]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from([6, 9]), st.sampled_from([TEXT, 33]), st.booleans(), st.integers(0, 5)
+        ),
+        max_size=14,
+    )
+)
+def test_whatever_changes_a_step_is_that_of_its_prompt(store: Store, calls: list[Any]) -> None:
+    steps = Steps(store)
+    for number, (prompt, tokens, text, named, what) in enumerate(calls):
+        if what == 0:
+            with torch.no_grad():
+                steps.root.blocks[number % 2].v.weight.data.mul_(-1)  # type: ignore[union-attr,index]
+            steps.host.said = number
+        elif what == 1:
+            layer = steps.root.project[0]
+            layer.weight = nn.Parameter(layer.weight.detach() * 0.5, requires_grad=False)
+            steps.host.said = number
+        elif what == 2:
+            steps.engine.release()
+        steps(prompt, tokens=tokens, text=text, named=named)
+
+
+# ---- the parts of a graph ----------------------------------------------------------------------------------
+
+
+def inputs(tokens: int = 6, text: int = TEXT) -> list[T]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(*size, WIDE, generator=generator) for size in ((2, tokens), (2, text), (2,))]
+
+
+def test_a_graph_computes_the_same_with_its_prompts_part_by_itself(tmp_path: Path) -> None:
+    block = Attending().eval().requires_grad_(False)
+    probe = Probe(block, *inputs())
+    options = {**CompileConfig.parse("O2").lowering_options("cpu"), "nexfort.prompt_once": True}
+    lower.lower(probe.captured, tmp_path, options)
+    code = lower.load(tmp_path, options, [], len(probe.captured.weights))
+    assert type(getattr(code, "__closure__", [None])[0].cell_contents).__name__ == "PromptedCode"
+    for sizes in ((6, TEXT), (9, 40), (6, 1)):
+        given = inputs(*sizes)
+        found = code([*probe.weights, *given])[0]
+        assert torch.allclose(found, block(*given), atol=1e-5)
+
+
+class Elsewhere(Attending):
+    """A block that reads its prompt for more than layers."""
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        return super().forward(x, prompt, time) + prompt[:, :1] * x
+
+
+class Also(Attending):
+    """A block that reads its prompt for more, which is the prompt's alone."""
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        return super().forward(x, prompt, time) + prompt.mean(1, keepdim=True) * x
+
+
+class Keeping(Attending):
+    """A block that hands what it makes of a prompt to its caller, who may write to it."""
+
+    def forward(self, x: T, prompt: T, time: T) -> Any:  # type: ignore[override]
+        return super().forward(x, prompt, time), self.v(prompt)
+
+
+class Self(Attending):
+    """A block that attends to an image, which has a sum with what becomes of it."""
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        return super().forward(x, self.norm(x), time) + prompt.shape[1]
+
+
+class Unsummed(Attending):
+    """A block that reads nothing but layers of its image, and returns one of as many tokens."""
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        x = self.out(self.norm(x)) * self.time(time)[:, None]
+        return self.q(x) + prompt.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "text", "results"),
+    [
+        (Attending, TEXT, 2),
+        (Attending, 4, 0),
+        (Elsewhere, TEXT, 0),
+        (Also, TEXT, 2),
+        (Keeping, TEXT, 0),
+        (Self, TEXT, 0),
+        (Unsummed, TEXT, 0),
+    ],
+)
+def test_a_prompt_is_told_by_who_reads_it(block: Any, text: int, results: int) -> None:
+    captured = Probe(block().eval().requires_grad_(False), *inputs(text=text)).captured
+    found = take_out_prompts(captured.graph, len(captured.weights))
+    given = [part.graph.graph.find_nodes(op="output")[0].args[0] for part in found.parts] if found else []
+    assert [len(one) for one in given] == ([results] if results else [])
