@@ -52,6 +52,7 @@ _RUN_TIME = (
     "overrides.conv_benchmark",
     "overrides.matmul_allow_fp16_accumulation",
     "triton.cudagraphs",
+    "cuda.fill_kernels",
     "compile.background",
 )
 _LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `_keeps`

@@ -31,6 +31,7 @@ from .constants import Answering, Remembering, Sent
 from .flags import launched_by_address
 from .glue import Glue
 from .graphmemory import GraphMemory, fragile, without_frames
+from .graphnodes import editable, fills_as_kernels
 from .guards import checker, to_json
 from .parts import places
 from .prepared import Version
@@ -382,7 +383,8 @@ class StepGraphs:
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph of what is launched by `run`, and what that returns."""
-        graph, result, problem = torch.cuda.CUDAGraph(), None, None
+        edited = self.engine.config.option("cuda.fill_kernels", True) is True and editable()
+        graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
         # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
         with launched_by_address() if fragile() else nullcontext(), self._memory.captured(graph):
             try:
@@ -392,6 +394,9 @@ class StepGraphs:
                 problem = without_frames(error)
         if problem is not None:
             raise problem
+        if edited:
+            fills_as_kernels(graph.raw_cuda_graph())
+            graph.instantiate()
         return graph, result
 
     # -- what lasts --------------------------------------------------------------------------------------

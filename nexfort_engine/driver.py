@@ -10,7 +10,7 @@ from typing import Any
 
 
 @functools.cache
-def _library() -> Any:
+def library() -> Any:
     """CUDA's driver API, or None on a machine without one."""
     try:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -25,7 +25,7 @@ def driver_version() -> int | None:
     `cuDriverGetVersion`, which does not touch a card.
     """
     found = ctypes.c_int()
-    driver = _library()
+    driver = library()
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(found)):
         return None
     return found.value
@@ -36,7 +36,7 @@ def trim_graph_memory(index: int) -> None:
 
     `cuDeviceGraphMemTrim`: torch trims only the pool outside of graphs. Raises RuntimeError with the driver's number.
     """
-    driver = _library()
+    driver = library()
     if driver is None:
         return
     failed = driver.cuDeviceGraphMemTrim(ctypes.c_int(index))

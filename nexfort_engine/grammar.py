@@ -33,6 +33,7 @@ OPTIONS: dict[str, type] = {
     "overrides.matmul_allow_fp16_accumulation": bool,
     "inductor.force_triton_sdpa": bool,
     "cuda.fuse_timestep_embedding": bool,
+    "cuda.fill_kernels": bool,
     "triton.cudagraphs": bool,
     "compile.background": bool,
     "compile.fold": bool,
