@@ -72,6 +72,7 @@ _REWRITES = (
     "linear_gelu",
     "rotary",
     "broadcast",
+    "cast_once",
     "few_keys_attention",
     "unpadded_attention",
 )

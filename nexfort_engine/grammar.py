@@ -42,6 +42,7 @@ OPTIONS: dict[str, type] = {
     "fuse.upsample": bool,
     "fuse.whole_rows": bool,
     "fuse.broadcast": bool,
+    "fuse.cast_once": bool,
     "fuse.few_keys_attention": bool,
     "fuse.gated_linear": bool,
     "fuse.gelu": bool,

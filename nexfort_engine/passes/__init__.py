@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from ..attention import operator
 from ..quant.precision import low_precision
 from .broadcast import broadcasts
+from .cast_once import casts_once
 from .few_keys_attention import few_keys_attentions
 from .gated_linear import gated_linears
 from .gelu import gelus
@@ -49,6 +50,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "unpadded_attention": unpadded_attentions,
     "measured_attention": measured_attentions,  # of what is attention still
     "quantised_attention": quantised_attentions,
+    "cast_once": casts_once,  # for what is a library's then
 }
 _CALLED: dict[str, Callable[[], object]] = dict.fromkeys(("measured_attention", "quantised_attention"), operator)
 

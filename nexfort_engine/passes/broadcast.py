@@ -11,12 +11,10 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import GraphModule, Node, Proxy
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.proxy import GraphAppendingTracer
+from torch.fx import GraphModule, Node
 
 from ..quant.precision import numbers_of
-from .writing import fill, fixed, in_memory, without_gaps
+from .writing import fill, keep, lies_as_its_copy
 
 aten = torch.ops.aten
 _COSTLY = {  # what takes many instructions
@@ -32,27 +30,10 @@ def broadcasts(module: GraphModule) -> int:
     fill(module.graph.nodes)  # with what passes before put in
     found = 0
     for node in reversed(list(module.graph.nodes)):  # of functions of each other the last is enough
-        if node.target in _COSTLY and _is_contiguous(node.meta["val"]) and _is_broadcast(node):
-            _keep(node)
+        if node.target in _COSTLY and lies_as_its_copy(node.meta["val"]) and _is_broadcast(node):
+            keep(node)
             found += 1
     return found
-
-
-def _keep(node: Node) -> None:
-    value, readers = node.meta["val"], list(node.users)
-    with node.graph.inserting_before(node.next):
-        given = Proxy(node, GraphAppendingTracer(node.graph))
-        sizes = [fixed(n) if fixed(n) is not None else aten.sym_size.int(given, at) for at, n in enumerate(value.shape)]
-        kept = in_memory(given, sizes).node
-    kept.meta["val"] = value
-    for reader in readers:
-        reader.replace_input_with(node, kept)
-
-
-def _is_contiguous(value: torch.Tensor) -> bool:
-    """Whether a value lies as its copy would, for those that look at it otherwise. Single numbers need no memory."""
-    lies = zip(value.stride(), without_gaps(value.shape), strict=True)
-    return value.dim() > 0 and all(statically_known_true(one == other) for one, other in lies)
 
 
 def _is_broadcast(node: Node) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 from torch.fx import Node, Proxy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
 
 aten = torch.ops.aten
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -50,6 +52,26 @@ def in_memory(x: Any, sizes: list[Any]) -> Any:
     """x of these sizes as a contiguous tensor in memory: otherwise Inductor may compute it again for each reader."""
     kept = aten.clone.default(x, memory_format=torch.contiguous_format)
     return aten.as_strided.default(kept, sizes, without_gaps(sizes))  # which asks for a tensor in memory
+
+
+def keep(node: Node) -> None:
+    """Have a value in memory before its readers read it. It has to lie as its copy does."""
+    value, readers = node.meta["val"], list(node.users)
+    with node.graph.inserting_before(node.next):
+        given = Proxy(node, GraphAppendingTracer(node.graph))
+        sizes = [fixed(n) if fixed(n) is not None else aten.sym_size.int(given, at) for at, n in enumerate(value.shape)]
+        kept = in_memory(given, sizes).node
+    kept.meta["val"] = value
+    for reader in readers:
+        reader.replace_input_with(node, kept)
+
+
+def lies_as_its_copy(value: Any) -> bool:
+    """Whether a value is a contiguous tensor, for those that look at it otherwise. Single numbers need no memory."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    lies = zip(value.stride(), without_gaps(value.shape), strict=True)
+    return all(statically_known_true(one == other) for one, other in lies)
 
 
 def without_gaps(sizes: Sequence[Any]) -> list[Any]:
