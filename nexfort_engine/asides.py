@@ -28,7 +28,7 @@ from .constants import is_function, tensors_in, written
 from .prepared import Kept
 from .prompted import answered_by
 from .signature import Flat
-from .stepcall import overlaps
+from .stepcall import StepCall, empty_as, overlaps
 
 Call = Callable[[], Sequence[torch.Tensor]]
 
@@ -68,6 +68,16 @@ class Asides(TorchDispatchMode):
         self._made_of: Hashable = None  # what the results are results of
         for slot in self.slots.values():
             self._hold(slot)
+
+    @classmethod
+    def of(cls, call: StepCall, most: int, apart: Callable[[], AbstractContextManager[Any]]) -> Asides:
+        """For a call some of whose tensors last."""
+        lasting = [call.tensors[place] for place in call.lasting]
+        with apart():
+            slots = empty_as(lasting, lasting[0].device)
+            for slot, tensor in zip(slots, lasting, strict=True):
+                slot.copy_(tensor)
+        return cls(dict(zip(call.lasting, slots, strict=True)), most, apart)
 
     @property
     def count(self) -> int:

@@ -17,15 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import readset
-from .artefact import Binding
 from .asides import Asides
 from .constants import Answering, Remembering, Sent
 from .flags import launched_by_address
@@ -34,13 +32,13 @@ from .graphmemory import GraphMemory, fragile, without_frames
 from .graphnodes import editable, fills_as_kernels
 from .guards import checker, to_json
 from .parts import places
-from .prepared import Version
 from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
-from .signature import Flat, Leaves, Unsupported, flatten, flatten_call, unflatten
-from .stepcall import StepCall, overlaps, places_of, separate
+from .signature import Flat, Unsupported, flatten, flatten_call
+from .stepcall import StepCall, empty_as, overlaps, places_of, separate
+from .stepgraph import StepGraph, in_places, metas_of, serials_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -58,32 +56,12 @@ _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 
-@dataclass
-class _Step:
-    """One combination of sizes: first what its calls read, then its graph."""
-
-    check: Callable[[list[Any]], bool]
-    bindings: list[tuple[Binding, Callable[[list[Any]], bool], list[float]]]
-    residence: Residence  # of the weights that the step needs where they are kept
-    pointers: list[Any]
-    glue: Glue
-    metas: list[Any]  # of the weights
-    output: Any
-    outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
-    sent: list[Sent]  # constants that its code copies to the GPU, which the graph reads there
-    graph: Any = None
-    slots: list[torch.Tensor] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
-    version: Version = None  # of the weights that they were made of
-    asides: Asides | None = None  # what is made of inputs that last
-
-
 class StepGraphs:
     """The CUDA graphs of one engine. Used by one thread at a time; a second one runs region by region."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._steps: OrderedDict[Any, _Step] = OrderedDict()  # the one used longest ago first
+        self._steps: OrderedDict[Any, StepGraph] = OrderedDict()  # the one used longest ago first
         self._refused: dict[Any, str] = {}
         self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
@@ -136,15 +114,15 @@ class StepGraphs:
         if step is not None:
             with step.residence.held(flat.tensors[0].device) as weights:
                 there = weights is not None and places(weights) == step.pointers
-                if weights is not None and there and self._is_kept(step) and step.check(flat.mappings):
+                if weights is not None and there and step.is_kept(self.engine.version) and step.check(flat.mappings):
                     self._steps.move_to_end(key)
                     self.engine.cancel()
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
-                        result = self._replay(step, call)
-                        if self._holds(step, flat, weights):
+                        result = step.replay(call, self._made_of(call))
+                        if step.holds(flat, weights):
                             return result
-                    elif self._holds(step, flat, weights):
+                    elif step.holds(flat, weights):
                         with self.engine.apart():
                             return self._capture(key, step, call, plain, session)
             if weights is None:
@@ -169,27 +147,9 @@ class StepGraphs:
             return "the backbone takes several mappings, and what its regions read is known of one"
         return self.engine.unquiet(flat.mappings)
 
-    def _is_kept(self, step: _Step) -> bool:
-        """Whether the prepared weights that a graph reads are still there, and made of the weights as they are."""
-        if step.kept != _serials(b for b, *_ in step.bindings):
-            return False
-        if any(step.kept):
-            return step.version == self.engine.version()
-        # where the host could not say then, and can now, they may be kept at last
-        return not step.kept or step.version is not None or self.engine.version() is None
-
-    def _holds(self, step: _Step, flat: Flat, weights: list[torch.Tensor]) -> bool:
-        if not step.residence.sound() or not step.glue.unchanged() or _metas(weights) != step.metas:
-            return False
-        maps = flat.mappings[:1] * 4
-        return all(
-            check(maps) and binding.state.unchanged() and binding.strengths() == strengths
-            for binding, check, strengths in step.bindings
-        )
-
     # -- the ways ----------------------------------------------------------------------------------------
 
-    def _fetched(self, step: _Step, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _fetched(self, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
         result = call.plainly(plain)
         if session.fetched or session.ran_eager or not step.residence.settle(call.tensors[0].device):
@@ -210,7 +170,7 @@ class StepGraphs:
                 session.asides = asides = self._asides(call)
                 with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watched:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
-                    args, kwargs = call.arguments(_in_places(flat.tensors, asides), recordings)
+                    args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
                     result = plain(*args, **kwargs)
                 break
             except ValueUsed as used:
@@ -242,7 +202,7 @@ class StepGraphs:
                 return result
         if session.spares:
             return result  # the next step borrows less; it is the one to look at
-        kept = _serials(session.used)  # before it is asked what they spare: another thread may let go of them
+        kept = serials_of(session.used)  # before it is asked what they spare: another thread may let go of them
         residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
@@ -290,15 +250,15 @@ class StepGraphs:
         with residence.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return
-            self._steps[key] = _Step(
+            self._steps[key] = StepGraph(
                 checker(rows),
                 self._region_checks(session, flat),
                 residence,
                 places(weights),
                 glue,
-                _metas(weights),
+                metas_of(weights),
                 output,
-                _empty(outputs.tensors, _NOWHERE),
+                empty_as(outputs.tensors, _NOWHERE),
                 sent,
                 kept=kept,
                 version=self.engine.version(),
@@ -333,9 +293,9 @@ class StepGraphs:
             found.append((binding, checker(rows), binding.strengths()))
         return found
 
-    def _capture(self, key: Any, step: _Step, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _capture(self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         device, asides = call.tensors[0].device, step.asides
-        slots, outputs = _in_places(_empty(call.tensors, device), asides), _empty(step.outputs, device)
+        slots, outputs = in_places(empty_as(call.tensors, device), asides), empty_as(step.outputs, device)
         session.ran_eager = session.fetched = session.others = False
         session.looked_up = []
         answering = Answering(step.sent)
@@ -365,9 +325,9 @@ class StepGraphs:
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")
             step.graph, step.slots, step.outputs = graph, slots, outputs
-            if step.kept != _serials(b for b, *_ in step.bindings):
+            if not step.is_prepared():
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
-            result = self._replay(step, call)  # the first may still find that there is no memory
+            result = step.replay(call, self._made_of(call))  # the first may still find that there is no memory
             self._steps[key] = step
             return result
         except Exception as error:
@@ -418,34 +378,13 @@ class StepGraphs:
             return None
         weights = sum(weight.nbytes for weight in self.engine.root.parameters())
         held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
-        with self.engine.apart():
-            lasting = [call.tensors[place] for place in call.lasting]
-            slots = _empty(lasting, lasting[0].device)
-            for slot, tensor in zip(slots, lasting, strict=True):
-                slot.copy_(tensor)
-        most = max(_LEAST_KEPT, weights // _PART_KEPT) - held
-        return Asides(dict(zip(call.lasting, slots, strict=True)), most, self.engine.apart)
+        return Asides.of(call, max(_LEAST_KEPT, weights // _PART_KEPT) - held, self.engine.apart)
 
     def _without_asides(self, key: Any, asides: Asides, result: Any) -> Any:
         """From now on nothing that steps of this kind make of a prompt is kept. Gives the result."""
         self._alike.add(key)
         self.engine.report.note(f"what is made of a prompt is made in each step: {asides.reason}")
         return result
-
-    def _replay(self, step: _Step, call: StepCall) -> Any:
-        if step.asides is not None:
-            step.asides.renew(call.tensors, self._made_of(call))
-        for place, (slot, tensor) in enumerate(zip(step.slots, call.tensors, strict=True)):
-            if slot.data_ptr() != tensor.data_ptr() and not (step.asides is not None and place in step.asides.slots):
-                slot.copy_(tensor)
-        step.graph.replay()
-        return unflatten(step.output, Leaves([t.clone() for t in step.outputs]))
-
-
-def _serials(bindings: Iterable[Binding]) -> list[int]:
-    """The serial numbers of the prepared weights that some bindings keep; 0 where one keeps none."""
-    each = {id(b): b for b in bindings if b.prepares}.values()
-    return [kept.serial if (kept := b.kept) is not None else 0 for b in each]
 
 
 def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:
@@ -467,17 +406,6 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _in_places(tensors: list[torch.Tensor], asides: Asides | None) -> list[torch.Tensor]:
-    """A call's tensors, with copies that last in the places of those that do."""
-    slots = asides.slots if asides is not None else {}
-    return [slots.get(place, tensor) for place, tensor in enumerate(tensors)]
-
-
-def _empty(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors laid out as these are, with nothing in them."""
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
-
-
 def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
     """Copy what a step returns to where it is read after each replay. False: it is not what it was.
 
@@ -489,10 +417,6 @@ def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
     for place, tensor in zip(outputs, made.tensors, strict=True):
         place.copy_(tensor)
     return True
-
-
-def _metas(weights: list[torch.Tensor]) -> list[Any]:
-    return [(w.dtype, w.shape, w.stride()) if w is not None else None for w in weights]
 
 
 def no_memory(error: BaseException) -> bool:

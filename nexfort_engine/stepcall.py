@@ -84,3 +84,8 @@ def separate(tensor: torch.Tensor) -> torch.Tensor:
 def overlaps(tensor: torch.Tensor) -> bool:
     """Whether one place in memory is several of the tensor's numbers, so that it cannot be written to."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def empty_as(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors laid out as these are, with nothing in them."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]

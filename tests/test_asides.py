@@ -66,16 +66,17 @@ def joined(prompt: T, _: T) -> T:
 class Steps:
     """Steps of a network on prompts by number, each compared with eager."""
 
-    def __init__(self, store: Store, own: Callable[[T, T], T] = joined, **options: Any) -> None:
-        self.root, self.host = Network(own).eval().requires_grad_(False), Host()
+    def __init__(self, store: Store, own: Callable[[T, T], T] = joined, *, device: str = "cpu", **options: Any) -> None:
+        self.device, self.host = device, Host()
+        self.root = Network(own).eval().requires_grad_(False).to(device)
         config = CompileConfig.parse({"options": options})
         self.engine = Engine(self.root, config, store, lender=self.host)  # type: ignore[arg-type]
         self.seeds = itertools.count()
 
     def __call__(self, prompt: int, *, tokens: int = 6, text: int = TEXT, named: bool = True) -> None:
         generator = torch.Generator().manual_seed(next(self.seeds))
-        x, time = (torch.randn(2, *size, WIDE, generator=generator) for size in ((tokens,), ()))
-        words = torch.randn(2, text, 64, generator=torch.Generator().manual_seed(prompt))
+        x, time = (torch.randn(2, *size, WIDE, generator=generator).to(self.device) for size in ((tokens,), ()))
+        words = torch.randn(2, text, 64, generator=torch.Generator().manual_seed(prompt)).to(self.device)
         with torch.inference_mode():
             wanted = self.root(x, time, words.clone())
             with self.engine.active(watch_root=True) as session:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -373,7 +374,8 @@ def test_other_copies_are_refused_and_the_step_completes(what, reason):
 @pytest.mark.skipif("PYTORCH_CUDA_ALLOC_CONF" in os.environ, reason="an allocator was chosen")
 def test_all_of_this_with_the_allocator_that_comfyui_chooses():
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_asides_on_gpu.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.startswith("............"), "its tests were run, not skipped"
