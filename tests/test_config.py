@@ -56,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 24)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 27)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])

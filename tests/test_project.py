@@ -21,7 +21,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "held"),
+        *("conditions", "driver", "graphmemory", "graphnodes", "held"),
     ),
     "cache": ("cache",),
     "block": (
@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "choices",
         "pairs",
         "repeats",
+        "prompted",
         "parting",
         "folding",
         "worker",
@@ -66,6 +67,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "background",
         "planning",
         "cudagraph",
+        "stepgraph",
+        "asides",
         "stepcall",
         "constants",
         "rehearsal",

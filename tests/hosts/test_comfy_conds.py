@@ -106,8 +106,8 @@ def test_what_need_not_or_cannot_be_copied_stays_what_it_is(monkeypatch: pytest.
     given |= {"learnt": torch.ones(2, requires_grad=True)}
     conds = Conds()
     for _ in range(2):
-        _, found = conds.sent((), given, AWAY)
-        assert list(found) == list(given) and all(found[name] is given[name] for name in given)
+        _, found, lasting = conds.sent((), given, AWAY)
+        assert list(found) == list(given) and all(found[name] is given[name] for name in given) and not lasting
     on_processor = {"guidance": torch.tensor([3.5])}
     assert conds.sent((), on_processor, CPU)[1]["guidance"] is on_processor["guidance"]
 
@@ -116,7 +116,7 @@ def test_tensors_in_lists_are_copied_as_the_host_does() -> None:
     """Of lists by name, and no deeper."""
     conds, inside = Conds(), torch.ones(2)
     given = {"ref_latents": [torch.ones(2), torch.zeros(3)], "nested": [[inside], (3,)]}
-    (placed,), found = conds.sent(([inside],), given, AWAY)
+    (placed,), found, _ = conds.sent(([inside],), given, AWAY)
     assert placed[0] is inside and found["nested"][0][0] is inside and found["nested"][1] == (3,)
     assert [tensor.device for tensor in found["ref_latents"]] == [AWAY] * 2
     assert [len(tensor) for tensor in found["ref_latents"]] == [2, 3]
@@ -134,13 +134,25 @@ def test_it_is_the_same_tensor_and_nobody_else_s(numbers: list[float], dtype: to
     assert torch.equal(bits(value), wanted)
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, torch.bfloat16, torch.float16])), max_size=9))
+def test_a_name_is_that_of_bits_and_the_prompt_has_the_dtype_that_is_asked_for(calls: list[Any]) -> None:
+    conds, names = Conds(), dict[Any, Any]()
+    prompts = [torch.randn(1, 5, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    for number, dtype in calls:
+        args, _, lasting = conds.sent((None, None, None, prompts[number]), {}, RENAMED, dtype)
+        tensor, name = lasting[id(args[3])]
+        assert tensor is args[3] and torch.equal(tensor, prompts[number].to(dtype or torch.float32))
+        assert names.setdefault((number, dtype), name) == name
+    assert len(set(names.values())) == len(names)
+
+
 @pytest.mark.comfy
 @pytest.mark.usefixtures("comfyui", "artefact_cache")
 def test_steps_copy_a_prompt_and_its_guidance_once_and_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """By ComfyUI's own sampler, and gone with the model."""
     patcher = patcher_around(make("comfy_flux").module, flux=True)
     send = Conds.sent
-    monkeypatch.setattr(Conds, "sent", lambda self, args, kwargs, _: send(self, args, kwargs, RENAMED))
+    monkeypatch.setattr(Conds, "sent", lambda self, args, kwargs, *_: send(self, args, kwargs, RENAMED))
     compiled = host.attach(patcher, CONFIG)
     conds = host._engines(patcher.model.diffusion_model).conds
     for number, strength in enumerate((3.5, 1.0), 1):
