@@ -401,6 +401,15 @@ def test_a_gate_s_function_is_computed_once_and_not_for_each_row(turned: dict[st
 
 
 @pytest.mark.comfy
+def test_what_is_made_of_a_prompt_alone_is_lowered_by_itself(turned: dict[str, Path]) -> None:
+    """Of Wan's ten layers two, and the norm behind one; where text is turned with the image there is nothing."""
+    part, whole = _code(turned["wan"] / "prompt_0"), _code(turned["wan"])
+    assert part.count("extern_kernels.addmm(") == 2 and whole.count("extern_kernels.addmm(") == 10
+    assert "_fused_rms_norm" in part and "attention" not in part
+    assert not list(turned["flux_double"].glob("prompt*"))
+
+
+@pytest.mark.comfy
 @pytest.mark.parametrize("mode", ["O2", "O3"])
 def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path, mode: str, tmp_path: Path) -> None:
     """Places in a sixth of a size would be read one number at a time, and in fp8 all warps wait for each other."""
@@ -411,10 +420,10 @@ def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path,
 
 
 def _code(payload: Path) -> str:
-    """The Python that Inductor wrote for a payload, for all of its pieces in turn."""
+    """The Python that Inductor wrote for a payload, for all of its pieces in turn and what it makes of a prompt."""
     own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
     texts = [text for file in sorted(own) if "def call(" in (text := file.read_text())]
-    assert len(texts) == max(1, len(list(payload.glob("piece_*"))))
+    assert len(texts) == max(1, len(list(payload.glob("piece_*")))) + len(list(payload.glob("prompt_*")))
     return "".join(texts)
 
 
