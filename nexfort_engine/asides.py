@@ -8,13 +8,14 @@ captured each is answered with that result, so that the step's graph only reads 
 them anew, into the same memory, whenever an input or the weights are others (`renew`).
 
 That is sound: what lasts is known by its memory, which nothing else is given while it is held, and a call is the same
-if code, places in memory and plain arguments are. Who writes to what lasts ends all of it.
+if code, places in memory and plain arguments are. Who writes to what lasts, or may do so with a kernel of its own, ends
+all of it. Not seen is what writes without an operator, such as an extension of C++ that is called as a function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,8 +26,9 @@ from torch.utils._pytree import tree_flatten
 
 from .artefact import Binding
 from .constants import is_function, tensors_in, written
+from .flags import noted_triton_launches
 from .prepared import Kept
-from .prompted import answered_by
+from .prompted import Answer, Run, answered_by
 from .signature import Flat
 from .stepcall import StepCall, empty_as, overlaps
 
@@ -62,6 +64,7 @@ class Asides(TorchDispatchMode):
         self.bytes, self._most, self._apart = 0, most, apart
         self._known: dict[Hashable, _Aside] = {}
         self._observes, self._inside = True, False
+        self._watching = ExitStack()
         self._held: dict[
             int, Any
         ] = {}  # storages of what lasts; held, or another would have the place of one that is gone
@@ -131,40 +134,75 @@ class Asides(TorchDispatchMode):
     # -- calls -------------------------------------------------------------------------------------------
 
     def run(
-        self, binding: Binding, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: Kept | None
+        self,
+        binding: Binding,
+        weights: list[torch.Tensor],
+        flat: Flat,
+        tensors: list[torch.Tensor],
+        kept: Kept | None,
+        *,
+        told: bool,
     ) -> Any:
-        """Run a region's artefact, whose parts, or all of it, may be asides."""
+        """Run a region's artefact, whose parts, or all of it, may be asides.
+
+        weights: where they are between steps. told: whether the host says when any of them changes.
+        """
         artefact = binding.artefact
         again = partial(binding.run, weights, flat, tensors, kept)
         if any(self.lasts(tensors[artefact.tensors[place]]) for place in artefact.mutated):
             self._spoil("a region writes to it")
         settled = kept is not None or not binding.prepares  # weights that are prepared for one call lie anywhere
-        whole = binding.plain and not artefact.sites and not artefact.strengths and settled
-        with self._inside_an_artefact(answers=settled):
+        whole = binding.plain and not artefact.sites and not artefact.strengths and settled and told
+        with self._inside_an_artefact(partial(self._of_prompt, id(binding)) if settled else None):
             if whole and tensors and all(map(self.lasts, tensors)):
                 with answered_by(None):
                     return self._answered((id(binding), *flat.ints, _places(tensors)), lambda: [again()])[0]
             return again()
 
-    def _of_prompt(self, part: Callable[..., Any], inputs: tuple[Any, ...], of: int) -> Sequence[torch.Tensor]:
+    def _of_prompt(self, of_whom: int, part: Run, inputs: tuple[Any, ...], of: int) -> Sequence[torch.Tensor]:
         """What a part of an artefact gives, which is given weights and a prompt."""
         if not self.lasts(inputs[of]):
             return part(*inputs)
-        return self._answered((id(part), _places(inputs)), lambda: part(*inputs))
+        return self._answered((of_whom, id(part), _places(inputs)), lambda: part(*inputs))
 
     @contextmanager
-    def _inside_an_artefact(self, *, answers: bool) -> Iterator[None]:
+    def _inside_an_artefact(self, answer: Answer | None) -> Iterator[None]:
         """Its own operators are none: its kernels may write to what they give, which no operator shows."""
+        with self._nothing_of_its_own(), answered_by(answer):
+            yield
+
+    @contextmanager
+    def _nothing_of_its_own(self) -> Iterator[None]:
         before, self._inside = self._inside, True
         try:
-            with answered_by(self._of_prompt if answers else None):
-                yield
+            yield
         finally:
             self._inside = before
 
+    def __enter__(self) -> Any:
+        self._watching.enter_context(noted_triton_launches(self._launched))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._watching.close()
+
+    def _launched(self, name: str) -> None:
+        """A kernel was launched. That of an operator does what the operator says; others may write anywhere."""
+        if not self._inside:
+            self._spoil(f"its code launches a Triton kernel ({name}), which may write to it")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        taken = [] if self._inside else tensors_in((args, kwargs))
+        if self._inside:
+            return func(*args, **kwargs)
+        with self._nothing_of_its_own():
+            return self._operator(func, args, kwargs)
+
+    def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        taken = tensors_in((args, kwargs))
         lasting = [tensor for tensor in taken if self.lasts(tensor)]
         if not lasting:
             return func(*args, **kwargs)
@@ -206,7 +244,9 @@ def _makes(func: Any) -> bool:
 def _places(values: Sequence[Any]) -> Hashable:
     """Where tensors lie, and how; other values as they are."""
     return tuple(
-        (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+        (value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
+        if isinstance(value, torch.Tensor)
+        else value
         for value in values
     )
 

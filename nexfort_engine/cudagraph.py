@@ -52,6 +52,7 @@ _MOST_ADMISSIONS = 16
 _MOST_FAILURES = 3
 _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for one combination of sizes, or
 _LEAST_KEPT = 100 << 20
+_MADE_ANEW = "what is made of a prompt is made in each step: {}"
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
@@ -119,7 +120,7 @@ class StepGraphs:
                     self.engine.cancel()
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
-                        result = step.replay(call, self._made_of(call))
+                        result = step.replay(call)
                         if step.holds(flat, weights):
                             return result
                     elif step.holds(flat, weights):
@@ -187,6 +188,8 @@ class StepGraphs:
                 session.asides = None
         else:
             return self._refuse(key, "the backbone uses too many options", call, plain)
+        if asides is not None and asides.reason:  # what was written to may have been an answer by then
+            return self._without_asides(key, asides, call, plain)
         try:
             used_options = _used_options(session, flat, before)
         except Refused as refusal:
@@ -240,6 +243,10 @@ class StepGraphs:
             rows, output = to_json(reads), flatten(result, outputs)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
+            if asides is not None and any(map(asides.lasts, outputs.tensors)):
+                asides = None  # its caller may write to what it was given
+                self._alike.add(key)
+                self.engine.report.note(_MADE_ANEW.format("the backbone returns some of it"))
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return
@@ -262,10 +269,8 @@ class StepGraphs:
                 sent,
                 kept=kept,
                 version=self.engine.version(),
-                asides=asides if asides is not None and asides.observed(self._made_of(call)) else None,
+                asides=asides if asides is not None and asides.observed(call.made_of) else None,
             )
-            if asides is not None and asides.reason:
-                self._without_asides(key, asides, None)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
 
@@ -319,7 +324,7 @@ class StepGraphs:
             if answering.reason:
                 raise Refused(answering.reason)
             if asides is not None and asides.reason:
-                return self._without_asides(key, asides, call.plainly(plain))
+                return self._without_asides(key, asides, call, plain)
             if session.ran_eager or session.fetched or session.others or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, session.looked_up)) <= set(map(id, slots)):
@@ -327,7 +332,7 @@ class StepGraphs:
             step.graph, step.slots, step.outputs = graph, slots, outputs
             if not step.is_prepared():
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
-            result = step.replay(call, self._made_of(call))  # the first may still find that there is no memory
+            result = step.replay(call)  # the first may still find that there is no memory
             self._steps[key] = step
             return result
         except Exception as error:
@@ -362,15 +367,12 @@ class StepGraphs:
     # -- what lasts --------------------------------------------------------------------------------------
 
     def _lasting(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
-        """The names of those of a call's tensors that the host has one for, while it can say when weights change."""
-        named_ = session.lasting if self.engine.lowering.prompt_once else {}
-        if not named_ or self.engine.version() is None:
+        """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
+        names = session.lasting if self.engine.lowering.prompt_once else {}
+        version = self.engine.version() if names else None
+        if version is None:
             return {}
-        return {place: named_[id(tensor)][1] for place, tensor in enumerate(tensors) if id(tensor) in named_}
-
-    def _made_of(self, call: StepCall) -> Hashable:
-        """The name of all that is made of a call's tensors that last."""
-        return tuple(call.lasting.values()), self.engine.version()
+        return {place: (names[id(tensor)][1], version) for place, tensor in enumerate(tensors) if id(tensor) in names}
 
     def _asides(self, call: StepCall) -> Asides | None:
         """What keeps what a step makes of tensors that last, if any do."""
@@ -380,11 +382,11 @@ class StepGraphs:
         held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
         return Asides.of(call, max(_LEAST_KEPT, weights // _PART_KEPT) - held, self.engine.apart)
 
-    def _without_asides(self, key: Any, asides: Asides, result: Any) -> Any:
-        """From now on nothing that steps of this kind make of a prompt is kept. Gives the result."""
+    def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
+        """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""
         self._alike.add(key)
-        self.engine.report.note(f"what is made of a prompt is made in each step: {asides.reason}")
-        return result
+        self.engine.report.note(_MADE_ANEW.format(asides.reason))
+        return call.plainly(plain)
 
 
 def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:

@@ -137,9 +137,9 @@ class Region:
         try:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
-            if session.asides is not None:
-                return session.asides.run(binding, weights, flat, tensors, kept)
-            return binding.run(weights, flat, tensors, kept)
+            if session.asides is None or session.fetched:  # what is fetched may lie where others' weights did
+                return binding.run(weights, flat, tensors, kept)
+            return session.asides.run(binding, weights, flat, tensors, kept, told=self._told(binding))
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
         except Exception as error:
@@ -153,6 +153,12 @@ class Region:
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
+
+    def _told(self, binding: Binding) -> bool:
+        """Whether the host's word for its weights is one for all that an artefact reads: it says nothing of buffers."""
+        own = self.slots.parameters
+        lasting = own if self.parts is None else self.parts.each(own)
+        return self._version() is not None and all(lasting[place] for place in binding.artefact.weights)
 
     def _kept(self, binding: Binding) -> Kept | None:
         """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
 from .config import CompileConfig
+from .constants import tensors_in
 from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
@@ -237,14 +238,28 @@ class Engine:
             return plain(*args, **kwargs)
         return self._called(plain, args, kwargs)
 
-    def uncounted(self, plain: Callable[..., Any], args: Any, kwargs: Any, *, graphs: bool) -> Any:
-        """One more step that nobody asked for; the report does not count it. graphs: it may be replayed as one."""
-        return self._called(plain, args, kwargs, counted=False, graphs=graphs)
+    def uncounted(
+        self, plain: Callable[..., Any], args: Any, kwargs: Any, *, graphs: bool, names: Iterable[Hashable] = ()
+    ) -> Any:
+        """One more step that nobody asked for; the report does not count it.
+
+        graphs: it may be replayed as one. names: of its arguments' tensors, as in Session, None where one has none.
+        """
+        return self._called(plain, args, kwargs, counted=False, graphs=graphs, names=names)
 
     def _called(
-        self, plain: Callable[..., Any], args: Any, kwargs: Any, *, counted: bool = True, graphs: bool = True
+        self,
+        plain: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        counted: bool = True,
+        graphs: bool = True,
+        names: Iterable[Hashable] = (),
     ) -> Any:
         with self.active(counted=counted) as session:
+            named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
+            session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             session.root = (plain, _copied(args), _copied(kwargs))
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
@@ -261,7 +276,7 @@ class Engine:
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
-        kept, again = self._kept(args, kwargs) if due else None, False
+        kept, again = self._kept(args, kwargs, session) if due else None, False
         try:
             if not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
@@ -282,17 +297,21 @@ class Engine:
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
-            Verifier(self, graphs=kept[2]).run(session.root[0], *kept[:2])
+            Verifier(self, graphs=kept[2], names=kept[3]).run(session.root[0], *kept[:2])
             self.held_twice = True  # eager code asked the host for all weights
         self._hold_once()
         return result
 
-    def _kept(self, args: Any, kwargs: Any) -> tuple[Any, Any, bool] | None:
-        """Arguments for a verification after the step, which may change its own; and whether it may be a graph."""
+    def _kept(self, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any, bool, list[Any]] | None:
+        """Arguments for a verification after the step, which may change its own; whether it may be a graph, and names.
+
+        The names are those of the arguments' tensors, None where one has none.
+        """
         quiet = self._is_quiet(args, kwargs)
         try:
             args, kwargs = self.plain_call(args, kwargs)
-            return of_its_own(args), of_its_own(kwargs), quiet
+            names = [session.lasting.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
+            return of_its_own(args), of_its_own(kwargs), quiet, names
         except Exception as error:
             # no memory for copies, or an argument that has none: the step itself needs neither
             self.report.note(f"a step could not be verified ({named(error)})")

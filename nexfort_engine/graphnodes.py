@@ -98,7 +98,6 @@ def fills_as_kernels(raw: int) -> int:
             _ask("cuGraphNodeGetType", node, ctypes.byref(kind))
             count += kind.value == _KIND and _replaced(graph, node)
     except _Failed as problem:
-        # a kernel beside the node that it was to replace fills the same memory with the same value
         log.debug("Nexfort: nodes of a CUDA graph stay as they are: %s", problem)
     return count
 
@@ -118,8 +117,12 @@ def _replaced(graph: Any, node: Any) -> bool:
     before, after = (_nodes(node, f"cuGraphNodeGet{which}") for which in ("Dependencies", "DependentNodes"))
     made = ctypes.c_void_p()
     _ask("cuGraphAddKernelNode", ctypes.byref(made), graph, _array(before), len(before), ctypes.byref(kernel))
-    if after:
-        _ask("cuGraphAddDependencies", graph, _array([made] * len(after)), _array(after), len(after))
+    try:
+        if after:
+            _ask("cuGraphAddDependencies", graph, _array([made] * len(after)), _array(after), len(after))
+    except _Failed:
+        _ask("cuGraphDestroyNode", made)  # nobody would wait for it
+        raise
     _ask("cuGraphDestroyNode", node)
     return True
 

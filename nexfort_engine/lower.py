@@ -133,8 +133,8 @@ def lower_graph(
     # in full precision a weight that is unpacked would lie beside its packed self
     larger = own.get("low_precision") is True
     before = take_out(graph, lasting, larger=larger) if own.get("prepare") else None
-    weights = len(constants) + (len(lasting) if before is None else len(before.keeps) + before.gives)
-    prompted = take_out_prompts(graph, weights) if own.get("prompt_once") else None
+    left = [*lasting] if before is None else [*(lasting[i] for i in before.keeps), *[True] * before.gives]
+    prompted = take_out_prompts(graph, [*left, *[True] * len(constants)]) if own.get("prompt_once") else None
     graphs = {payload: graph} if before is None else {payload: graph, payload / _BEFORE: before.graph}
     for number, aside in enumerate(prompted.parts if prompted is not None else []):
         graphs[payload / f"{_PROMPT}{number}"] = aside.graph

@@ -54,16 +54,18 @@ class Prompted:
         return {"keeps": self.keeps, "parts": [{"takes": part.takes, "of": part.of} for part in self.parts]}
 
 
-def take_out_prompts(module: GraphModule, weights: int) -> Prompted | None:
+def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> Prompted | None:
     """Take what a graph computes of a prompt and weights alone out of it, if it computes products of one.
 
-    weights: how many of its first inputs are weights, or made of weights.
+    lasting: for each of its weights and what is made of them, which are its first inputs, whether its numbers stay
+    while the host says that no weight changed.
     """
-    graph = module.graph
+    graph, weights = module.graph, len(lasting)
     inputs = graph.find_nodes(op="placeholder")
+    own = [node for node, lasts in zip(inputs, lasting, strict=False) if lasts]
     parts, last = list[Part](), inputs[-1] if inputs else None
     for x in inputs[weights:]:
-        values = _made_of(graph, inputs[:weights], x)
+        values = _made_of(graph, own, x)
         results = _results(values, x)
         if not results:
             continue

@@ -36,7 +36,7 @@ class Session:
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.fetched = False  # a region ran on weights that the host fetched for this call alone
         self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
-        # tensors that the root may be called with, by id, and a name: equal names are equal bits, whenever
+        # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
         self.lasting: dict[int, tuple[Any, Hashable]] = {}
         self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
 

@@ -17,7 +17,8 @@ from .signature import Flat, Leaves, unflatten_call
 class StepCall:
     """A call's parts. fed: where in its options tensors lie that the backbone uses. tensors: its own, then those.
 
-    lasting: names of some of its own by their places; calls with equal names have tensors of equal bits there.
+    lasting: names of some of its own by their places; calls with equal names have tensors of equal bits there, and
+    weights that are the same.
     """
 
     spec: Any
@@ -33,6 +34,11 @@ class StepCall:
         there = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         tensors = [*flat.tensors, *(separate(value) for _, value in there)]
         return cls(spec, flat, [path for path, _ in there], tensors, lasting or {})
+
+    @property
+    def made_of(self) -> Hashable:
+        """A name for what is made of the tensors that have one."""
+        return tuple(self.lasting.values())
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""

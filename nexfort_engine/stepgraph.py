@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +61,11 @@ class StepGraph:
             for binding, check, strengths in self.bindings
         )
 
-    def replay(self, call: StepCall, made_of: Hashable) -> Any:
-        """What the graph gives for a call. made_of: the name of what asides are made of."""
+    def replay(self, call: StepCall) -> Any:
+        """What the graph gives for a call."""
         lasting = self.asides.slots if self.asides is not None else {}
         if self.asides is not None:
-            self.asides.renew(call.tensors, made_of)
+            self.asides.renew(call.tensors, call.made_of)
         for place, (slot, tensor) in enumerate(zip(self.slots, call.tensors, strict=True)):
             if place not in lasting and slot.data_ptr() != tensor.data_ptr():
                 slot.copy_(tensor)

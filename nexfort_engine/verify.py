@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,12 @@ _CHUNK = 1 << 24  # numbers that are brought to float64 at once
 class Verifier:
     """Compares one step of one engine's backbone."""
 
-    def __init__(self, engine: Engine, *, graphs: bool = True) -> None:
-        """graphs: the user's own steps may be replayed as CUDA graphs, so that the compared one may be too."""
-        self.engine, self._graphs = engine, graphs
+    def __init__(self, engine: Engine, *, graphs: bool = True, names: Sequence[Hashable] = ()) -> None:
+        """graphs: the user's own steps may be replayed as CUDA graphs, so that the compared one may be too.
+
+        names: of the tensors among the arguments, as in Session; None where one has none.
+        """
+        self.engine, self._graphs, self._names = engine, graphs, names
         self._rows: dict[str, dict[str, Any]] = {}
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,7 +98,7 @@ class Verifier:
         return result
 
     def _again(self, call: Callable[..., Any], graphs: bool, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.uncounted(call, args, kwargs, graphs=graphs)
+        return self.engine.uncounted(call, args, kwargs, graphs=graphs, names=self._names)
 
     def _best(self, run: Callable[..., Any], args: Any, kwargs: Any, *, warming: int = 0) -> tuple[Any, float]:
         """What a step gives and the seconds of the faster of two runs, after `warming` others."""

@@ -8,6 +8,7 @@ was made, as on a GPU. What only a GPU does (streams, pools of memory, what refu
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from nexfort_engine import cudagraph, engine
+from nexfort_engine.asides import Asides
 from nexfort_engine.session import current
 
 
@@ -84,6 +86,13 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
         return capture(self, key, step, call, noted, session)
 
+    program = Asides.program
+
+    def launched(self: Any) -> Callable[[], None]:
+        """While it is captured nothing is launched."""
+        compute, times = program(self), itertools.count()
+        return lambda: compute() if next(times) else None
+
     def captured_calls(self: Any, run: Callable[[], Any]) -> Any:
         graph, result = capture_calls(self, run)
         if graph.again is nothing:
@@ -92,6 +101,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(cudagraph.StepGraphs, "_capture", captured)
     patch.setattr(cudagraph.StepGraphs, "_captured", captured_calls)
+    patch.setattr(Asides, "program", launched)
 
 
 def _containers(value: Any) -> Any:

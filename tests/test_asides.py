@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +23,7 @@ from nexfort_engine import cudagraph, lower
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
+from nexfort_engine.modulestate import ABSENT
 from nexfort_engine.prompted import take_out_prompts
 
 T = torch.Tensor
@@ -190,6 +193,24 @@ def filled(prompt: T, x: T) -> T:
     return longer
 
 
+def made_again(prompt: T, _: T) -> T:
+    first = prompt * 2
+    prompt.mul_(3)
+    return first + prompt * 2
+
+
+def made_twice(prompt: T, _: T) -> T:
+    first, second = torch.zeros_like(prompt), torch.zeros_like(prompt)
+    first[:, ::2], second[:, 1::2] = prompt[:, ::2], prompt[:, 1::2] * 3
+    return first - second
+
+
+def of_both(prompt: T, _: T) -> T:
+    z = torch.view_as_complex(prompt.unflatten(-1, (-1, 2)))
+    both = torch.bmm(z, z.transpose(1, 2)), torch.bmm(z.conj(), z.transpose(1, 2))
+    return prompt + (both[0].real - both[1].real).mean(-1, keepdim=True) / 100
+
+
 def mixed(prompt: T, x: T) -> T:
     return prompt + x.mean(1, keepdim=True)
 
@@ -201,18 +222,138 @@ def viewed(prompt: T, _: T) -> T:
 @pytest.mark.parametrize(
     ("own", "note"),
     [
-        (doubled, "its code writes to it (aten::mul_)"),
-        (filled, "writes to it (aten::copy_)"),
-        (mixed, ""),
-        (viewed, ""),
+        *((doubled, "its code writes to it (aten::mul_)"), (filled, "writes to it (aten::copy_)")),
+        *((made_again, "(aten::mul_)"), (made_twice, "(aten::copy_)")),
+        *((of_both, ""), (mixed, ""), (viewed, "")),
     ],
 )
-def test_what_the_networks_own_code_does_with_it(store: Store, own: Any, note: str) -> None:
+@pytest.mark.parametrize("latched", [False, True])
+def test_what_the_networks_own_code_does_with_it(store: Store, own: Any, note: str, latched: bool) -> None:
+    """Each step is compared with eager, that in which something is found out too, and those that are never captured."""
     steps = Steps(store, own)
+    if latched:
+        steps.engine.regions[-1].latch("for a test")
     for prompt in (1, 1, 1, 2, 1, 2, 2):
         steps(prompt)
-    assert note in steps.notes() and bool(note) is bool(steps.notes())
-    assert bool(steps.kept()[-1]) is not bool(note)
+    notes = "; ".join(steps.engine.report.as_dict()["notes"])
+    assert note in notes and ("made in each step" in notes) is bool(note)
+    assert latched or bool(steps.kept()[-1]) is not bool(note)
+
+
+def test_kernels_of_others_may_write_anywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of an operator, which says what it writes to."""
+    triton = pytest.importorskip("triton", reason="Triton missing")
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, tensor: tensor.numpy().__iadd__(1))
+    kernel = object.__new__(triton.runtime.jit.JITFunction)
+    kernel.__name__ = "theirs"
+
+    def launching(prompt: T, _: T) -> T:
+        made = prompt * 2
+        kernel.run(made)
+        return made
+
+    steps = Steps(store, launching)
+    for prompt in (1, 1, 1, 2, 1):
+        steps(prompt)
+    assert "launches a Triton kernel" in steps.notes() and steps.kept() == [0]
+
+
+class Scaled(Attending):
+    """A block that multiplies its prompt by numbers that are no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(WIDE))
+
+    def forward(self, x: T, prompt: T, time: T) -> T:
+        return super().forward(x, prompt * self.factor, time)
+
+
+def test_what_is_made_of_a_buffer_is_made_in_each_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host says nothing of it."""
+    monkeypatch.setattr(sys.modules[__name__], "Attending", Scaled)
+    steps = Steps(store)
+    for prompt in (1, 1, 1, 2, 1):
+        steps(prompt)
+        for block in steps.root.blocks:
+            block.factor.mul_(1.5)
+    assert steps.kept() == [ALL - 2]
+
+
+class Returning(Network):
+    """A network that also returns what it makes of the prompt, whose caller writes to it."""
+
+    def forward(self, x: T, time: T, prompt: T) -> T:
+        made = self.project(prompt)
+        out = super().forward(x, time, prompt)
+        return out, made  # type: ignore[return-value]
+
+
+def test_what_a_caller_is_given_is_his(store: Store) -> None:
+    steps = Steps(store)
+    steps.root.__class__ = Returning
+    for number, prompt in enumerate((1, 1, 1, 2, 1)):
+        x, time = torch.randn(2, 6, WIDE), torch.randn(2, WIDE)
+        words = torch.randn(2, TEXT, 64, generator=torch.Generator().manual_seed(prompt))
+        with torch.inference_mode():
+            wanted = steps.root(x, time, words.clone())
+            with steps.engine.active(watch_root=True) as session:
+                session.lasting = {id(words): (words, prompt)}
+                found = steps.root(x, time, words)
+            for one, other in zip(wanted, found, strict=True):
+                assert torch.allclose(one, other, atol=1e-4), number
+            found[1].zero_()
+    assert "returns some of it" in steps.notes() and steps.kept() == [0]
+
+
+class OneBuffer(Host):
+    """A lender that has every block's weights in the same memory, one after another."""
+
+    signs, copies, hidden = ("away",), frozenset(), {"away": ABSENT}  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.empty(1 << 22)
+
+    def lends(self, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear)
+
+    due = tells = lends
+
+    def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
+        return getattr(layer, name).dtype
+
+    def lend(self, layers: list[nn.Module], _: torch.device) -> Any:
+        at, rows = 0, []
+        for layer in layers:
+            rows.append({})
+            for name, weight in layer.named_parameters():
+                rows[-1][name] = self.buffer[at : at + weight.numel()].view(weight.shape).copy_(weight)
+                at += weight.numel()
+        return SimpleNamespace(tensors=rows, kept=False, give_back=lambda: None, again=lambda: False)
+
+
+def test_weights_that_are_fetched_where_others_were_are_no_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Host", OneBuffer)
+    steps = Steps(store)
+    for layer in steps.root.modules():
+        if isinstance(layer, nn.Linear):
+            layer.__dict__["away"] = True
+    for prompt in (1, 1, 2):
+        steps(prompt)
+    assert not steps.kept()
+
+
+def test_a_verified_step_is_one_that_reads_what_is_kept(store: Store) -> None:
+    steps = Steps(store)
+    for _ in range(3):
+        steps(1)
+    steps.engine.verify_next()
+    steps(2)
+    (found,) = steps.engine.report.as_dict()["verifications"]
+    assert found["distance"] < 1e-5 and steps.kept() == [ALL]
 
 
 def test_it_takes_no_more_memory_than_it_may(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +475,6 @@ class Unsummed(Attending):
 )
 def test_a_prompt_is_told_by_who_reads_it(block: Any, text: int, results: int) -> None:
     captured = Probe(block().eval().requires_grad_(False), *inputs(text=text)).captured
-    found = take_out_prompts(captured.graph, len(captured.weights))
+    found = take_out_prompts(captured.graph, captured.lasting)
     given = [part.graph.graph.find_nodes(op="output")[0].args[0] for part in found.parts] if found else []
     assert [len(one) for one in given] == ([results] if results else [])

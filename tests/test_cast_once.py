@@ -46,6 +46,22 @@ def given_too(self: Any, x: T) -> Any:
     return attend(heads(q), heads(k), heads(v)), y
 
 
+def written_in_between(self: Any, x: T) -> T:
+    y = x * 2
+    view, cast = y[..., :8], y.to(x.dtype)  # which is the same tensor
+    view.mul_(3)
+    q, k, v = cast.chunk(3, -1)
+    return attend(heads(q), heads(k), heads(v))
+
+
+def in_place(self: Any, x: T) -> T:
+    y = x * 2
+    view = y[..., :8]
+    q, k, v = y.add_(1).chunk(3, -1)
+    view.mul_(3)
+    return attend(heads(q), heads(k), heads(v))
+
+
 def no_cast(self: Any, x: T) -> T:
     q, k, v = x.chunk(3, -1)
     return attend(heads(q), heads(k), heads(v))
@@ -53,7 +69,10 @@ def no_cast(self: Any, x: T) -> T:
 
 @pytest.mark.parametrize(
     ("function", "found"),
-    [(of_parts, 1), (of_a_sum, 1), (one_is_normed, 0), (whole, 0), (given_too, 0), (no_cast, 0)],
+    [
+        *((of_parts, 1), (of_a_sum, 1), (one_is_normed, 0), (whole, 0)),
+        *((given_too, 0), (no_cast, 0), (written_in_between, 0), (in_place, 0)),
+    ],
 )
 def test_what_several_read_parts_of_is_in_memory_once(function: Any, found: int) -> None:
     probe = Probe(block_of(function), torch.randn(2, 5, 24))

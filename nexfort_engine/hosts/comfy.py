@@ -138,8 +138,10 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             return executor(*args, **kwargs)
         lasting: Lasting = {}
         if args and isinstance(args[0], torch.Tensor):
-            dtype = executor.class_obj.get_dtype_inference() if _is_last(executor) else None
+            is_last = _is_last(executor)  # a wrapper behind this one may write to what it is given
+            dtype = executor.class_obj.get_dtype_inference() if is_last else None
             args, kwargs, lasting = _engines(network).conds.sent(args, kwargs, args[0].device, dtype)
+            lasting = lasting if is_last else {}
         with shown(engine.report), engine.active(watch_root=True) as session:
             session.lasting = lasting
             return executor(*args, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from ..aliases import Aliases
 from ..repeats import is_library, looked_at
 from .writing import fill, keep, lies_as_its_copy
 
@@ -23,10 +24,12 @@ _LEAST = 2  # kernels that read it
 def casts_once(module: GraphModule) -> int:
     """Have such a value in memory before its parts are read; gives how many."""
     fill(module.graph.nodes)  # with what passes before put in
-    found = 0
+    found, aliases = 0, Aliases(module.graph)
     for node in list(module.graph.nodes):
         pointwise = node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if pointwise and lies_as_its_copy(node.meta["val"]) and _is_read_in_parts(node):
+        if not pointwise or aliases.is_written(node):
+            continue
+        if lies_as_its_copy(node.meta["val"]) and _is_read_in_parts(node):
             keep(node)
             found += 1
     return found

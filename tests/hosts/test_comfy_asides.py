@@ -84,4 +84,22 @@ def test_wrappers_of_others_see_the_prompt_as_it_was_given() -> None:
     compiled = host.attach(patcher, CONFIG)
     compiled.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "others", noted)
     sample(compiled, steps=4)
-    assert set(seen) == {torch.float32}
+    assert set(seen) == {torch.float32} and asides(compiled) == [0]
+
+
+def test_a_wrapper_of_others_that_writes_to_the_prompt_is_heeded() -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    factors: list[float] = []
+
+    def louder(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        words = args[3].mul_(factors[-1])
+        return executor(*args[:3], words, *args[4:], **kwargs)
+
+    patcher = patcher_around(make("comfy_unet").module)
+    plain, compiled = patcher.clone(), host.attach(patcher, CONFIG)
+    for one in (plain, compiled):
+        one.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "others", louder)
+    for factor in (1.0, 1.0, 2.0, 0.5):
+        factors.append(factor)
+        assert distance(sample(plain, steps=4), sample(compiled, steps=4)) < TOLERANCE
