@@ -193,8 +193,8 @@ class CompileConfig:
 
     @property
     def prompt_once(self) -> bool:
-        """Whether what is made of a prompt is computed once for it: where the host says when weights change."""
-        return self.told and self.option("compile.prompt_once", self.profile != "fast") is True
+        """Whether what is made of a prompt is a part by itself, computed once where the host says what a prompt is."""
+        return self.option("compile.prompt_once", self.profile != "fast") is True
 
     @property
     def background(self) -> bool:
