@@ -65,9 +65,7 @@ class Asides(TorchDispatchMode):
         self._known: dict[Hashable, _Aside] = {}
         self._observes, self._inside = True, False
         self._watching = ExitStack()
-        self._held: dict[
-            int, Any
-        ] = {}  # storages of what lasts; held, or another would have the place of one that is gone
+        self._held: dict[int, Any] = {}  # storages of what lasts, so that no other has their place
         self._made_of: Hashable = None  # what the results are results of
         for slot in self.slots.values():
             self._hold(slot)
@@ -141,19 +139,19 @@ class Asides(TorchDispatchMode):
         tensors: list[torch.Tensor],
         kept: Kept | None,
         *,
-        told: bool,
+        parts: bool,
+        whole: bool,
     ) -> Any:
-        """Run a region's artefact, whose parts, or all of it, may be asides.
+        """Run a region's artefact.
 
-        weights: where they are between steps. told: whether the host says when any of them changes.
+        parts, whole: whether what it makes of a prompt may be an aside, and all of it: its weights are where they are
+        between steps, and the host says when any of them changes.
         """
         artefact = binding.artefact
         again = partial(binding.run, weights, flat, tensors, kept)
         if any(self.lasts(tensors[artefact.tensors[place]]) for place in artefact.mutated):
             self._spoil("a region writes to it")
-        settled = kept is not None or not binding.prepares  # weights that are prepared for one call lie anywhere
-        whole = binding.plain and not artefact.sites and not artefact.strengths and settled and told
-        with self._inside_an_artefact(partial(self._of_prompt, id(binding)) if settled else None):
+        with self._inside_an_artefact(partial(self._of_prompt, id(binding)) if parts else None):
             if whole and tensors and all(map(self.lasts, tensors)):
                 with answered_by(None):
                     return self._answered((id(binding), *flat.ints, _places(tensors)), lambda: [again()])[0]

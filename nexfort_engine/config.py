@@ -62,6 +62,11 @@ _UNTOLD = (
     "MODEL"
 )
 
+_UNNAMED = (
+    "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a prompt is the "
+    "last step's; it is for ComfyUI's MODEL"
+)
+
 _REWRITES = (
     "group_norm",
     "upsample",
@@ -235,6 +240,10 @@ class CompileConfig:
                 found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
             elif name == "compile.background" and value and not self.background:
                 found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
+            elif name == "compile.prompt_once" and value and not (self.told and self.step_graphs):
+                found.append((name, _UNNAMED))
+            elif name == "cuda.fill_kernels" and value and not self.step_graphs:
+                found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
             elif name == "quant.keep_weights" and not (self.has("freezing") or self.has("low-precision")):
                 found.append((name, "weights are kept prepared with freezing or low-precision alone"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":

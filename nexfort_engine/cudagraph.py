@@ -378,6 +378,9 @@ class StepGraphs:
         """What keeps what a step makes of tensors that last, if any do."""
         if not call.lasting or call.key() in self._alike:
             return None
+        for key, step in list(self._steps.items()):
+            if step.graph is None and step.asides is not None and step.version != self.engine.version():
+                del self._steps[key]  # it holds on to weights that may be no more
         weights = sum(weight.nbytes for weight in self.engine.root.parameters())
         held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
         return Asides.of(call, max(_LEAST_KEPT, weights // _PART_KEPT) - held, self.engine.apart)

@@ -137,9 +137,12 @@ class Region:
         try:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
-            if session.asides is None or session.fetched:  # what is fetched may lie where others' weights did
+            if session.asides is None:
                 return binding.run(weights, flat, tensors, kept)
-            return session.asides.run(binding, weights, flat, tensors, kept, told=self._told(binding))
+            # what is fetched may lie where others' weights did
+            settled = not session.fetched and self._version() is not None and (kept is not None or not binding.prepares)
+            whole = settled and binding.plain and not binding.artefact.sites and self._is_told(binding)
+            return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
         except Exception as error:
@@ -154,11 +157,11 @@ class Region:
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
 
-    def _told(self, binding: Binding) -> bool:
-        """Whether the host's word for its weights is one for all that an artefact reads: it says nothing of buffers."""
+    def _is_told(self, binding: Binding) -> bool:
+        """Whether the host says when anything changes that an artefact reads: not of buffers, nor of strengths."""
         own = self.slots.parameters
         lasting = own if self.parts is None else self.parts.each(own)
-        return self._version() is not None and all(lasting[place] for place in binding.artefact.weights)
+        return not binding.artefact.strengths and all(lasting[place] for place in binding.artefact.weights)
 
     def _kept(self, binding: Binding) -> Kept | None:
         """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.

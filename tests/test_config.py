@@ -480,7 +480,7 @@ def test_importing_config_imports_neither_inductor_nor_triton():
     "name",
     [
         *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
-        *("few_keys_attention", "unpadded_attention", "broadcast"),
+        *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once"),
     ],
 )
 def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
@@ -491,3 +491,23 @@ def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
     off = {"options": {f"fuse.{name}": False}}
     assert on(off, "cuda") is False and on({"mode": "jit", "options": {f"fuse.{name}": True}}, "cuda") is True
     assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
+
+
+def test_what_is_made_of_a_prompt_is_a_part_by_itself_on_a_gpu():
+    def on(asked, device="cuda"):
+        return CompileConfig.parse(asked).lowering_options(device)["nexfort.prompt_once"]
+
+    off, asked = ({"options": {"compile.prompt_once": value}} for value in (False, True))
+    assert on("O2") is True and not on("O2", "cpu") and not on("jit") and not on(off) and on({"mode": "jit", **asked})
+    assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
+    assert CompileConfig.parse(None).untold().lowering_key() == CompileConfig.parse(None).lowering_key()
+
+
+def test_what_needs_step_graphs_has_no_effect_without_them():
+    names = ["compile.prompt_once", "cuda.fill_kernels"]
+    asked = dict.fromkeys(names, True)
+    assert not CompileConfig.parse({"options": asked}).inactive()
+    without = CompileConfig.parse({"options": {**asked, "triton.cudagraphs": False}}).inactive()
+    assert sorted(row["token"] for row in without) == names
+    (row,) = CompileConfig.parse({"options": asked}).untold().inactive()
+    assert row["token"] == "compile.prompt_once" and "MODEL" in row["reason"]
