@@ -63,8 +63,8 @@ _UNTOLD = (
 )
 
 _UNNAMED = (
-    "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a prompt is the "
-    "last step's; it is for ComfyUI's MODEL"
+    "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a prompt is "
+    "the last step's; it is for ComfyUI's MODEL"
 )
 
 _REWRITES = (
