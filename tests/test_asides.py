@@ -6,47 +6,30 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
+from attending import TEXT, WIDE, Attending
 from hypothesis import HealthCheck, given, settings
 from pretended_graph import Graph, pretend
-from probe import Probe
 from test_prepared import Host
 from torch import nn
 
-from nexfort_engine import cudagraph, lower
+from nexfort_engine import cudagraph
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
 from nexfort_engine.modulestate import ABSENT
-from nexfort_engine.prompted import take_out_prompts
 
 T = torch.Tensor
-WIDE, TEXT = 256, 20  # a weight of WIDE squared is large enough; so many tokens are a prompt
 ALL = 5  # calls of a step on its prompt: the projection, two to make it longer, and a part of each block
 
 
-class Attending(nn.Module):
-    """A block that attends to a prompt; `note` makes its class read it otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
-        self.norm, self.time = nn.RMSNorm(WIDE), nn.Linear(WIDE, WIDE)
-
-    def forward(self, x: T, prompt: T, time: T) -> T:
-        x = x + self.time(time)[:, None]
-        scores = self.q(x) @ self.norm(self.k(prompt)).transpose(1, 2)
-        return x + self.out(torch.softmax(scores / 16, -1) @ self.v(prompt))
-
-
 class Network(nn.Module):
-    """Two such blocks, a projection of the prompt, and code of its own between them, which a test gives."""
+    """A projection of the prompt, code of its own that a test gives, and two blocks that attend to what comes of it."""
 
     def __init__(self, own: Callable[[T, T], T]) -> None:
         super().__init__()
@@ -402,79 +385,3 @@ def test_whatever_changes_a_step_is_that_of_its_prompt(store: Store, calls: list
         elif what == 2:
             steps.engine.release()
         steps(prompt, tokens=tokens, text=text, named=named)
-
-
-# ---- the parts of a graph ----------------------------------------------------------------------------------
-
-
-def inputs(tokens: int = 6, text: int = TEXT) -> list[T]:
-    generator = torch.Generator().manual_seed(tokens)
-    return [torch.randn(*size, WIDE, generator=generator) for size in ((2, tokens), (2, text), (2,))]
-
-
-def test_a_graph_computes_the_same_with_its_prompts_part_by_itself(tmp_path: Path) -> None:
-    block = Attending().eval().requires_grad_(False)
-    probe = Probe(block, *inputs())
-    options = {**CompileConfig.parse("O2").lowering_options("cpu"), "nexfort.prompt_once": True}
-    lower.lower(probe.captured, tmp_path, options)
-    code = lower.load(tmp_path, options, [], len(probe.captured.weights))
-    assert type(getattr(code, "__closure__", [None])[0].cell_contents).__name__ == "PromptedCode"
-    for sizes in ((6, TEXT), (9, 40), (6, 1)):
-        given = inputs(*sizes)
-        found = code([*probe.weights, *given])[0]
-        assert torch.allclose(found, block(*given), atol=1e-5)
-
-
-class Elsewhere(Attending):
-    """A block that reads its prompt for more than layers."""
-
-    def forward(self, x: T, prompt: T, time: T) -> T:
-        return super().forward(x, prompt, time) + prompt[:, :1] * x
-
-
-class Also(Attending):
-    """A block that reads its prompt for more, which is the prompt's alone."""
-
-    def forward(self, x: T, prompt: T, time: T) -> T:
-        return super().forward(x, prompt, time) + prompt.mean(1, keepdim=True) * x
-
-
-class Keeping(Attending):
-    """A block that hands what it makes of a prompt to its caller, who may write to it."""
-
-    def forward(self, x: T, prompt: T, time: T) -> Any:  # type: ignore[override]
-        return super().forward(x, prompt, time), self.v(prompt)
-
-
-class Self(Attending):
-    """A block that attends to an image, which has a sum with what becomes of it."""
-
-    def forward(self, x: T, prompt: T, time: T) -> T:
-        return super().forward(x, self.norm(x), time) + prompt.shape[1]
-
-
-class Unsummed(Attending):
-    """A block that reads nothing but layers of its image, and returns one of as many tokens."""
-
-    def forward(self, x: T, prompt: T, time: T) -> T:
-        x = self.out(self.norm(x)) * self.time(time)[:, None]
-        return self.q(x) + prompt.mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize(
-    ("block", "text", "results"),
-    [
-        (Attending, TEXT, 2),
-        (Attending, 4, 0),
-        (Elsewhere, TEXT, 0),
-        (Also, TEXT, 2),
-        (Keeping, TEXT, 0),
-        (Self, TEXT, 0),
-        (Unsummed, TEXT, 0),
-    ],
-)
-def test_a_prompt_is_told_by_who_reads_it(block: Any, text: int, results: int) -> None:
-    captured = Probe(block().eval().requires_grad_(False), *inputs(text=text)).captured
-    found = take_out_prompts(captured.graph, captured.lasting)
-    given = [part.graph.graph.find_nodes(op="output")[0].args[0] for part in found.parts] if found else []
-    assert [len(one) for one in given] == ([results] if results else [])
