@@ -43,6 +43,8 @@ class Conds:
     def __init__(self) -> None:
         self._kept: dict[Hashable, list[_Kept]] = {}
         self._calls = 0
+        self._run: object = None  # held, or another would have its place
+        self._runs = 0
         self._lock = threading.Lock()
 
     def clear(self) -> None:
@@ -51,15 +53,21 @@ class Conds:
             self._kept.clear()
 
     def sent(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        run: object = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any], Lasting]:
         """What one call is given, with the tensors on `device` that would be copied there: same bits, same dtype.
 
         They are those that ComfyUI's `_apply_model` copies, in lists by name too, and tensors of their own, which may
         be written to. Wrappers of others behind the engine's see them on the GPU.
 
-        dtype: what `_apply_model` brings the prompt to, where nobody else sees it before that; so it comes here. Third
-        are these tensors by id, each with a name that only tensors of the same bits have, in any call.
+        dtype: what `_apply_model` brings the prompt to, where nobody else sees it before that; so it comes here. run:
+        an object that all steps of one picture have and no other. Third are these tensors by id, each with a name that
+        only tensors of the same bits have, in any call of that run; none without one.
         """
         lasting: Lasting = {}
         if device.type == "mps":
@@ -70,7 +78,8 @@ class Conds:
             if found is None:
                 return value
             copy = found.sent.there.clone()
-            lasting[id(copy)] = copy, found.serial
+            if run is not None:
+                lasting[id(copy)] = copy, (found.serial, self._runs)
             return copy
 
         def each(name: str, value: Any) -> Any:
@@ -80,6 +89,8 @@ class Conds:
 
         with self._lock:
             self._calls += 1
+            if run is not self._run:
+                self._run, self._runs = run, self._runs + 1
             placed = tuple(there(i, value, dtype if i == _PROMPT else None) for i, value in enumerate(args))
             return placed, {name: each(name, value) for name, value in kwargs.items()}, lasting
 

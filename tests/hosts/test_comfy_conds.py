@@ -134,16 +134,23 @@ def test_it_is_the_same_tensor_and_nobody_else_s(numbers: list[float], dtype: to
     assert torch.equal(bits(value), wanted)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, torch.bfloat16, torch.float16])), max_size=9))
-def test_a_name_is_that_of_bits_and_the_prompt_has_the_dtype_that_is_asked_for(calls: list[Any]) -> None:
-    conds, names = Conds(), dict[Any, Any]()
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([None, torch.bfloat16, torch.float16]), st.booleans()), max_size=9
+    )
+)
+def test_a_name_is_that_of_bits_in_a_run_and_the_prompt_has_the_dtype_that_is_asked_for(calls: list[Any]) -> None:
+    conds, names, run = Conds(), dict[Any, Any](), torch.ones(2)
     prompts = [torch.randn(1, 5, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
-    for number, dtype in calls:
-        args, _, lasting = conds.sent((None, None, None, prompts[number]), {}, RENAMED, dtype)
+    for number, dtype, another in calls:
+        run = torch.ones(2) if another else run
+        args, _, lasting = conds.sent((None, None, None, prompts[number]), {}, RENAMED, dtype, run)
         tensor, name = lasting[id(args[3])]
         assert tensor is args[3] and torch.equal(tensor, prompts[number].to(dtype or torch.float32))
-        assert names.setdefault((number, dtype), name) == name
-    assert len(set(names.values())) == len(names)
+        assert names.setdefault((number, dtype, id(run)), name) == name
+        names["held", id(run)] = run  # or another has its id
+    told = [name for key, name in names.items() if key[0] != "held"]
+    assert len(set(told)) == len(told) and not conds.sent((None,) * 3 + (prompts[0],), {}, RENAMED)[2]
 
 
 @pytest.mark.comfy
