@@ -134,7 +134,8 @@ def lower_graph(
     larger = own.get("low_precision") is True
     before = take_out(graph, lasting, larger=larger) if own.get("prepare") else None
     left = [*lasting] if before is None else [*(lasting[i] for i in before.keeps), *[True] * before.gives]
-    prompted = take_out_prompts(graph, [*left, *[True] * len(constants)]) if own.get("prompt_once") else None
+    taken_out = own.get("prompt_once") and left
+    prompted = take_out_prompts(graph, [*left, *[True] * len(constants)]) if taken_out else None
     graphs = {payload: graph} if before is None else {payload: graph, payload / _BEFORE: before.graph}
     for number, aside in enumerate(prompted.parts if prompted is not None else []):
         graphs[payload / f"{_PROMPT}{number}"] = aside.graph
