@@ -240,7 +240,7 @@ class CompileConfig:
                 found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
             elif name == "compile.background" and value and not self.background:
                 found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
-            elif name == "compile.prompt_once" and value and not (self.told and self.step_graphs):
+            elif name == "compile.prompt_once" and value and not self.told:
                 found.append((name, _UNNAMED))
             elif name == "cuda.fill_kernels" and value and not self.step_graphs:
                 found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
