@@ -420,9 +420,10 @@ def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path,
 
 
 def _code(payload: Path) -> str:
-    """The Python that Inductor wrote for a payload, for all of its pieces in turn and what it makes of a prompt."""
+    """The Python that Inductor wrote for a payload, for all of its pieces in turn, last what it makes of a prompt."""
     own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
-    texts = [text for file in sorted(own) if "def call(" in (text := file.read_text())]
+    own.sort(key=lambda file: (file.relative_to(payload).parts[0].startswith("prompt_"), file))
+    texts = [text for file in own if "def call(" in (text := file.read_text())]
     assert len(texts) == max(1, len(list(payload.glob("piece_*")))) + len(list(payload.glob("prompt_*")))
     return "".join(texts)
 
