@@ -73,20 +73,29 @@ def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = Tru
     wanted = behind(results)
     taken = copied(module, wanted, results)
     takes = [i for i, node in enumerate(inputs) if node in wanted]
-    after = inputs[-1]
+    as_inputs(graph, results, values, inputs[-1], "prepared")
+    keeps = still_read(module, inputs)
+    return Preparation(taken, takes, keeps, len(results))
+
+
+def as_inputs(graph: Graph, results: list[Node], values: Mapping[Node, Any], after: Node, name: str) -> Node:
+    """Have a graph be given what it computed, as inputs of that name behind another; gives the last of them."""
     for number, result in enumerate(results):
         with graph.inserting_after(after):
-            place = graph.placeholder(f"prepared_{number}")
-        place.meta["val"] = values[result]
-        result.replace_all_uses_with(place)
-        after = place
-    graph.eliminate_dead_code(is_impure_node=may_do_more)
-    keeps = [i for i, node in enumerate(inputs) if node.users]
-    for i, node in enumerate(inputs):
-        if i not in keeps:
-            graph.erase_node(node)
+            after = graph.placeholder(f"{name}_{number}")
+        after.meta["val"] = values[result]
+        result.replace_all_uses_with(after)
+    return after
+
+
+def still_read(module: GraphModule, weights: list[Node]) -> list[int]:
+    """Take what nobody reads any more out of a graph, weights included; gives the places of those that stay."""
+    module.graph.eliminate_dead_code(is_impure_node=_may_do_more)
+    keeps = [place for place, node in enumerate(weights) if node.users]
+    for place in set(range(len(weights))) - set(keeps):
+        module.graph.erase_node(weights[place])
     module.recompile()
-    return Preparation(taken, takes, keeps, len(results))
+    return keeps
 
 
 def values_of(graph: Graph, weights: list[Node]) -> dict[Node, Any]:
@@ -116,7 +125,7 @@ def _is_pure(node: Node) -> bool:
     return not schema.is_mutable and schema.name not in _LOOKS and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
 
 
-def may_do_more(node: Node) -> bool:
+def _may_do_more(node: Node) -> bool:
     """Whether a call stays whose result nobody uses: torch says no of a graph within the graph, which may write."""
     return node.is_impure() or isinstance(node.target, torch._ops.HigherOrderOperator)
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .aliases import Aliases
-from .prepared import LEAST, behind, copied, getter, may_do_more, memories, values_of
+from .prepared import LEAST, as_inputs, behind, copied, getter, memories, still_read, values_of
 from .quant.precision import numbers_of
 from .repeats import is_library
 
@@ -61,9 +61,11 @@ def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> Prompted |
     while the host says that no weight changed.
     """
     graph, weights = module.graph, len(lasting)
-    inputs = graph.find_nodes(op="placeholder")
+    inputs = list(graph.find_nodes(op="placeholder"))
+    if not inputs:
+        return None
     own = [node for node, lasts in zip(inputs, lasting, strict=False) if lasts]
-    parts, last = list[Part](), inputs[-1] if inputs else None
+    parts, last = list[Part](), inputs[-1]
     for x in inputs[weights:]:
         values = _made_of(graph, own, x)
         results = _results(values, x)
@@ -72,20 +74,11 @@ def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> Prompted |
         wanted = behind(results)
         taken = [place for place, node in enumerate(inputs) if node in wanted]
         parts.append(Part(copied(module, wanted, results), taken, taken.index(inputs.index(x))))
-        for result in results:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"of_prompt_{len(parts)}_{result.name}")
-            last.meta["val"] = values[result]
-            result.replace_all_uses_with(last)
+        last = as_inputs(graph, results, values, last, f"of_prompt_{len(parts)}")
     if not parts:
         return None
-    graph.eliminate_dead_code(is_impure_node=may_do_more)
     # prompts stay: their sizes may be asked for
-    keeps = [place for place, node in enumerate(inputs) if node.users or place >= weights]
-    for place in set(range(len(inputs))) - set(keeps):
-        graph.erase_node(inputs[place])
-    module.recompile()
-    return Prompted(parts, keeps)
+    return Prompted(parts, [*still_read(module, inputs[:weights]), *range(weights, len(inputs))])
 
 
 def _made_of(graph: torch.fx.Graph, weights: list[Node], x: Node) -> dict[Node, Any]:
