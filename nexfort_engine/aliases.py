@@ -19,6 +19,8 @@ aten = torch.ops.aten
 # of the operators that are made of others, those that give memory of their own and are between most values of a block
 _FRESH = {
     *(aten.linear.default, aten.matmul.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
     *(aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default, aten.softmax.int),
     aten.scaled_dot_product_attention.default,
 }

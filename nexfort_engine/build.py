@@ -69,7 +69,7 @@ class Builder:
         self._made, self._reported, self._changing = known.made, known.reported, known.changing
         self._tried: Counter[tuple[str, str]] = Counter()
         self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
-        self._primaries: dict[tuple[int, Any, Any], tuple[Any, str]] = {}
+        self._primaries: dict[tuple[int, Any, Any, bool], tuple[Any, str]] = {}
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
@@ -123,6 +123,7 @@ class Builder:
             binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self.may_make(wanted, misfit):
             found = self.planner.calls(session)
+            wanted = self.wanted(wanted.region, wanted.example.spec, wanted.flat)  # a plan may find how images lie
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
             later = functools.partial(self._to_come, session, wanted.device)
@@ -203,7 +204,7 @@ class Builder:
 
     def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any]) -> str:
         structure = region.structure()
-        place = (id(region), spec, tuple(metas))
+        place = (id(region), spec, tuple(metas), region.images)
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             weights = region.slots.read()
@@ -213,6 +214,7 @@ class Builder:
                 "config": self.engine.lowering.lowering_key(),
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
+                "images": region.images,
             }
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]
@@ -319,7 +321,12 @@ class Builder:
         if layers is not None:
             weights = layers.examples(region.slots.read(), wanted.device)
         captured = capture(
-            region.module, wanted.example, dynamic=self.engine.config.dynamic, weights=weights, hidden=region.hidden()
+            region.module,
+            wanted.example,
+            dynamic=self.engine.config.dynamic,
+            weights=weights,
+            hidden=region.hidden(),
+            images=region.images,
         )
         driver, info = self.engine.made_for(region, wanted.device)
         options = self.finder.options(wanted.device.type)

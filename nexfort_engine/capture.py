@@ -40,6 +40,7 @@ from .effects import (
 )
 from .flags import tracing_scope
 from .guards import to_json
+from .images import innermost, is_of_order, laid, shown
 from .modulestate import Hidden
 from .parts import Parts
 from .placeholders import Placeholders
@@ -106,8 +107,17 @@ class Captured:
 class _Trace:
     """What one capture needs and finds."""
 
-    def __init__(self, block: nn.Module, example: Example, weights: list[torch.Tensor] | None, hidden: Hidden) -> None:
-        self.block, self.example, self.hidden = block, example, hidden
+    def __init__(
+        self,
+        block: nn.Module,
+        example: Example,
+        weights: list[torch.Tensor] | None,
+        hidden: Hidden,
+        images: bool = False,
+        told: bool = False,
+    ) -> None:
+        """images: as for `capture`. told: weights of convolutions are shown with channels innermost."""
+        self.block, self.example, self.hidden, self.images = block, example, hidden, images
         absent = {n for shown in hidden.values() for n, value in shown.items() if value is modulestate.ABSENT}
         slots = modulestate.WeightSlots(block, absent)
         given = weights if weights is not None else slots.read()
@@ -117,6 +127,10 @@ class _Trace:
         plain = self.parts.take(given) if self.parts is not None else given
         assert plain is not None, "they come apart as they just did"
         self.weights = [w.detach() for w in plain]
+        self.own: dict[int, torch.Tensor] = {}  # as the module holds them, those that are shown otherwise
+        if told and self.parts is None:
+            for place, weight in shown(block, self.weights, self.names).items():
+                self.own[place], self.weights[place] = self.weights[place], weight
         self.reads: Reads = {}
         self.log = ReadSet({})
         self.recordings: list[readset.Recording] = []
@@ -220,9 +234,10 @@ class _Lifted(nn.Module):
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
+        results = innermost(flat.tensors, [*weights, *tensors, *extra]) if trace.images else flat.tensors
         refuse_counting(trace.reads, shadow.module)
         trace.kept, trace.exchanged = kept_since(held, shadow.module)
-        return flat.tensors + trace.kept
+        return results + trace.kept
 
 
 def capture(
@@ -232,17 +247,44 @@ def capture(
     dynamic: bool = True,
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
+    images: bool = False,
 ) -> Captured:
     """Capture one block at one example call.
 
     weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
+    images: they lie with channels innermost, in the graph and among its results (images.py).
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    trace = _Trace(module, example, weights, hidden or {})
+    given = (module, example, dynamic, weights, hidden or {}, images)
+    if images:
+        try:
+            return _captured(*given, told=True)
+        except (
+            Refused,
+            RuntimeError,
+            ValueError,
+        ) as error:  # its code may look at memory; what else it is, comes again
+            if not is_of_order(error):
+                raise
+    return _captured(*given, told=False)
+
+
+def _captured(
+    module: nn.Module,
+    example: Example,
+    dynamic: bool,
+    weights: list[torch.Tensor] | None,
+    hidden: Hidden,
+    images: bool,
+    *,
+    told: bool,
+) -> Captured:
+    begin = functools.partial(_Trace, module, example, weights, hidden, images, told)
+    trace = begin()
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
@@ -254,7 +296,7 @@ def capture(
                     raise
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = _Trace(module, example, weights, hidden or {})
+                other = begin()
                 fixed = _export(other, dynamic, False)
                 if program is None or not _alike(_tensor_ops(program), _tensor_ops(fixed)):
                     program, trace = fixed, other
@@ -393,6 +435,9 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
+    for place, weight in trace.own.items():
+        if inputs.weights[place].users:
+            laid(graph, inputs.weights[place], weight)
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
     if any(inputs.options[i] in inputs.written for i in options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")

@@ -266,17 +266,17 @@ class CompileConfig:
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked],
-            "weights": "laid out" if self._lays_out_weights else "prepared" if self._keeps else "as they are",
+            "weights": "laid out" if self._keeps_copies else "prepared" if self._keeps else "as they are",
             "dynamic": self.dynamic,
-            "layout": "free" if self._lays_out else "contiguous",
+            "layout": "free" if self.lays_out else "contiguous",
             "prompt": "once" if self.prompt_once else "in each step",
             "options": options,
         }
         return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
     @property
-    def _lays_out(self) -> bool:
-        """Whether lowering chooses how images lie inside the regions."""
+    def lays_out(self) -> bool:
+        """Whether lowering chooses how images lie inside the regions, and between them channels are innermost."""
         return self.memory_format != "contiguous_format"
 
     @property
@@ -286,9 +286,9 @@ class CompileConfig:
         return asked and self.option("quant.keep_weights", True) is True
 
     @property
-    def _lays_out_weights(self) -> bool:
-        """Whether that is the layout of convolutions' weights too. Made in each call it would be in memory twice."""
-        return self._keeps and self.told and self._lays_out
+    def _keeps_copies(self) -> bool:
+        """Whether that is the layout of convolutions' weights too. Made in each call, all would lie beside them."""
+        return self._keeps and self.told and self.lays_out
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
@@ -299,7 +299,7 @@ class CompileConfig:
         for name in _REWRITES:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
-        found["nexfort.inner_channels"] = self._lays_out and found["nexfort.upsample"]
+        found["nexfort.inner_channels"] = self.lays_out and found["nexfort.upsample"]
         found["nexfort.low_precision"] = low = device_type != "cpu" and self.has("low-precision")
         found["nexfort.narrow_attention"] = low and self.option("quant.attention") is not False
         measured = device_type != "cpu" and self.option("attention.measure") is True
@@ -311,7 +311,8 @@ class CompileConfig:
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
         found["nexfort.prepare"] = self._keeps
-        found["nexfort.inner_weights"] = device_type != "cpu" and self._lays_out_weights
+        found["nexfort.prepare_copies"] = self._keeps_copies
+        found["nexfort.inner_weights"] = device_type != "cpu" and self.lays_out
         return found
 
     def inductor_options(self, device_type: str) -> dict[str, object]:
@@ -348,8 +349,8 @@ class CompileConfig:
             found["test_configs.force_filter_reduction_configs"] = not search
         # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside
         # the regions: SDXL at 1024x1024 took 37.2 ms a step so, 39.8 otherwise (H200, torch 2.11, 2026-11).
-        found["layout_optimization"] = self._lays_out
-        found["force_layout_optimization"] = self._lays_out and on_gpu
+        found["layout_optimization"] = self.lays_out
+        found["force_layout_optimization"] = self.lays_out and on_gpu
         return found
 
     def backend_flags(self) -> dict[str, bool]:

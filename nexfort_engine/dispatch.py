@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .constants import unwatched
+from .constants import tensors_in, unwatched
+from .images import holds_images, innermost
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
@@ -46,6 +47,8 @@ class Region:
     def __init__(self, engine: Engine, spec: RegionSpec) -> None:
         self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
+        # the backbone's own result lies as its code has it
+        self._of_images = self.module is not engine.root and holds_images(self.module)
         self.slots = WeightSlots(self.module, engine.besides)
         self.bindings: list[Binding] = []
         self.known: dict[Any, list[Binding]] = {}
@@ -61,6 +64,11 @@ class Region:
         self._due: list[Any] = []
         self._sound: Loan | None = None  # what it lends is as artefacts want it, with the other weights as they are
         self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
+
+    @property
+    def images(self) -> bool:
+        """Whether images among what it gives lie with channels innermost."""
+        return self._of_images and self.engine.images
 
     # -- the call ----------------------------------------------------------------------------------------
 
@@ -238,7 +246,8 @@ class Region:
         session.ran_eager = True
         session.inside, before = True, session.inside
         try:
-            return plain(*args, **kwargs)
+            result = plain(*args, **kwargs)
+            return innermost(result, tensors_in((args, kwargs))) if self.images and not session.behind else result
         except Exception as error:
             self._noted(error, "which Nexfort ran uncompiled")
             raise

@@ -30,6 +30,7 @@ from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .graphmemory import is_capturing
+from .images import is_of_order, outermost
 from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, replaced_forward, structure
@@ -100,6 +101,7 @@ class Engine:
         self.lowering = config if lender is not None and lender.says else config.untold()
         self.report = Report(self.lowering, str(store.root))
         self.known = known or Known()
+        self.images = config.lays_out  # they lie with channels innermost, where regions hold some
         self.keeps = True  # prepared weights, where there is room
         self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
@@ -270,9 +272,9 @@ class Engine:
     def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
         """The backbone's own forward, or its region where it is one region as a whole."""
         own = self.whole_region
-        if own is None:
-            return plain
-        return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
+        if own is not None:
+            return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
+        return lambda *args, **kwargs: outermost(plain(*args, **kwargs))
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
@@ -284,15 +286,10 @@ class Engine:
                 result = self.graphs.call(run, args, kwargs, session)
         except BaseException as error:
             self._verify_due |= due  # the next step will do
-            # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
-            if not no_memory(error) or not self.release() or session.root is None:
+            if session.root is None or not self._is_helped(error, session.root[1:]):
                 raise
-            self.keeps, (_, args, kwargs) = False, session.root  # as they were given
-            if not self._is_quiet(args, kwargs):
-                raise  # code of others, which may count its calls, saw a part of this step
-            again = True
+            again, (_, args, kwargs) = True, session.root  # as they were given
         if again:  # not before the error is gone, which holds on to what the step had made
-            self.report.note("memory was short: what was held between steps was given back, and the step run again")
             return run(*args, **kwargs)
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
@@ -301,6 +298,30 @@ class Engine:
             self.held_twice = True  # eager code asked the host for all weights
         self._hold_once()
         return result
+
+    def _is_helped(self, error: BaseException, given: tuple[Any, Any]) -> bool:
+        """Whether a step that failed may be run again: what could have been the cause is gone. given: its arguments."""
+        if is_of_order(error) and any(region.images for region in self.regions):
+            self.leave_images(named(error))
+            return True
+        # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
+        if not no_memory(error) or not self.release():
+            return False
+        self.keeps = False
+        if not self._is_quiet(*given):
+            return False  # code of others, which may count its calls, saw a part of this step
+        self.report.note("memory was short: what was held between steps was given back, and the step run again")
+        return True
+
+    def leave_images(self, reason: str) -> None:
+        """Have images lie as eager code leaves them from now on; what was made for others is not used any more."""
+        self.images = False
+        self.report.note(
+            f"images lie between blocks as eager code leaves them, because some code asks for it: {reason}"
+        )
+        self.release()
+        for region in self.regions:
+            region.forget()
 
     def _kept(self, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any, bool, list[Any]] | None:
         """Arguments for a verification after the step, which may change its own; whether it may be a graph, and names.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .dispatch import Ineligible, Region
+from .images import is_of_order
 from .modulestate import INTERNAL
 from .passes import laid_out
 from .report import named
@@ -49,9 +50,7 @@ class Planner:
         problem = ""
         for doubled in _doublings(args, kwargs):
             try:
-                # before the call: networks take items out of what they are given
-                further = self.engine.also(*doubled)
-                return self._observe(call, *doubled) + self._observe_further(call, further)
+                return self._planned(call, *doubled)
             except torch.OutOfMemoryError:
                 self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
                 return []
@@ -63,6 +62,24 @@ class Planner:
                 problem = problem or named(error)  # of the first way, which is the likeliest one
         self.engine.report.note(f"planning ahead failed ({problem})")
         return []
+
+    def _planned(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
+        """As `calls`, in one way; with images as eager code leaves them, where some code asks for that."""
+        # before the call: networks take items out of what they are given
+        given, further = of_its_own((args, kwargs)), self.engine.also(args, kwargs)
+        try:
+            return self._observe(call, args, kwargs) + self._observe_further(call, further)
+        except Exception as error:
+            if not (self.engine.images and is_of_order(error)):
+                raise
+            self.engine.images, reason = False, named(error)
+        try:
+            found = self._planned(call, *given)
+        except BaseException:
+            self.engine.images = True  # that was not it
+            raise
+        self.engine.leave_images(reason)
+        return found
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
         root, region = self.engine.root, self.engine.whole_region

@@ -29,8 +29,9 @@ from .parts import places
 
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
 _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
-# operators that stay with those who read what they give: one only says how a value lies, another calls code of others
-_LOOKS = {"nexfort::innermost_weight", "nexfort::substitute"}
+# operators that stay with those who read what they give: they call code of others
+_LOOKS = {"nexfort::substitute"}
+_COPIES = ("aten::clone", "nexfort::innermost_weight")
 _UNSTABLE = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Version = Hashable  # what the host says of its weights as a whole: while it is equal, none changed; None: it cannot say
@@ -55,11 +56,14 @@ class Preparation:
         return {"takes": self.takes, "keeps": self.keeps, "gives": self.gives}
 
 
-def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = True) -> Preparation | None:
+def take_out(
+    module: GraphModule, lasting: Sequence[bool], *, larger: bool = True, copies: bool = True
+) -> Preparation | None:
     """Take what a graph computes of its weights alone out of it, if there is anything worth it.
 
     lasting: for each of the weights, which are its first inputs, whether its numbers stay while the host says that no
-    weight changed. larger: also what takes more memory than what it is made of. Afterwards the graph's inputs are the
+    weight changed. larger: also what takes more memory than what it is made of. copies: also copies of weights that lie
+    otherwise. Afterwards the graph's inputs are the
     weights that it still reads, the prepared tensors, and the rest as before.
     """
     graph = module.graph
@@ -68,6 +72,8 @@ def take_out(module: GraphModule, lasting: Sequence[bool], *, larger: bool = Tru
     results = _worth_it(values)
     if not larger:
         results = [node for node in results if values[node].nbytes <= sum(values[s].nbytes for s in _sources(node))]
+    if not copies:
+        results = [node for node in results if not _is_copy(node)]
     if not results:
         return None
     wanted = behind(results)
@@ -123,6 +129,11 @@ def _is_pure(node: Node) -> bool:
     if schema is None:
         return node.target is operator.getitem
     return not schema.is_mutable and schema.name not in _LOOKS and not _UNSTABLE & set(node.target.tags)  # type: ignore[union-attr]
+
+
+def _is_copy(node: Node) -> bool:
+    """Whether a value is a weight that lies otherwise, and nothing else."""
+    return node.target.name().partition(".")[0] in _COPIES and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _may_do_more(node: Node) -> bool:

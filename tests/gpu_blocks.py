@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nexfort_engine import pool
+from nexfort_engine import images, pool
 from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions
 from nexfort_engine.config import CompileConfig
@@ -309,7 +309,13 @@ def captured(kind: str, behind: int = 0) -> Captured:
             args[1][1] = args[1][1].bool()
         if kind in INNERMOST:
             args[1][0] = args[1][0].to(memory_format=torch.channels_last)
+        own = {place: w for place, w in enumerate(args[0]) if kind in FROZEN and w.dim() == 4 and w.shape[-1] > 1}
+        for place, weight in own.items():
+            args[0][place] = weight.to(memory_format=torch.channels_last)
     graph = exported(function, *args, [symbols for _, symbols in inputs])
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for place, weight in own.items():
+        images.laid(graph, nodes[place], weight)
     named = list(range(len(weights)))
     return Captured(
         graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {}, [], [True] * len(named)

@@ -18,7 +18,7 @@ from backbones import make
 from card_memory import PAGE, PagedMemory, page
 from patchers import TOLERANCE, patcher_around, sample, with_lora
 
-from nexfort_engine import loans, prepared
+from nexfort_engine import images, loans, prepared
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
@@ -50,7 +50,8 @@ def packing_flux(patch: pytest.MonkeyPatch) -> Any:
 
 def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
-    _as_on_a_card(patch, "nexfort.inner_weights")
+    patch.setattr(images, "_LEAST", 1)
+    _as_on_a_card(patch, "nexfort.prepare_copies")
     return patcher_around(make("comfy_unet").module)
 
 

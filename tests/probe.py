@@ -46,10 +46,10 @@ def block_of(function: Callable[..., Any], **attributes: Any) -> Block:
 class Probe:
     """A block captured at one call, and compared with its graph at others."""
 
-    def __init__(self, block: nn.Module, *args: Any, dynamic: bool = True, **kwargs: Any) -> None:
+    def __init__(self, block: nn.Module, *args: Any, dynamic: bool = True, images: bool = False, **kwargs: Any) -> None:
         self.block, flat = block, Flat()
         self.spec = flatten_call(args, kwargs, flat)
-        self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic)
+        self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic, images=images)
         manifest = artefacts.manifest_of(self.captured, "Block", None, {"region": "block"})
         self.artefact = artefacts.Artefact("id", "primary", manifest)
         graph, weights, constants = self.captured.graph, self.artefact.weights, self.captured.constants

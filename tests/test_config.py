@@ -433,10 +433,10 @@ def test_freezing_prepares_weights_and_lays_out_those_of_convolutions():
     def on(asked, device="cuda", told=True):
         config = CompileConfig.parse(asked)
         found = (config if told else config.untold()).lowering_options(device)
-        return found["nexfort.prepare"], found["nexfort.inner_weights"]
+        return found["nexfort.prepare"], found["nexfort.prepare_copies"]
 
     assert on("O2") == (False, False) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
-    assert on("freezing", "cpu") == (True, False), "Inductor leaves the layout of images alone there"
+    assert on("freezing", "cpu") == (True, True)
     outermost = {"mode": "freezing", "memory_format": "contiguous_format"}
     assert on(outermost) == (True, False)
     kept = {"mode": "O3:freezing", "options": {"quant.keep_weights": False}}

@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "cpu_probe",
     ),
     "quant": ("quant",),
-    "capture": ("capture", "placeholders", "assumptions", "effects", "sources", "subclasses"),
+    "capture": ("capture", "placeholders", "images", "assumptions", "effects", "sources", "subclasses"),
     "lower": (
         "lower",
         "attention",

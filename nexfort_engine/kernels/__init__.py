@@ -3,9 +3,8 @@
 
 One operator a file: its kernels, the same in plain torch beside them (`reference`, which is also what runs where a
 graph is not lowered for a GPU), and how it is lowered: Inductor calls the kernels on the tensors as they lie in memory,
-so they are part of an artefact as its own are. One has no kernel, because all it says is how a weight lies
-(innermost_weight.py). registering.py, laying.py and launching.py serve all. A pass puts the operator in a graph
-(passes/). Nothing here imports Triton before a graph is lowered for a GPU.
+so they are part of an artefact as its own are. registering.py, laying.py and launching.py serve all. A pass puts the
+operator in a graph (passes/). Nothing here imports Triton before a graph is lowered for a GPU.
 """
 
 from __future__ import annotations

@@ -1,33 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A convolution's weight of which only the compiler knows that its channels lie innermost in memory.
+"""A convolution's weight copied so that its channels lie innermost in memory, as its kernel reads it.
 
-A captured graph goes by the weight as the module holds it: with channels innermost in its place a convolution's result
-would lie so too, and what the graph looks at afterwards, or gives its caller, would be another. So the graph is told of
-a contiguous weight, and Inductor is given the one that there is, which it would have made for its kernel.
+That is a matrix (I, H * W) transposed for each of O. Inductor's kernel reads or writes it across memory; here it is
+read in one piece, put in order inside a multiprocessor, and written in pieces of BLOCK channels.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 
+from .launching import empty, launch
+from .laying import contiguous
 from .registering import registered
 
+_NUMBERS = 2048  # that one program holds, among them those that are there for a power of 2 alone
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-def reference(laid: torch.Tensor) -> torch.Tensor:
-    """The weight (O, I, H, W), contiguous, of one that was laid out as (O, H, W, I)."""
-    return laid.permute(0, 3, 1, 2).contiguous()
+
+def reference(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of the weight (O, I, H, W) that lies in memory as (O, H, W, I)."""
+    return weight.clone(memory_format=torch.channels_last)
 
 
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::innermost_weight`, as `reference` is."""
     return registered(
-        "innermost_weight(Tensor laid) -> Tensor",
+        "innermost_weight(Tensor weight) -> Tensor",
         reference,
-        lambda laid: laid.new_empty([laid.shape[i] for i in (0, 3, 1, 2)]),
+        lambda weight: torch.empty_like(weight, memory_format=torch.channels_last),
     )
 
 
@@ -36,8 +41,26 @@ def lowerings() -> dict[Any, Any]:
     return {operator(): _lower}
 
 
-def _lower(laid: Any) -> Any:
-    """A look at the memory of `laid`, in Inductor's representation."""
+def blocks(places: int) -> dict[str, int]:
+    """Sizes of the kernel for weights of so many places: those numbers of each channel, and channels at once."""
+    wide = 1 << (places - 1).bit_length()
+    return {"PLACES": places, "WIDE": wide, "BLOCK": max(16, _NUMBERS // wide)}
+
+
+def _lower(weight: Any) -> Any:
+    """As `reference`, in Inductor's representation."""
     from torch._inductor.lowering import permute
 
+    from . import triton_innermost_weight as kernels
+
+    weight = contiguous(weight)
+    rows, channels, height, width = map(int, weight.get_size())
+    laid = empty(weight, [rows, height, width, channels], weight.get_dtype())
+    sizes = blocks(math.prod((height, width)))
+    launch(
+        kernels.lay_innermost,
+        [-(-channels // sizes["BLOCK"]), rows, 1],
+        ["laid"],
+        {"weight": weight, "laid": laid, "channels": channels, **sizes},
+    )
     return permute(laid, [0, 3, 1, 2])
