@@ -32,7 +32,7 @@ from .guards import checker
 from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
 from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
-from .quant import precision
+from .quant import precision, products
 from .report import named
 from .session import Session
 from .signature import Flat, changeable, normalised
@@ -330,8 +330,9 @@ class Builder:
         )
         driver, info = self.engine.made_for(region, wanted.device)
         options = self.finder.options(wanted.device.type)
-        if options.get("nexfort.low_precision"):
-            info["products"] = precision.told(captured.graph)
+        for name, dtype in (("low_precision", products.FP8), ("low_precision_int8", torch.int8)):
+            if options.get(f"nexfort.{name}"):
+                info["products"] = precision.told(captured.graph, dtype)
         if options.get("nexfort.narrow_attention"):
             info["attention"] = narrow_attention.told(captured.graph)
         notes = sites.told(captured.sites)

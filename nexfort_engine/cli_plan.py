@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nexfort_engine plan`: which products of cached artefacts are computed in fp8, and why others are not.
+"""`python -m nexfort_engine plan`: which products of cached artefacts are in 8 bits, and why others are not.
 
 The plan is made when a block is captured in a mode with low precision, and kept beside its artefact; this prints it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .cli_cache import add_where, store_of
-from .report import counted
+from .report import counted, type_of
 from .terminal import say
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ NOTHING = "The cache holds no artefact in low precision: run a model once in the
 
 def add_to(commands: Any) -> None:
     """Adds `plan` to the parser of the command line."""
-    text = "show which products are computed in fp8 (mode O3) and why the others are not"
+    text = "show which products are computed in 8 bits (mode O3) and why the others are not"
     plan = add_where(commands.add_parser("plan", help=text, description=text))
     plan.set_defaults(command=_plan)
 
@@ -56,11 +56,11 @@ def plans(store: Store) -> list[dict[str, Any]]:
 
 def _lines(one: Mapping[str, Any]) -> list[str]:
     products = one["products"]
-    narrow, count = counted(products)
-    lines = [f"{one['model']} {one['region']} ({one['id'][:8]}): {narrow} of {count} products in fp8"]
+    (narrow, count), name = counted(products), type_of(products)
+    lines = [f"{one['model']} {one['region']} ({one['id'][:8]}): {narrow} of {count} products in {name}"]
     for row in products:
         sizes = f"({row['rows']}, {row['inner']}) x ({row['inner']}, {row['columns']})"
-        lines.append(f"  {row['count']:>3} x  {sizes}  {_what(row, 'fp8')}")
+        lines.append(f"  {row['count']:>3} x  {sizes}  {_what(row, name)}")
     for row in one["attention"]:
         sizes = f"attention of {row['queries']} queries, {row['keys']} keys, {row['heads']} heads of {row['width']}"
         lines.append(f"  {row['count']:>3} x  {sizes}  {_what(row, 'int8 and fp8')}")

@@ -246,6 +246,8 @@ class CompileConfig:
                 found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
             elif name == "quant.keep_weights" and not (self.has("freezing") or self.has("low-precision")):
                 found.append((name, "weights are kept prepared with freezing or low-precision alone"))
+            elif name == "quant.int8" and value and not self.has("low-precision"):
+                found.append((name, "products are computed in 8 bits with low-precision alone, as in O3"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
         return [{"token": token, "reason": reason} for token, reason in found]
@@ -262,6 +264,8 @@ class CompileConfig:
         }
         if self.profile != "search":
             options.pop("inductor.optimize_linear_epilogue", None)
+        if not self.has("low-precision"):
+            options.pop("quant.int8", None)
         parts = {
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
@@ -300,7 +304,8 @@ class CompileConfig:
             on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
             found[f"nexfort.{name}"] = on is True
         found["nexfort.inner_channels"] = self.lays_out and found["nexfort.upsample"]
-        found["nexfort.low_precision"] = low = device_type != "cpu" and self.has("low-precision")
+        low, int8 = device_type != "cpu" and self.has("low-precision"), self.option("quant.int8") is True
+        found["nexfort.low_precision"], found["nexfort.low_precision_int8"] = low and not int8, low and int8
         found["nexfort.narrow_attention"] = low and self.option("quant.attention") is not False
         measured = device_type != "cpu" and self.option("attention.measure") is True
         found["nexfort.measured_attention"] = measured and not low

@@ -60,6 +60,7 @@ _MEASURED = {
     "few_keys_attention": (few_keys_attention.MEASURED, "fuse.few_keys_attention"),
 }
 
+_LOW = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_attention")
 _DESCRIBED = ("gated_linear", "unpadded_attention")  # passes whose kernels write descriptors
 
 
@@ -178,9 +179,8 @@ class Finder:
         """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
         config, note = self.engine.config, self.engine.report.note
         options = self.engine.lowering.lowering_options(device_type)
-        if config.has("low-precision") and (reason := products.missing(device_type)):
-            note(f"low precision is not active: {reason}")
-            options["nexfort.low_precision"] = options["nexfort.narrow_attention"] = False
+        if config.has("low-precision"):
+            self._check_products(options, device_type)
         if device_type != "cuda":
             return options
         card = torch.cuda.get_device_capability()
@@ -196,6 +196,20 @@ class Finder:
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options
+
+    def _check_products(self, options: dict[str, object], device_type: str) -> None:
+        """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
+        fp8, int8 = products.missing(device_type), products.missing(device_type, torch.int8)
+        asked, note = options["nexfort.low_precision_int8"], self.engine.report.note
+        if asked and int8 is None:
+            note(
+                "products are computed in int8 (quant.int8), which nobody measured on such a card yet: compare with O2"
+            )
+            options["nexfort.narrow_attention"] = options["nexfort.narrow_attention"] and fp8 is None
+        elif reason := int8 if asked else fp8:
+            more = "" if int8 else '; {"quant.int8": true} in options computes them in int8, which nobody measured yet'
+            note(f"low precision is not active: {reason}{more}")
+            options.update(dict.fromkeys(_LOW, False))
 
 
 def misfit_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Misfit | None:

@@ -52,6 +52,7 @@ OPTIONS: dict[str, type] = {
     "fuse.unpadded_attention": bool,
     "quant.keep_weights": bool,
     "quant.attention": bool,
+    "quant.int8": bool,
     "attention.measure": bool,
 }
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")

@@ -131,7 +131,7 @@ def lower_graph(
             rewrite(graph)
     agreed = equal.texts()
     # in full precision a weight that is unpacked would lie beside its packed self
-    larger = own.get("low_precision") is True
+    larger = any(own.get(name) is True for name in ("low_precision", "low_precision_int8"))
     copies = own.get("prepare_copies") is True
     before = take_out(graph, lasting, larger=larger, copies=copies) if own.get("prepare") else None
     left = [*lasting] if before is None else [*(lasting[i] for i in before.keeps), *[True] * before.gives]

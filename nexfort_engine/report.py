@@ -253,9 +253,15 @@ def counted(plan: list[dict[str, Any]]) -> tuple[int, int]:
     return narrow, sum(row["count"] for row in plan)
 
 
+def type_of(products: list[dict[str, Any]]) -> str:
+    """What products of a plan are computed in: fp8 or int8."""
+    return next((row["type"] for row in products if "type" in row), "fp8")
+
+
 def _precision_line(rows: list[dict[str, Any]]) -> str:
     narrow, count = counted([product for row in rows for product in row["products"]])
-    line = f"  precision: {narrow} of {_count(count, 'product')} in fp8"
+    name = type_of([product for row in rows for product in row["products"]])
+    line = f"  precision: {narrow} of {_count(count, 'product')} in {name}"
     narrow, count = counted([one for row in rows for one in row["attention"]])
     return f"{line}, {narrow} of {_count(count, 'attention')} in 8 bits" if narrow else line
 

@@ -40,7 +40,7 @@ def _times_rows(x: Any, weight: Any, bias: Any, like: torch.Tensor) -> Any:
 def packing_flux(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a Flux whose products are taken however small they are, and on the CPU."""
     _as_on_a_card(patch, "nexfort.low_precision")
-    patch.setattr(products, "missing", lambda _: None)
+    patch.setattr(products, "missing", lambda *_: None)
     patch.setattr(precision, "gain", lambda *_: 1.0)
     patch.setattr(precision, "times_rows", _times_rows)
     network = make("comfy_flux").module.bfloat16()

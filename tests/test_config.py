@@ -56,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 27)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 28)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -427,6 +427,20 @@ def test_attention_is_measured_on_request_only_and_on_a_gpu():
     assert on(asked, "cpu") == on({**asked, "mode": "O3"}, "cpu") == (False, False)
     assert CompileConfig.parse(asked).lowering_key() != CompileConfig.parse(None).lowering_key()
     assert not CompileConfig.parse(asked).inactive()
+
+
+def test_int8_is_asked_for_beside_low_precision_and_takes_the_place_of_fp8():
+    def on(asked, device="cuda"):
+        found = CompileConfig.parse(asked).lowering_options(device)
+        return found["nexfort.low_precision"], found["nexfort.low_precision_int8"]
+
+    whole = {"mode": "O3", "options": {"quant.int8": True}}
+    assert on(whole) == (False, True) and on("O3") == on({**whole, "options": {"quant.int8": False}}) == (True, False)
+    assert on(whole, "cpu") == on({**whole, "mode": "O2"}) == (False, False)
+    assert CompileConfig.parse(whole).lowering_key() != CompileConfig.parse("O3").lowering_key()
+    assert not CompileConfig.parse(whole).inactive()
+    (row,) = CompileConfig.parse({**whole, "mode": "O2"}).inactive()
+    assert row["token"] == "quant.int8" and "low-precision" in row["reason"]
 
 
 def test_freezing_prepares_weights_and_lays_out_those_of_convolutions():

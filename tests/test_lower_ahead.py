@@ -122,6 +122,17 @@ def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads
     assert told == {"takes": [0, 2], "keeps": [1, 3], "gives": 4}
 
 
+def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_prepared(tmp_path: Path) -> None:
+    """By cuBLAS, with inputs from the kernel before; the one behind scales what comes out."""
+    options = CompileConfig.parse({"mode": "O3", "options": {"quant.int8": True}}).lowering_options("cuda")
+    payload = _lowered(tmp_path, ["feed_forward"], options)["feed_forward"]
+    before, call = _code(payload / "before"), _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    assert call.count("extern_kernels._int_mm(") == call.count("addmm(") == 1, "the first is estimated not to pay"
+    assert call.count(".run(") == 2 and "_scaled_mm" not in call, "gated and narrowed, with rows of zeros; scaled"
+    assert before.count(".run(") == 1 and "int8" in before
+    assert json.loads((payload / "preparation.json").read_text())["gives"] == 2
+
+
 def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: dict[str, Path]) -> None:
     call = _code(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1

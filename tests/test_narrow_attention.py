@@ -151,7 +151,7 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
         on = dict.fromkeys(("nexfort.low_precision", "nexfort.narrow_attention"), True)
         return {**own(self, device), **on}
 
-    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(products, "missing", lambda *_: None)
     monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
     tmp_path.chmod(0o700)
     network = torch.nn.Sequential(Looking(), Looking()).eval()

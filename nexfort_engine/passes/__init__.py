@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import torch
 from torch.fx import GraphModule
 
 from ..attention import operator
@@ -41,6 +43,7 @@ PASSES: dict[str, Callable[[GraphModule], int]] = {
     "rotary": rotaries,
     "broadcast": broadcasts,
     "low_precision": low_precision,
+    "low_precision_int8": partial(low_precision, dtype=torch.int8),
     "grouped_linear": grouped_linears,  # of those that are not brought to low precision
     "gated_linear": gated_linears,  # of these and of products in fp8
     "linear_gelu": linear_gelus,

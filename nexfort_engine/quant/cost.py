@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What products cost on a card in half precision and in fp8: the estimates by which products are taken or left.
+"""What products cost on a card in half precision and in 8 bits: the estimates by which products are taken or left.
 
 Figures are of one card. Rates are those of products that fill it; `saves` says what becomes of smaller ones.
 """
@@ -14,14 +14,14 @@ TILE = 128  # a product's kernel computes so many rows by so many columns at a t
 
 @dataclass(frozen=True)
 class Card:
-    """half, fp8: operations a second of large products; memory: bytes a second; processors: its multiprocessors.
+    """half, narrow: operations a second of large products, of those in 8 bits; memory: bytes a second.
 
-    kernel: seconds that one kernel more adds to a step; product: seconds that a product in fp8 loses at any size, with
-    its scales.
+    kernel: seconds that one kernel more adds to a step; product: seconds that a product in 8 bits loses at any size,
+    with its scales. processors: its multiprocessors.
     """
 
     half: float
-    fp8: float
+    narrow: float
     memory: float
     kernel: float
     product: float
@@ -30,7 +30,10 @@ class Card:
 
 # Measured (2026-11, torch 2.11): Flux's products 675 to 720e12 in bfloat16 and 1240 to 1390e12 in fp8, SDXL's from
 # 390 to 700e12 in float16 and from 400 to 1130e12 in fp8, where 2048 rows times 1280x1280 are the slowest of both.
-H200 = Card(half=700e12, fp8=1430e12, memory=3.5e12, kernel=3e-6, product=2e-6, processors=132)
+H200 = Card(half=700e12, narrow=1430e12, memory=3.5e12, kernel=3e-6, product=2e-6, processors=132)
+
+# Nobody measured it: its maker's figures (312e12, 624e12 in int8, 2.04e12, with 80 GB), less by what the H200's are.
+A100 = Card(half=220e12, narrow=440e12, memory=1.5e12, kernel=3e-6, product=2e-6, processors=108)
 
 
 def saves(rows: int, inner: int, columns: int, card: Card = H200) -> float:
@@ -45,7 +48,7 @@ def saves(rows: int, inner: int, columns: int, card: Card = H200) -> float:
     filled = tiles / (tiles + card.processors)
     work, written = 2.0 * rows * inner * columns, 2.0 * rows * columns
     half = max(work / card.half, (2.0 * rows * inner + written) / card.memory)
-    fp8 = max(work / card.fp8, (1.0 * rows * inner + written) / card.memory)
+    fp8 = max(work / card.narrow, (1.0 * rows * inner + written) / card.memory)
     return (half - fp8) * filled - card.product
 
 

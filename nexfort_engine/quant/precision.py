@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low precision: which products of a graph are computed in fp8, and how. Asked for by the user, never by default.
+"""Low precision: which products of a graph are computed in 8 bits, and how. Asked for by the user, never by default.
 
-Both factors are brought to fp8 (e4m3) in the graph itself, each row with a scale of its own. What is computed of the
-weights alone is taken out afterwards and kept where the host says when a weight changes (prepared.py), so a LoRA or
-another model is seen as it is in full precision. Layers of one input are one product: it is brought to fp8 once, and
-one large product fills a card better than three small ones; not where the block's code writes to that input or to
-their results, which may be between the layers. Bringing the input to fp8 costs a pass over it, so a
-product is taken only if it is large enough to pay for that; `plan` says which, and why not.
+Both factors are brought to fp8 (e4m3), or to int8, in the graph itself, each row with a scale of its own. What is
+computed of the weights alone is taken out afterwards and kept where the host says when a weight changes (prepared.py),
+so a LoRA or another model is seen as it is in full precision. Layers of one input are one product: it is narrowed once,
+and one large product fills a card better than three small ones; not where the block's code writes to that input or to
+their results, which may be between the layers. Narrowing the input costs a pass over it, so a product is taken only if
+it is large enough to pay for that; `plan` says which, and why not.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..aliases import Aliases
-from .cost import H200, narrowing
-from .products import FP8, MULTIPLE, narrowed, times_rows
+from .cost import A100, H200, narrowing
+from .products import FP8, MULTIPLE, NAMES, narrowed, times_rows, times_whole_rows, with_zeros
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Product:
-    """One linear layer of a graph. rows, inner, columns: sizes at the captured call. reason: why it is not in fp8."""
+    """One linear layer of a graph. rows, inner, columns: sizes at the captured call. reason: why it stays as it is."""
 
     node: Node
     rows: int
@@ -39,24 +39,23 @@ class Product:
     reason: str | None = None
 
 
-def plan(module: GraphModule) -> list[Product]:
+def plan(module: GraphModule, dtype: torch.dtype = FP8) -> list[Product]:
     """All linear layers of a captured graph, with a reason for those that stay as they are."""
-    return [product for group in _groups(module) for product in group]
+    return [product for group in _groups(module, dtype) for product in group]
 
 
-def told(module: GraphModule) -> list[dict[str, Any]]:
-    """The plan for people, as JSON: {"count", "rows", "inner", "columns", "reason"}, products alike in one line.
+def told(module: GraphModule, dtype: torch.dtype = FP8) -> list[dict[str, Any]]:
+    """The plan for people, as JSON: {"count", "rows", "inner", "columns", "reason", "type"}, those alike in one line.
 
-    rows: at the captured call. reason: why they stay as they are; None: they are computed in fp8.
+    rows: at the captured call. reason: why they stay as they are; None: they are computed in `type`.
     """
-    alike = Counter((p.rows, p.inner, p.columns, p.reason) for p in plan(module))
-    return [
-        dict(zip(("rows", "inner", "columns", "reason", "count"), (*key, n), strict=True)) for key, n in alike.items()
-    ]
+    alike = Counter((p.rows, p.inner, p.columns, p.reason) for p in plan(module, dtype))
+    names = ("rows", "inner", "columns", "reason", "count", "type")
+    return [dict(zip(names, (*key, count, NAMES[dtype]), strict=True)) for key, count in alike.items()]
 
 
-def _groups(module: GraphModule) -> list[list[Product]]:
-    """The linear layers of a graph; those together that are computed in fp8 as one product."""
+def _groups(module: GraphModule, dtype: torch.dtype) -> list[list[Product]]:
+    """The linear layers of a graph; those together that are computed in 8 bits as one product."""
     groups: dict[Any, list[Product]] = {}
     aliases = Aliases(module.graph)
     for node in module.graph.nodes:
@@ -67,7 +66,7 @@ def _groups(module: GraphModule) -> list[list[Product]]:
             changed = any(aliases.is_written(part) for part in (node, *node.args) if isinstance(part, Node))
             together = product.reason is None and given and not changed
             groups.setdefault((node.args[0], _biased(node)) if together else node, []).append(product)
-    return [_worth_it(group) for group in groups.values()]
+    return [_worth_it(group, dtype) for group in groups.values()]
 
 
 def _biased(node: Node) -> bool:
@@ -89,19 +88,24 @@ def _product(node: Node) -> Product:
     return Product(node, rows, inner, columns, reason)
 
 
-def _worth_it(group: list[Product]) -> list[Product]:
+def _worth_it(group: list[Product], dtype: torch.dtype) -> list[Product]:
     """The group as it is, or its layers with the reason why they would gain nothing."""
     first = group[0]
-    if first.reason is not None or gain(first.rows, first.inner, sum(p.columns for p in group)) > 0:
+    if first.reason is not None or gain(first.rows, first.inner, sum(p.columns for p in group), dtype) > 0:
         return group
     reason = "{0.rows} rows times {0.columns}x{0.inner} would take as long or longer"
     return [replace(product, reason=reason.format(product)) for product in group]
 
 
-def gain(rows: int, inner: int, columns: int) -> float:
-    """Seconds that a product of (rows, inner) and (inner, columns) is estimated to save in fp8. Negative: it loses."""
-    work = 2.0 * rows * inner * columns
-    return work * (1 / H200.half - 1 / H200.fp8) - narrowing(rows, inner)  # of the input; weights are kept in fp8
+def gain(rows: int, inner: int, columns: int, dtype: torch.dtype = FP8) -> float:
+    """Seconds that a product of (rows, inner) and (inner, columns) is estimated to save. Negative: it loses.
+
+    Of narrowing that of the input counts; weights are kept. What is multiplied in int8 is written in 32 bits and read
+    again to be scaled.
+    """
+    card = H200 if dtype == FP8 else A100
+    found = 2.0 * rows * inner * columns * (1 / card.half - 1 / card.narrow) - narrowing(rows, inner, card)
+    return found if dtype == FP8 else found - 8.0 * rows * columns / card.memory - card.kernel
 
 
 def hint(size: Any) -> int | None:
@@ -122,9 +126,9 @@ def numbers_of(sizes: Iterable[Any]) -> int | None:
     return None if None in known else math.prod(size or 0 for size in known)
 
 
-def low_precision(module: GraphModule) -> int:
-    """Compute the products of the plan in fp8; gives how many."""
-    groups = [group for group in _groups(module) if group[0].reason is None]
+def low_precision(module: GraphModule, dtype: torch.dtype = FP8) -> int:
+    """Compute the products of the plan in fp8, or int8; gives how many."""
+    groups = [group for group in _groups(module, dtype) if group[0].reason is None]
     tracer, aliases = GraphAppendingTracer(module.graph), Aliases(module.graph)
     narrow: dict[Node, tuple[Any, Any]] = {}  # of inputs, which layers with and without a bias may share
     joined = any(len(group) > 1 for group in groups)
@@ -134,7 +138,7 @@ def low_precision(module: GraphModule) -> int:
     for group in groups:
         x: Any = group[0].node.args[0]
         with module.graph.inserting_before(group[0].node):
-            results = _in_fp8(tracer, group, {} if aliases.is_written(x) else narrow)
+            results = _narrow(tracer, group, {} if aliases.is_written(x) else narrow, dtype)
         for product, result in zip(group, results, strict=True):
             result.node.meta["val"] = product.node.meta["val"]
             product.node.replace_all_uses_with(result.node)
@@ -142,7 +146,9 @@ def low_precision(module: GraphModule) -> int:
     return sum(map(len, groups))
 
 
-def _in_fp8(tracer: GraphAppendingTracer, group: list[Product], narrow: dict[Node, tuple[Any, Any]]) -> list[Any]:
+def _narrow(
+    tracer: GraphAppendingTracer, group: list[Product], narrow: dict[Node, tuple[Any, Any]], dtype: torch.dtype
+) -> list[Any]:
     """The results of layers that have one input."""
     first = group[0]
     x = first.node.args[0]
@@ -154,16 +160,14 @@ def _in_fp8(tracer: GraphAppendingTracer, group: list[Product], narrow: dict[Nod
     def joined(parts: list[Any]) -> Any:
         return parts[0] if len(parts) == 1 else aten.cat.default(parts)
 
-    def flat(factor: Any) -> tuple[Any, Any]:
-        return narrowed(aten.reshape.default(factor, [-1, first.inner]), FP8)
-
     if x not in narrow:
-        narrow[x] = flat(Proxy(x, tracer))
-    weight = flat(joined([given(product, 1) for product in group]))
+        rows = aten.reshape.default(Proxy(x, tracer), [-1, first.inner])
+        narrow[x] = narrowed(rows if dtype == FP8 else with_zeros(rows), dtype)
+    weight = narrowed(joined([given(product, 1) for product in group]), dtype)
     bias = joined([given(product, 2) for product in group]) if _biased(first.node) else None
     like = x.meta["val"]
     sizes = [aten.sym_size.int(Proxy(x, tracer), i) for i in range(like.dim() - 1)]
-    whole = times_rows(narrow[x], weight, bias, like)
+    whole = (times_rows if dtype == FP8 else times_whole_rows)(narrow[x], weight, bias, like)
     results, start = [], 0
     for product in group:
         part = whole if len(group) == 1 else aten.slice.Tensor(whole, 1, start, start + product.columns)

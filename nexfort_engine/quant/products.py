@@ -16,21 +16,24 @@ import torch
 aten = torch.ops.aten
 FP8 = torch.float8_e4m3fn
 OLDEST_CARD = (8, 9)  # compute capability of the first cards with fp8 products
+OLDEST_INT8_CARD = (8, 0)  # and of those whose products in int8 are twice as fast as in half precision
+NAMES = {FP8: "fp8", torch.int8: "int8"}
 MULTIPLE = 16  # of both sizes of a weight, which the products ask for
 _LARGEST = {FP8: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 _FEWEST = 16  # rows that a product in int8 has to have more than, on a card
 _SMALLEST = 1e-12  # of the largest number of a row: rows of zeros have a scale too
 
 
-def missing(device_type: str) -> str | None:
-    """Why products in fp8 are not for this machine, or None."""
+def missing(device_type: str, dtype: torch.dtype = FP8) -> str | None:
+    """Why products in fp8, or int8, are not for this machine, or None."""
+    name, oldest = NAMES[dtype], OLDEST_CARD if dtype == FP8 else OLDEST_INT8_CARD
     if device_type != "cuda" or torch.version.hip is not None:
-        return "products in fp8 are for NVIDIA's cards; everything runs at the model's own precision"
+        return f"products in {name} are for NVIDIA's cards; everything runs at the model's own precision"
     found = torch.cuda.get_device_capability()
-    if found >= OLDEST_CARD:
+    if found >= oldest:
         return None
-    expected = ".".join(map(str, OLDEST_CARD))
-    return f"the card's compute capability is {found[0]}.{found[1]}, products in fp8 need {expected} or newer"
+    expected = ".".join(map(str, oldest))
+    return f"the card's compute capability is {found[0]}.{found[1]}, products in {name} need {expected} or newer"
 
 
 def narrowed(x: Any, dtype: torch.dtype, *, per_tensor: bool = False) -> tuple[Any, Any]:
@@ -72,6 +75,31 @@ def times_rows(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: tor
     return result if bias is None else aten.add.Tensor(result, bias)
 
 
+def with_zeros(x: Any) -> Any:
+    """x (rows, inner) with rows of zeros behind: a card multiplies no few rows in int8.
+
+    In any case, because asking how many there are would make two artefacts.
+    """
+    return aten.constant_pad_nd.default(x, [0, 0, 0, _FEWEST])
+
+
+def times_whole_rows(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: torch.Tensor) -> Any:
+    """(rows, inner) times (columns, inner) transposed, both narrowed to int8 by row, plus bias, as `like`; on a card.
+
+    x: `with_zeros` before it was narrowed, where nothing has to be copied for it. Summed in whole numbers of 32 bits,
+    scaled in float32.
+    """
+    result = aten.to.dtype(aten._int_mm.default(x[0], aten.t.default(weight[0])), torch.float32)
+    result = aten.mul.Tensor(aten.mul.Tensor(result, x[1]), aten.t.default(weight[1]))
+    if bias is not None:
+        result = aten.add.Tensor(result, aten.to.dtype(bias, torch.float32))
+    return _without_zeros(aten.to.dtype(result, like.dtype))
+
+
+def _without_zeros(result: Any) -> Any:
+    return aten.slice.Tensor(result, 0, 0, -_FEWEST)
+
+
 def times(x: tuple[Any, Any], weight: tuple[Any, Any], bias: Any, like: torch.Tensor, *, per_tensor: bool) -> Any:
     """(rows, inner) times (columns, inner) transposed, both narrowed in any way, plus bias, in the dtype of `like`."""
     (values, scale), (packed, steps) = x, weight
@@ -96,7 +124,6 @@ def _whole_numbers(values: torch.Tensor, packed: torch.Tensor, device_type: str)
     """The product of int8 as float32."""
     if device_type not in ("cpu", "cuda"):
         return values.float() @ packed.float().t()
-    rows = values.shape[0]
-    if device_type == "cuda":  # rows of zeros in any case: asking how many there are would make two artefacts
-        values = torch.nn.functional.pad(values, (0, 0, 0, _FEWEST))
-    return torch._int_mm(values, packed.t())[:rows].float()
+    if device_type == "cpu":
+        return torch._int_mm(values, packed.t()).float()
+    return _without_zeros(torch._int_mm(with_zeros(values), packed.t())).float()

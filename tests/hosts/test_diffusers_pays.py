@@ -19,7 +19,7 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("threads")
 # tiny products pay here if they are larger than 32 rows times 64x32
-SLOW = Card(half=1e9, fp8=1e12, memory=3e11, kernel=0.0, product=2.0 * 32 * 32 * 64 / 1e9, processors=0)
+SLOW = Card(half=1e9, narrow=1e12, memory=3e11, kernel=0.0, product=2.0 * 32 * 32 * 64 / 1e9, processors=0)
 ODD = {"height": 65, "width": 64}
 PARTS = {"sd21": "unet", "sdxl": "unet", "pixart": "transformer", "latte": "transformer", "flux": "transformer"}
 

@@ -50,7 +50,7 @@ def test_what_pays_pays_with_more_of_anything(rows: int, inner: int, columns: in
 @settings(max_examples=100)
 @given(SIZES, SIZES, SIZES)
 def test_it_never_saves_more_than_the_rates_allow(rows: int, inner: int, columns: int) -> None:
-    most = 2.0 * rows * inner * columns * (1 / H200.half - 1 / H200.fp8)
+    most = 2.0 * rows * inner * columns * (1 / H200.half - 1 / H200.narrow)
     assert saves(rows, inner, columns) <= max(most, rows * inner / H200.memory) * (1 + 1e-9)
     assert narrowing(rows, inner) > 0 < casting(rows, columns)
 

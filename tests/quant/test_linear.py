@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from subjects import TOLERANCE, graphs_as_they_are
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nexfort_engine
 from nexfort_engine.quant import products
@@ -267,21 +268,23 @@ def test_a_wrong_name_is_answered_with_the_nearest_and_all(wrong: str) -> None:
 # ---- what only a card multiplies ---------------------------------------------------------------------------
 
 
-def test_a_card_is_given_what_its_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_given_what_its_products_take() -> None:
     """On a pretended card: two factors in e4m3 by row go to its own product, int8 gets rows of zeros."""
     asked: list[tuple[Any, ...]] = []
-    own = torch._int_mm
 
-    def whole(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        assert a.shape[0] > 16 and a.shape[1] % 8 == b.shape[1] % 8 == 0 and b.t().is_contiguous()
-        asked.append(tuple(a.shape))
-        return own(a, b)
+    class Card(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._int_mm.default:
+                a, b = args
+                assert a.shape[0] > 16 and a.shape[1] % 8 == b.shape[1] % 8 == 0 and b.t().is_contiguous()
+                asked.append(tuple(a.shape))
+            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(torch, "_int_mm", whole)
     for rows in (1, 16, 40):
         values = products.narrowed(drawn(rows, 32), torch.int8)
         weight = products.narrowed(drawn(48, 32), torch.int8)
-        found = products._whole_numbers(values[0], weight[0], "cuda")
+        with Card():
+            found = products._whole_numbers(values[0], weight[0], "cuda")
         assert torch.equal(found, (values[0].float() @ weight[0].float().t()))
     assert asked == [(17, 32), (32, 32), (56, 32)]
 

@@ -19,7 +19,7 @@ from nexfort_engine.quant.plan import by_structure, sharing_copy
 
 FP8 = TYPES["fp8_e4m3_e4m3_dynamic"]
 # products cost nothing but what their work and their memory take
-FAST = Card(half=1e9, fp8=2e9, memory=1e12, kernel=0.0, product=0.0, processors=0)
+FAST = Card(half=1e9, narrow=2e9, memory=1e12, kernel=0.0, product=0.0, processors=0)
 
 
 class Block(nn.Module):

@@ -16,10 +16,12 @@ from probe import Probe, block_of
 from subjects import graphs_as_they_are
 
 import nexfort_engine
+from nexfort_engine.cache.store import Store
 from nexfort_engine.cli import main
 from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
 from nexfort_engine.quant import precision, products
-from nexfort_engine.quant.precision import gain, low_precision, plan
+from nexfort_engine.quant.precision import gain, low_precision, plan, told
 from nexfort_engine.quant.products import FP8, narrowed
 
 
@@ -130,9 +132,66 @@ def test_rows_keep_their_numbers_within_half_a_step(
     assert bool(((back - x.float()).abs() <= step * 1.01 + 1e-30).all())
 
 
-def test_small_products_do_not_pay_and_large_ones_do() -> None:
-    assert gain(4608, 3072, 12288) > 1e-4 and gain(8192, 640, 5120) > 0
-    assert gain(2, 3072, 18432) < 0 and gain(154, 2048, 1280) < 0 and gain(64, 64, 64) < 0
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_small_products_do_not_pay_and_large_ones_do(dtype: torch.dtype) -> None:
+    assert gain(4608, 3072, 12288, dtype) > 1e-4 and gain(8192, 1280, 10240, dtype) > 0
+    assert gain(2, 3072, 18432, dtype) < 0 and gain(154, 2048, 1280, dtype) < 0 and gain(64, 64, 64, dtype) < 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_graph_in_int8_computes_the_same_within_what_whole_numbers_tell_apart(
+    dtype: torch.dtype, every_size: None
+) -> None:
+    """By a CPU's own products of int8; the same layers as in fp8, nearer to what they were."""
+    torch.manual_seed(0)
+    block = Attention(dtype)
+    probe = Probe(block, torch.randn(2, 24, 64).to(dtype), torch.randn(2, 16).to(dtype))
+    graph, weights = probe.captured.graph, [dict(block.named_parameters())[n] for n in names(block)]
+    assert sum(row["count"] for row in told(graph, torch.int8) if row["type"] == "int8" and row["reason"] is None) == 4
+    assert low_precision(graph, torch.int8) == 4
+    graph.recompile()
+    assert sum(n.target is torch.ops.aten._int_mm.default for n in graph.graph.nodes) == 3, "two layers are one product"
+    for sizes in ((2, 24), (1, 24), (3, 7), (1, 1)):
+        x, y = torch.randn(*sizes, 64).to(dtype), torch.randn(sizes[0], 16).to(dtype)
+        with torch.inference_mode():
+            for found, wanted in zip(graph(*weights, x, y), block.double()(x.double(), y.double()), strict=True):
+                assert found.dtype == dtype and found.shape == wanted.shape
+                assert float((found - wanted).norm() / wanted.norm()) < 0.02
+        block.to(dtype)
+
+
+def test_products_in_int8_are_exact_where_numbers_are_whole() -> None:
+    """Rows and columns whose largest number is 127 have a scale of 1: nothing is rounded, however long the sums."""
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-127, 128, (rows, 4096)).float() for rows in (5, 32))
+    x[:, 0] = weight[:, 0] = 127
+    bias = torch.randint(-9, 10, (32,)).float()
+    found = products.times_whole_rows(
+        narrowed(products.with_zeros(x), torch.int8), narrowed(weight, torch.int8), bias, x
+    )
+    assert torch.allclose(found.double(), x.double() @ weight.double().t() + bias, rtol=1e-6)
+
+
+def test_low_precision_on_cards_without_fp8_is_offered_in_int8_and_says_that_nobody_measured_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def options(card: tuple[int, int], asked: dict[str, bool]) -> tuple[dict[str, object], str]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+        engine = Engine(torch.nn.Linear(8, 8), CompileConfig.parse({"mode": "O3", "options": asked}), Store(tmp_path))
+        return engine.builder.finder.options("cuda"), " ".join(engine.report.as_dict()["notes"])
+
+    low = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_attention")
+    for card in ((8, 0), (8, 6)):
+        found, notes = options(card, {})
+        assert not any(found[name] for name in low) and "quant.int8" in notes and "not active" in notes
+        found, notes = options(card, {"quant.int8": True, "quant.attention": True})
+        assert [found[name] for name in low] == [False, True, False] and "nobody measured" in notes
+    found, notes = options((7, 5), {"quant.int8": True})
+    assert not any(found[name] for name in low) and "need 8.0" in notes
+    found, notes = options((9, 0), {})
+    assert [found[name] for name in low] == [True, False, True] and "low precision" not in notes
+    found, notes = options((9, 0), {"quant.int8": True})
+    assert [found[name] for name in low] == [False, True, True]
 
 
 def test_where_there_is_no_such_card_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +227,7 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
     def as_on_a_card(self: CompileConfig, device: str) -> dict[str, object]:
         return {**own(self, device), "nexfort.low_precision": self.has("low-precision")}
 
-    monkeypatch.setattr(products, "missing", lambda _: None)
+    monkeypatch.setattr(products, "missing", lambda *_: None)
     monkeypatch.setattr(CompileConfig, "lowering_options", as_on_a_card)
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(Attention(torch.bfloat16) for _ in range(2))
@@ -180,11 +239,11 @@ def test_the_plan_is_in_the_report_and_can_be_printed_later(
             with torch.inference_mode():
                 compiled(torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 16).bfloat16())
             assert main(["plan", "--dir", str(tmp_path / mode)]) == 0
-            printed, told = capsys.readouterr().out, compiled.report.as_dict()
-            assert bool(told["precision"]) == (mode == "O3") == ("in fp8" in str(compiled.report))
+            printed, said = capsys.readouterr().out, compiled.report.as_dict()
+            assert bool(said["precision"]) == (mode == "O3") == ("in fp8" in str(compiled.report))
     assert "run a model once in the mode O3" not in printed
-    assert sorted(row["region"] for row in told["precision"]) == ["blocks.0", "blocks.1"], "each says what it runs"
-    rows = told["precision"][0]["products"]
+    assert sorted(row["region"] for row in said["precision"]) == ["blocks.0", "blocks.1"], "each says what it runs"
+    rows = said["precision"][0]["products"]
     assert sum(row["count"] for row in rows) == 6
     assert sum(row["count"] for row in rows if row["reason"] is None) == 4
     assert "precision: 8 of 12 products in fp8" in str(compiled.report)
