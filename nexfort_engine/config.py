@@ -96,9 +96,7 @@ class CompileConfig:
     fullgraph: bool = False
     disable: bool = False
     options: tuple[tuple[str, object], ...] = ()
-    # what the host does, which nobody writes: it says when weights change (`untold`), and gives their memory back
-    told: bool = True
-    given_back: bool = False
+    told: bool = True  # whether the host says when weights change; nobody writes it, see `untold`
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, str):
@@ -157,10 +155,6 @@ class CompileConfig:
     def untold(self) -> CompileConfig:
         """This config where nobody says whether weights changed, so that no result may be kept from call to call."""
         return replace(self, told=False)
-
-    def giving_back(self) -> CompileConfig:
-        """This config where the host gives memory of weights back that are kept in another order."""
-        return replace(self, given_back=True)
 
     @property
     def profile(self) -> str:
@@ -231,7 +225,7 @@ class CompileConfig:
         found = []
         if "freezing" in self.tokens and not self.told:
             found.append(("freezing", _UNTOLD))
-        elif "freezing" in self.tokens and not self.keeps:
+        elif "freezing" in self.tokens and not self._keeps:
             found.append(("freezing", "quant.keep_weights is off, so nothing that is made of weights is kept"))
         if self.profile != "fast":
             winner = next((token for token in _SEARCHING if token in self.tokens), "")
@@ -250,9 +244,7 @@ class CompileConfig:
                 found.append((name, _UNNAMED))
             elif name == "cuda.fill_kernels" and value and not self.step_graphs:
                 found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
-            elif name == "quant.keep_weights" and not (
-                self.has("freezing") or self.has("low-precision") or self.given_back
-            ):
+            elif name == "quant.keep_weights" and not (self.has("freezing") or self.has("low-precision")):
                 found.append((name, "weights are kept prepared with freezing or low-precision alone"))
             elif name == "quant.int8" and value and not self.has("low-precision"):
                 found.append((name, "products are computed in 8 bits with low-precision alone, as in O3"))
@@ -278,7 +270,7 @@ class CompileConfig:
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked],
-            "weights": [name for name, on in (("prepared", self.keeps), ("laid out", self._keeps_copies)) if on],
+            "weights": "laid out" if self._keeps_copies else "prepared" if self._keeps else "as they are",
             "dynamic": self.dynamic,
             "layout": "free" if self.lays_out else "contiguous",
             "prompt": "once" if self.prompt_once else "in each step",
@@ -292,22 +284,15 @@ class CompileConfig:
         return self.memory_format != "contiguous_format"
 
     @property
-    def keeps(self) -> bool:
-        """Whether all that is computed of weights alone is kept, beside the weights if need be."""
+    def _keeps(self) -> bool:
+        """Whether lowering takes out what is computed of weights alone, so that it may be kept."""
         asked = self.has("low-precision") or (self.told and self.has("freezing"))
-        return asked and self._may_keep
-
-    @property
-    def _may_keep(self) -> bool:
-        return self.option("quant.keep_weights", True) is True
+        return asked and self.option("quant.keep_weights", True) is True
 
     @property
     def _keeps_copies(self) -> bool:
-        """Whether weights of convolutions that are laid out are kept, beside the others only where all is kept.
-
-        Not where nobody says when weights change: made in each call, all of a block's would lie beside them.
-        """
-        return self.told and self.lays_out and (self.keeps or (self.given_back and self._may_keep))
+        """Whether that is the layout of convolutions' weights too. Made in each call, all would lie beside them."""
+        return self._keeps and self.told and self.lays_out
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
@@ -330,7 +315,8 @@ class CompileConfig:
                 found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
-        found["nexfort.prepare"], found["nexfort.prepare_copies"] = self.keeps, self._keeps_copies
+        found["nexfort.prepare"] = self._keeps
+        found["nexfort.prepare_copies"] = self._keeps_copies
         found["nexfort.inner_weights"] = device_type != "cpu" and self.lays_out
         return found
 

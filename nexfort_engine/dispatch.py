@@ -192,8 +192,6 @@ class Region:
             return None
         if session.fetched and not self.engine.room(weights[0].device):
             return None  # where not even the weights stay, there is no room for more
-        if not (self.engine.lowering.keeps or self._is_lent_for_good()):
-            return None
         with self.engine.apart():
             tensors = binding.prepare(weights)
             stand_ins = self._stand_ins(binding, weights)
@@ -207,10 +205,6 @@ class Region:
         else:
             self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
         return made
-
-    def _is_lent_for_good(self) -> bool:
-        """Whether weights are on loan that the host takes back: what is made of them is kept in their place."""
-        return bool(self.due()) and self.layers is not None and self.layers.kept and self.parts is None
 
     def _has_room(self, tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
         """Whether the device holds what was prepared, if need be without what models hold that do not run now."""

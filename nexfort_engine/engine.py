@@ -99,8 +99,6 @@ class Engine:
         self.then: Then = lambda args, kwargs: contextlib.nullcontext([])
         # what artefacts are lowered with: nothing is kept where nobody says that weights changed
         self.lowering = config if lender is not None and lender.says else config.untold()
-        if lender is not None and lender.gives_back:
-            self.lowering = self.lowering.giving_back()
         self.report = Report(self.lowering, str(store.root))
         self.known = known or Known()
         self.images = config.lays_out  # they lie with channels innermost, where regions hold some

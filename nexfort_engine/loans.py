@@ -66,10 +66,6 @@ class Lender(Protocol):
     def says(self) -> bool:
         """Whether `version` ever tells anything of this network."""
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether `do_without` gives memory back."""
-
     def version(self) -> Hashable:
         """Equal as long as no weight of the network gets other numbers. None: that cannot be told now."""
 

@@ -57,29 +57,23 @@ class Preparation:
 
 
 def take_out(
-    module: GraphModule,
-    lasting: Sequence[bool],
-    *,
-    larger: bool = True,
-    computed: bool = True,
-    copies: bool = True,
+    module: GraphModule, lasting: Sequence[bool], *, larger: bool = True, copies: bool = True
 ) -> Preparation | None:
     """Take what a graph computes of its weights alone out of it, if there is anything worth it.
 
     lasting: for each of the weights, which are its first inputs, whether its numbers stay while the host says that no
-    weight changed. larger: also what takes more memory than what it is made of. computed, copies: what is computed of
-    weights, and copies of weights that lie otherwise. Afterwards the graph's inputs are the
+    weight changed. larger: also what takes more memory than what it is made of. copies: also copies of weights that lie
+    otherwise. Afterwards the graph's inputs are the
     weights that it still reads, the prepared tensors, and the rest as before.
     """
-    if not (computed or copies):
-        return None
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(lasting)]
     values = values_of(graph, [node for node, lasts in zip(inputs, lasting, strict=True) if lasts])
     results = _worth_it(values)
     if not larger:
         results = [node for node in results if values[node].nbytes <= sum(values[s].nbytes for s in _sources(node))]
-    results = [node for node in results if (copies if _is_copy(node) else computed)]
+    if not copies:
+        results = [node for node in results if not _is_copy(node)]
     if not results:
         return None
     wanted = behind(results)
@@ -139,8 +133,7 @@ def _is_pure(node: Node) -> bool:
 
 def _is_copy(node: Node) -> bool:
     """Whether a value is a weight that lies otherwise, and nothing else."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name in _COPIES and node.all_input_nodes[0].op == "placeholder"
+    return node.target.name().partition(".")[0] in _COPIES and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def _may_do_more(node: Node) -> bool:

@@ -51,7 +51,7 @@ def packing_flux(patch: pytest.MonkeyPatch) -> Any:
 def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
     patch.setattr(images, "_LEAST", 1)
-    _of_any_size(patch)
+    _as_on_a_card(patch, "nexfort.prepare_copies")
     return patcher_around(make("comfy_unet").module)
 
 
@@ -64,11 +64,6 @@ def _as_on_a_card(patch: pytest.MonkeyPatch, name: str) -> None:
         return {**found, name: found["nexfort.prepare"]}
 
     patch.setattr(CompileConfig, "lowering_options", options)
-    _of_any_size(patch)
-
-
-def _of_any_size(patch: pytest.MonkeyPatch) -> None:
-    """Have small weights prepared too."""
     patch.setattr(prepared, "LEAST", 1)
     patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
     patch.setenv("NEXFORT_WORKERS", "0")

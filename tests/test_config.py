@@ -458,24 +458,6 @@ def test_freezing_prepares_weights_and_lays_out_those_of_convolutions():
     assert on("freezing", told=False) == (False, False) and on("O3", told=False) == (True, False)
 
 
-def test_where_the_host_gives_memory_back_weights_that_are_laid_out_are_kept_in_full_precision_too():
-    def on(asked, told=True):
-        config = CompileConfig.parse(asked).giving_back()
-        config = config if told else config.untold()
-        found = config.lowering_options("cuda")
-        assert (config.lowering_key() == CompileConfig.parse(asked).lowering_key()) is (found == alone(asked))
-        return found["nexfort.prepare"], found["nexfort.prepare_copies"]
-
-    def alone(asked):
-        return CompileConfig.parse(asked).lowering_options("cuda")
-
-    assert on("O2") == on("jit") == (False, True) and on("O3") == on("freezing") == (True, True)
-    assert (
-        on({"memory_format": "contiguous_format"}) == on({"options": {"quant.keep_weights": False}}) == (False, False)
-    )
-    assert on("O2", told=False) == (False, False)
-
-
 @given(config=_configs)
 def test_freezing_splits_artefacts_where_it_makes_others_and_nowhere_else(config):
     frozen = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:freezing"})

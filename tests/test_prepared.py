@@ -245,7 +245,7 @@ def test_a_layer_is_spared_if_all_of_its_weights_are() -> None:
 class Host:
     """A lender that lends nothing, and says what its weights are."""
 
-    signs, copies, hidden, says, gives_back = (), frozenset(), {}, True, False
+    signs, copies, hidden, says = (), frozenset(), {}, True
 
     def __init__(self) -> None:
         self.said: Any = "one"

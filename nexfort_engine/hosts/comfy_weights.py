@@ -46,11 +46,6 @@ class ComfyWeights:
         self._own_casts = OwnCasts(self.hidden)
         self.says = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
-    @property
-    def gives_back(self) -> bool:
-        """Whether the model is one of dynamic VRAM's, which notes its memory in it."""
-        return hasattr(self._model(), "dynamic_vbars")
-
     def version(self) -> Hashable:
         """What ComfyUI notes of the patches that the weights were loaded with. None where hooks change them as well."""
         model = self._model()

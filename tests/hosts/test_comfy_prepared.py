@@ -7,7 +7,6 @@ Where ComfyUI keeps the weights elsewhere, it is not asked again for those that 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -243,28 +242,6 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monk
 
 
 # ---- pages that are given back -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("paged", [True, False], ids=["pages", "resident"])
-def test_in_full_precision_what_is_laid_out_is_kept_where_its_pages_are_given_back(
-    paged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nowhere else: beside the model's own weights it would take memory that nobody asked to spend."""
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    patcher = kind.made(monkeypatch)
-    patcher.model.dynamic_vbars = {}  # as ComfyUI's dynamic patcher leaves it
-    wanted = sample(patcher)
-    found: Any = Paged(patcher, monkeypatch, kind) if paged else None
-    clone = found.clone if paged else host.attach(patcher, CONFIG)
-    for changed in (lambda one: one, kind.changed, lambda one: one):
-        first = sample(changed(clone))
-        assert torch.equal(sample(changed(clone)), first)
-        assert kept(clone) and all(serial > 0 if paged else serial == 0 for serial in kept(clone))
-    assert distance(first, wanted) <= kind.error
-    if paged:
-        _, asked = found.sampled()
-        assert not asked & found.kept and found.memory.given_back and not +found.memory.pins
-    assert not engine_of(clone).report.as_dict()["variants"]
 
 
 @pytest.fixture
