@@ -133,7 +133,8 @@ def _is_pure(node: Node) -> bool:
 
 def _is_copy(node: Node) -> bool:
     """Whether a value is a weight that lies otherwise, and nothing else."""
-    return node.target.name().partition(".")[0] in _COPIES and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in _COPIES and node.all_input_nodes[0].op == "placeholder"
 
 
 def _may_do_more(node: Node) -> bool:
