@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine: one backbone with one config. It stands its regions in the blocks' places for the length of a call.
 
-What stands in a block's place is an instance-level `forward` that acts only in the context of the call that put it
-there: for any other thread, and after the call, the block is its plain self. Two engines may share modules and run at
-once; the last call to leave takes the stand-ins out.
+What it knows between calls is here: regions, artefacts, the report, what is held of the device. standins.py has what
+stands in a block's place.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ from .graphmemory import is_capturing
 from .images import is_of_order, outermost
 from .loans import Lender, layers_in
 from .lower import import_ahead
-from .modulestate import Slot, replaced_forward, structure
+from .modulestate import Slot, structure
 from .prepared import Version
 from .regions import find_regions
 from .report import Report, named
-from .session import Instead, Session, current, entered
+from .session import Instead, Session, entered
 from .signature import of_its_own
+from .standins import leave, stand_in
 from .support import OLDEST, torch_version, unsupported
 from .verify import Verifier
 
@@ -48,8 +48,6 @@ Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], d
 Coming = list[tuple["Engine", Callable[..., Any], tuple[Any, ...]]]
 Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
-_lock = threading.Lock()
-_installed: dict[int, tuple[nn.Module, list[int]]] = {}
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -372,11 +370,11 @@ class Engine:
         placed = []
         for region in self._regions().values():
             if region.module is not self.root:
-                if _place(region.module):
+                if stand_in(region.module):
                     placed.append(region.module)
                 else:
                     self.report.eager(region.path, f"it carries {region.carries()}")
-        if watch_root and _place(self.root):
+        if watch_root and stand_in(self.root):
             placed.append(self.root)
         began = time.perf_counter()
         try:
@@ -384,7 +382,7 @@ class Engine:
                 yield session
         finally:
             for module in placed:
-                _displace(module)
+                leave(module)
             if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
                 pool.dismiss()
@@ -433,45 +431,3 @@ def _requires_grad(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return True
     values = (*args, *kwargs.values())
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
-
-
-def _place(module: nn.Module) -> bool:
-    """Put a stand-in into a module, or count one more user of the one that is there. False: a foreign one is."""
-    with _lock:
-        entry = _installed.get(id(module))
-        if entry is not None:
-            entry[1][0] += 1
-            return True
-        if replaced_forward(module) is not None:
-            return False
-        module.__dict__["forward"] = _stand_in(module)
-        _installed[id(module)] = (module, [1])
-        return True
-
-
-def _displace(module: nn.Module) -> None:
-    with _lock:
-        entry = _installed[id(module)]
-        entry[1][0] -= 1
-        if entry[1][0]:
-            return
-        del _installed[id(module)]
-        if getattr(module.__dict__.get("forward"), "nexfort_shim", False):
-            del module.__dict__["forward"]
-
-
-def _stand_in(module: nn.Module) -> Callable[..., Any]:
-    own = type(module).forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        session = current.get()
-        if session is None:
-            return own(module, *args, **kwargs)
-
-        def plain(*a: Any, **k: Any) -> Any:
-            return own(module, *a, **k)
-
-        return session.engine.on_call(module, plain, args, kwargs, session)
-
-    forward.nexfort_shim = True  # type: ignore[attr-defined]
-    return forward

@@ -74,7 +74,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "rehearsal",
         "verify",
     ),
-    "engine": ("engine",),
+    "engine": ("engine", "standins"),
     "entry": ("compiled", "backend"),
     "hosts": ("hosts",),
     "command": (

@@ -22,8 +22,7 @@ from restarted import counting
 from subjects import graphs_as_they_are
 from tiny_autoencoders import taesd, vae
 
-from nexfort_engine import engine as engine_module
-from nexfort_engine import lower
+from nexfort_engine import lower, standins
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 
@@ -45,7 +44,7 @@ def report(patcher: Any) -> dict[str, Any]:
 
 def assert_clean(patcher: Any) -> None:
     """Nothing of the engine acts in the network, and this patcher knows nothing of it."""
-    assert not engine_module._installed
+    assert not standins._installed
     assert not [p for p, sub in patcher.model.diffusion_model.named_modules() if "forward" in vars(sub)]
     assert host.KEY not in patcher.attachments
     assert not any(host.KEY in table for table in patcher.wrappers.values())

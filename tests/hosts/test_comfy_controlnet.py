@@ -21,8 +21,7 @@ from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, nothing_new, sam
 from restarted import counting
 from subjects import distance as tensors_distance
 
-from nexfort_engine import engine as engine_module
-from nexfort_engine import lower
+from nexfort_engine import lower, standins
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts import comfy_control
@@ -64,7 +63,7 @@ def begun(name: str) -> tuple[Pair, Any]:
 
 def assert_clean() -> None:
     """No engine stands in any block's place."""
-    assert not engine_module._installed
+    assert not standins._installed
 
 
 # ---- attach ----------
