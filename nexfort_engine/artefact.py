@@ -53,6 +53,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "mutated": captured.mutated,
         "writes": captured.writes,
         "sites": captured.sites,
+        "images": captured.images,
         "sources": captured.sources,
         "modules": captured.modules,
         "info": {"kind": kind, **info},
@@ -118,6 +119,7 @@ class Artefact:
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
         self.sites: list[list[list[Any]]] = manifest["sites"]
+        self.images: bool = manifest["images"]  # they lie with channels innermost
         self.code: Loaded | None = None
         self.entry: Entry | None = None  # where its code is, if it comes from the store
 

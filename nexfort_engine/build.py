@@ -29,6 +29,7 @@ from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
+from .images import as_taken
 from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
 from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
@@ -197,14 +198,17 @@ class Builder:
 
     def wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
         """What a region needs for a call, with the key under which artefacts for it are kept."""
-        metas = region.metas(flat)
+        images = region.images  # asked once: a step beside this one may change it
+        metas = region.metas(flat, images)
         plain = Flat()
-        plain.tensors, plain.ints, plain.mappings = [normalised(t) for t in flat.tensors], flat.ints, flat.mappings
-        return Wanted(region, self._primary(region, spec, flat, metas), Example.of(spec, plain), flat)
+        plain.tensors = list(map(as_taken if images else normalised, flat.tensors))
+        plain.ints, plain.mappings = flat.ints, flat.mappings
+        primary = self._primary(region, spec, flat, metas, images)
+        return Wanted(region, primary, Example.of(spec, plain), flat, images)
 
-    def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any]) -> str:
+    def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any], images: bool) -> str:
         structure = region.structure()
-        place = (id(region), spec, tuple(metas), region.images)
+        place = (id(region), spec, tuple(metas), images)
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             weights = region.slots.read()
@@ -214,7 +218,7 @@ class Builder:
                 "config": self.engine.lowering.lowering_key(),
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
-                "images": region.images,
+                "images": images,
             }
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]
@@ -326,7 +330,7 @@ class Builder:
             dynamic=self.engine.config.dynamic,
             weights=weights,
             hidden=region.hidden(),
-            images=region.images,
+            images=wanted.images,
         )
         driver, info = self.engine.made_for(region, wanted.device)
         options = self.finder.options(wanted.device.type)

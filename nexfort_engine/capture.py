@@ -40,7 +40,7 @@ from .effects import (
 )
 from .flags import tracing_scope
 from .guards import to_json
-from .images import innermost, is_of_order, laid, shown
+from .images import innermost, is_of_order, laid, only_convolved, shown
 from .modulestate import Hidden
 from .parts import Parts
 from .placeholders import Placeholders
@@ -81,7 +81,7 @@ class Captured:
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor. sites: where it calls functions of its options (sites.py).
+    option tensor. sites: where it calls functions of its options (sites.py). images: as it was captured for.
     """
 
     graph: torch.fx.GraphModule
@@ -102,6 +102,7 @@ class Captured:
     lasting: list[bool] = field(default_factory=list)
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
     sites: list[list[list[Any]]] = field(default_factory=list)
+    images: bool = False
 
 
 class _Trace:
@@ -234,10 +235,10 @@ class _Lifted(nn.Module):
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
-        results = innermost(flat.tensors, [*weights, *tensors, *extra]) if trace.images else flat.tensors
         refuse_counting(trace.reads, shadow.module)
         trace.kept, trace.exchanged = kept_since(held, shadow.module)
-        return results + trace.kept
+        others = [*weights, *tensors, *extra, *trace.kept]
+        return (innermost(flat.tensors, others) if trace.images else flat.tensors) + trace.kept
 
 
 def capture(
@@ -263,11 +264,7 @@ def capture(
     if images:
         try:
             return _captured(*given, told=True)
-        except (
-            Refused,
-            RuntimeError,
-            ValueError,
-        ) as error:  # its code may look at memory; what else it is, comes again
+        except Exception as error:
             if not is_of_order(error):
                 raise
     return _captured(*given, told=False)
@@ -436,6 +433,8 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
     for place, weight in trace.own.items():
+        if not only_convolved(inputs.weights[place]):
+            raise RuntimeError("its code may look at how a convolution's weight lies in memory: its strides are shown")
         if inputs.weights[place].users:
             laid(graph, inputs.weights[place], weight)
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
@@ -472,6 +471,7 @@ def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
+        images=trace.images,
     )
 
 

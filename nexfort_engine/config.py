@@ -264,7 +264,7 @@ class CompileConfig:
         }
         if self.profile != "search":
             options.pop("inductor.optimize_linear_epilogue", None)
-        if not self.has("low-precision"):
+        if not (self.has("low-precision") and options.get("quant.int8")):
             options.pop("quant.int8", None)
         parts = {
             "profile": self.profile,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artefact import Artefact, Binding
-from .constants import tensors_in, unwatched
-from .images import holds_images, innermost
+from .constants import unwatched
+from .images import as_taken, holds_images, is_image
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
@@ -28,7 +28,7 @@ from .prepared import Kept, room_for
 from .readset import Refused, look, where
 from .regions import RegionSpec
 from .report import named
-from .signature import Flat, Unsupported, flatten_call, format_of, tensor_meta
+from .signature import Flat, Unsupported, flatten_call, normalised, tensor_meta
 from .substitutes import Strayed, raised_by, still_there
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Region:
         self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
         # the backbone's own result lies as its code has it
-        self._of_images = self.module is not engine.root and holds_images(self.module)
+        self.of_images = self.module is not engine.root and holds_images(self.module)
         self.slots = WeightSlots(self.module, engine.besides)
         self.bindings: list[Binding] = []
         self.known: dict[Any, list[Binding]] = {}
@@ -67,8 +67,8 @@ class Region:
 
     @property
     def images(self) -> bool:
-        """Whether images among what it gives lie with channels innermost."""
-        return self._of_images and self.engine.images
+        """Whether images that its artefacts take and give lie with channels innermost."""
+        return self.of_images and self.engine.images
 
     # -- the call ----------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Region:
         session.others |= bool(binding.artefact.sites)
         if binding.artefact.options:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
-        tensors = [t if t.is_contiguous() or format_of(t) == "l" else t.contiguous() for t in flat.tensors]
+        tensors = list(map(as_taken if binding.artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
                 kept = self._prepared(binding, weights, session)
@@ -246,8 +246,7 @@ class Region:
         session.ran_eager = True
         session.inside, before = True, session.inside
         try:
-            result = plain(*args, **kwargs)
-            return innermost(result, tensors_in((args, kwargs))) if self.images and not session.behind else result
+            return plain(*args, **kwargs)
         except Exception as error:
             self._noted(error, "which Nexfort ran uncompiled")
             raise
@@ -422,9 +421,12 @@ class Region:
         if binding not in found:
             found.append(binding)
 
-    def metas(self, flat: Flat) -> list[tuple[str, int, str, str]]:
+    def metas(self, flat: Flat, images: bool) -> list[tuple[str, int, str, str]]:
         """The tensors' part of the signature. Raises Unsupported."""
-        return [tensor_meta(t) for t in flat.tensors]
+        found = [tensor_meta(t) for t in flat.tensors]
+        if images:  # one artefact however they lie
+            found = [(*m[:3], "l") if is_image(t) else m for t, m in zip(flat.tensors, found, strict=True)]
+        return found
 
     def carries(self) -> str | None:
         """Hooks and the like that keep the block from being captured or replaced now."""

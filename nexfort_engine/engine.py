@@ -29,7 +29,7 @@ from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .graphmemory import is_capturing
-from .images import is_of_order, outermost
+from .images import VIEWED, is_of_order, lie_innermost, outermost
 from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, structure
@@ -272,11 +272,18 @@ class Engine:
         own = self.whole_region
         if own is not None:
             return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
-        return lambda *args, **kwargs: outermost(plain(*args, **kwargs))
+        return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs))
+
+    def _laid_back(self, result: Any, given: Any) -> Any:
+        """The backbone's result as eager code leaves it: with channels innermost where its weights lie so."""
+        if not self.images or (back := outermost(result, tensors_in(given))) is result:
+            return result
+        return result if lie_innermost(self.root) or not any(r.of_images for r in self.regions) else back
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
-        kept, again = self._kept(args, kwargs, session) if due else None, False
+        kept, again = self._kept(args, kwargs, session) if due else None, None
+        session.images = self.images
         try:
             if not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
@@ -284,11 +291,14 @@ class Engine:
                 result = self.graphs.call(run, args, kwargs, session)
         except BaseException as error:
             self._verify_due |= due  # the next step will do
-            if session.root is None or not self._is_helped(error, session.root[1:]):
+            if session.root is None:
                 raise
-            again, (_, args, kwargs) = True, session.root  # as they were given
-        if again:  # not before the error is gone, which holds on to what the step had made
-            return run(*args, **kwargs)
+            again, args, kwargs = self._remedy(error, session), *session.root[1:]  # as they were given
+            if again is None:
+                raise
+        if again is not None:  # not before the error is gone, which holds on to what the step had made
+            with again:
+                return run(*args, **kwargs)
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
@@ -297,26 +307,43 @@ class Engine:
         self._hold_once()
         return result
 
-    def _is_helped(self, error: BaseException, given: tuple[Any, Any]) -> bool:
-        """Whether a step that failed may be run again: what could have been the cause is gone. given: its arguments."""
-        if is_of_order(error) and any(region.images for region in self.regions):
-            self.leave_images(named(error))
-            return True
+    def _remedy(self, error: BaseException, session: Session) -> contextlib.AbstractContextManager[Any] | None:
+        """In what a step that failed is run again, where that may help."""
+        assert session.root is not None, "it failed in the backbone"
+        laid = session.images and any(region.of_images for region in self.regions)
+        if laid and is_of_order(error):
+            again: Any = self.without_images(named(error))
         # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
-        if not no_memory(error) or not self.release():
-            return False
-        self.keeps = False
-        if not self._is_quiet(*given):
-            return False  # code of others, which may count its calls, saw a part of this step
-        self.report.note("memory was short: what was held between steps was given back, and the step run again")
-        return True
+        elif no_memory(error) and self.release():
+            self.keeps, again = False, contextlib.nullcontext()
+        else:
+            return None
+        if not self._is_quiet(*session.root[1:]):
+            if laid and VIEWED in str(error):
+                with again:  # it is the next step that it helps
+                    pass
+            return None  # code of others, which may count its calls, saw a part of this step
+        if no_memory(error):
+            self.report.note("memory was short: what was held between steps was given back, and the step run again")
+        return again
 
-    def leave_images(self, reason: str) -> None:
-        """Have images lie as eager code leaves them from now on; what was made for others is not used any more."""
-        self.images = False
-        self.report.note(
-            f"images lie between blocks as eager code leaves them, because some code asks for it: {reason}"
-        )
+    @contextlib.contextmanager
+    def without_images(self, reason: str) -> Iterator[None]:
+        """Have images lie as eager code leaves them, for good if the block ends well. What was made for others goes."""
+        before, self.images = self.images, False
+        self._forget()
+        try:
+            yield
+        except BaseException:
+            self.images = before  # that was not it
+            self._forget()
+            raise
+        if before:
+            self.report.note(
+                f"images lie between blocks as eager code leaves them, because some code asks for it: {reason}"
+            )
+
+    def _forget(self) -> None:
         self.release()
         for region in self.regions:
             region.forget()

@@ -45,6 +45,7 @@ class Wanted:
     primary: str
     example: Example
     flat: Flat
+    images: bool = False  # whether it takes and gives images with channels innermost
     why: str | None = None  # why it needs a further one, for the report
 
     @property
@@ -200,7 +201,7 @@ class Finder:
     def _check_products(self, options: dict[str, object], device_type: str) -> None:
         """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
         fp8, int8 = products.missing(device_type), products.missing(device_type, torch.int8)
-        asked, note = options["nexfort.low_precision_int8"], self.engine.report.note
+        asked, note = self.engine.config.option("quant.int8") is True, self.engine.report.note
         if asked and int8 is None:
             note(
                 "products are computed in int8 (quant.int8), which nobody measured on such a card yet: compare with O2"

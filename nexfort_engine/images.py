@@ -4,16 +4,20 @@
 Eager code leaves them as each operator happens to: a convolution as its input and its weight lie, a group norm on a GPU
 and a transformer's `contiguous()` with channels outermost. Then blocks transpose what they read, and two parts that are
 concatenated lie differently. So a block is captured with weights of convolutions that have channels innermost, which
-its graph makes of those that the module holds (`laid`), and its results are brought to that order (`innermost`): in the
-graph, where it costs no pass of its own, and by a copy where it runs eager, so that what follows is called the same
-way. The backbone's own result lies as its code has it, with channels outermost (`outermost`).
+its graph makes of those that the module holds (`laid`), with such images (`as_taken`), and its results are brought to
+that order in the graph, where it costs no pass of its own (`innermost`). The backbone's own result lies as its code has
+it, with channels outermost (`outermost`), and so does all that runs eager: an artefact copies an image that lies
+otherwise.
 
-That is equal numbers for any code but such as looks at memory itself: `x.view(n * c, h, w)`. A block that does so is
-captured with its weights as they are; where others do, no image is laid out any more (`Engine.leave_images`).
+That is equal numbers for any code but such as looks at memory itself. `x.view(n * c, h, w)` fails; and what is written
+to `x.contiguous()` or `x.reshape(n, -1)`, which are looks at an image with channels outermost, goes to a copy of one
+that lies so. A block whose code does the former is captured with its weights as they are; a plan notices both
+(`WritesNoticed`), a step only the former; then no image is laid out any more (`Engine.without_images`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,11 +25,19 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .signature import normalised
+
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+aten = torch.ops.aten
+_CONVOLVE = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
 _LEAST = 1 << 16  # numbers of a weight: smaller ones Inductor copies in each call
-_OF_ORDER = ("view size", "contiguous", "stride")  # in errors of code that cannot take a tensor as it lies
+_LOOKS = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")  # at an image with channels outermost
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
+VIEWED = "view size is not compatible"  # in torch's own
+_OF_ORDER = (VIEWED, "contiguous", "stride")  # in errors of code that cannot take a tensor as it lies
 
 
 def holds_images(module: nn.Module) -> bool:
@@ -34,8 +46,37 @@ def holds_images(module: nn.Module) -> bool:
 
 
 def is_of_order(error: BaseException) -> bool:
-    """Whether an error is that of code that cannot take a tensor as it lies in memory."""
-    return isinstance(error, (RuntimeError, ValueError, AssertionError)) and any(w in str(error) for w in _OF_ORDER)
+    """Whether an error may be that of code that cannot take a tensor as it lies in memory. Assertions do not say."""
+    if isinstance(error, AssertionError):
+        return True
+    return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OF_ORDER)
+
+
+class WritesNoticed(TorchFunctionMode):
+    """Inside the block it is an error to write to a copy that code would not be given of an image with channels
+    outermost: there it writes to the image itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, Any] = {}  # storages, held on to, so that no other has their place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        written = [kwargs["out"]] if isinstance(kwargs.get("out"), torch.Tensor) else []
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+        written += args[:1] if in_place else []
+        if any(isinstance(one, torch.Tensor) and self._is_copy(one) for one in written):
+            raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
+        result = func(*args, **kwargs)
+        if name in _LOOKS and args and _is_to_be_turned(args[0]) and _is_plain(result):
+            copy = result.untyped_storage()
+            if copy._cdata != args[0].untyped_storage()._cdata:
+                self._copies[copy._cdata] = copy
+        return result
+
+    def _is_copy(self, tensor: torch.Tensor) -> bool:
+        return _is_plain(tensor) and tensor.untyped_storage()._cdata in self._copies
 
 
 def shown(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> dict[int, torch.Tensor]:
@@ -54,6 +95,11 @@ def shown(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> d
     return found
 
 
+def only_convolved(node: Node) -> bool:
+    """Whether convolutions alone read a weight, and not other code, to which its memory may matter."""
+    return all(user.target in _CONVOLVE and user.args.index(node) == 1 for user in node.users)
+
+
 def laid(graph: GraphModule, node: Node, weight: torch.Tensor) -> None:
     """Have a graph that was captured with a weight as `shown` be given that which the module holds, and copy it."""
     seen = node.meta["val"]
@@ -61,31 +107,52 @@ def laid(graph: GraphModule, node: Node, weight: torch.Tensor) -> None:
         node.meta["val"] = torch.empty_strided(weight.shape, weight.stride(), dtype=seen.dtype, device=seen.device)
     first = next(other for other in graph.graph.nodes if other in node.users)
     with graph.graph.inserting_before(first):
-        copy = graph.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.channels_last})
+        copy = graph.graph.call_function(aten.clone.default, (node,), {"memory_format": torch.channels_last})
     copy.meta["val"] = seen
     node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
+def as_taken(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as artefacts of images take it: itself, or a copy without gaps, of an image with channels innermost."""
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image(tensor) else normalised(tensor)
 
 
 def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
     """Results of a block, images among them with channels innermost; in a trace too.
 
-    given: what the block was called with. What shares memory with that stays as it is: whoever changes it in place
-    means the other one too.
+    given: what the block was called with, and what else others have of it. What shares memory with that, or with
+    another result, stays as it is: whoever changes one in place means the other one too.
     """
-    theirs = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
-    images = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and _is_image(leaf)]
-    turned = [one for one in images if one.untyped_storage()._cdata not in theirs and not _is_innermost(one)]
+    leaves = {id(leaf): leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)}.values()
+    others = Counter(tensor.untyped_storage()._cdata for tensor in (*given, *leaves) if _is_plain(tensor))
+    turned = [one for one in leaves if is_image(one) and others[one.untyped_storage()._cdata] == 1]
+    turned = [one for one in turned if not _is_innermost(one) and not _is_expanded(one)]
     if not turned:
         return results  # the very object: a list may be one that it was given
     copies = {id(one): one.clone(memory_format=torch.channels_last) for one in turned}
     return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), results)
 
 
-def outermost(result: Any) -> Any:
-    """A backbone's result, images among it with channels outermost; the very object where nothing is to be done."""
-    if not any(isinstance(leaf, torch.Tensor) and _is_to_be_turned(leaf) for leaf in tree_leaves(result)):
+def lie_innermost(module: nn.Module) -> bool:
+    """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
+    weights = (layer.weight for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
+    return any(isinstance(weight, torch.Tensor) and _is_to_be_turned(weight) for weight in weights)
+
+
+def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
+    """A backbone's result, images among it with channels outermost; the very object where nothing is to be done.
+
+    given: what it was called with; what is a part of that stays as it is.
+    """
+    theirs = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
+
+    def turned(leaf: torch.Tensor) -> torch.Tensor:
+        own = _is_to_be_turned(leaf) and leaf.untyped_storage()._cdata not in theirs
+        return leaf.contiguous() if own else leaf
+
+    if not any(map(_is_to_be_turned, tree_leaves(result))):
         return result
-    return tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous() if _is_to_be_turned(leaf) else leaf, result)
+    return tree_map_only(torch.Tensor, turned, result)
 
 
 def _is_copied(weight: torch.Tensor) -> bool:
@@ -95,11 +162,17 @@ def _is_copied(weight: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and _is_plain(tensor) and tensor.is_floating_point()
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether some of its numbers are there once for several places."""
+    return any(statically_known_true(stride == 0) for stride in tensor.stride())
+
+
+def is_image(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be an image (N, C, H, W): by its rank."""
+    return _is_plain(tensor) and tensor.dim() == 4 and tensor.is_floating_point()
 
 
 def _is_innermost(tensor: torch.Tensor) -> bool:
@@ -109,5 +182,7 @@ def _is_innermost(tensor: torch.Tensor) -> bool:
     return all(statically_known_true(one == other) for one, other in zip(tensor.stride(), strides, strict=True))
 
 
-def _is_to_be_turned(tensor: torch.Tensor) -> bool:
-    return _is_image(tensor) and _is_innermost(tensor) and not tensor.is_contiguous()
+def _is_to_be_turned(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor) and is_image(tensor) and _is_innermost(tensor) and not tensor.is_contiguous()
+    )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .constants import tensors_in
 from .dispatch import Ineligible, Region
-from .images import is_of_order
+from .images import WritesNoticed, as_taken, innermost, is_of_order
 from .modulestate import INTERNAL
 from .passes import laid_out
 from .report import named
@@ -68,18 +69,14 @@ class Planner:
         # before the call: networks take items out of what they are given
         given, further = of_its_own((args, kwargs)), self.engine.also(args, kwargs)
         try:
-            return self._observe(call, args, kwargs) + self._observe_further(call, further)
+            with WritesNoticed() if self.engine.images else contextlib.nullcontext():
+                return self._observe(call, args, kwargs) + self._observe_further(call, further)
         except Exception as error:
             if not (self.engine.images and is_of_order(error)):
                 raise
-            self.engine.images, reason = False, named(error)
-        try:
-            found = self._planned(call, *given)
-        except BaseException:
-            self.engine.images = True  # that was not it
-            raise
-        self.engine.leave_images(reason)
-        return found
+            reason = named(error)
+        with self.engine.without_images(reason):
+            return self._planned(call, *given)
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
         root, region = self.engine.root, self.engine.whole_region
@@ -125,8 +122,15 @@ class Planner:
                 options = self.engine.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        with laid_out(options):
-            return region.inside(plain, args, kwargs, session)
+        if not region.images:
+            with laid_out(options):
+                return region.inside(plain, args, kwargs, session)
+        taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
+        return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+
+
+def _as_taken(value: Any) -> Any:
+    return as_taken(value) if isinstance(value, torch.Tensor) else value
 
 
 def ghost(example: Example) -> Flat:

@@ -43,7 +43,7 @@ from subjects import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nexfort_engine import dispatch, engine, lower, lowering
+from nexfort_engine import dispatch, lower, lowering, standins
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 every = pytest.mark.parametrize("name", names())
@@ -237,7 +237,7 @@ def _assert_plain(tiny: Subject) -> None:
 
 
 def _assert_nothing_left(tiny: Subject) -> None:
-    assert not engine._installed
+    assert not standins._installed
     assert not [path for path, sub in tiny.module.named_modules() if "forward" in vars(sub)]
 
 

@@ -22,7 +22,7 @@ from subjects import graphs_as_they_are  # noqa: E402
 from torch import nn  # noqa: E402
 
 import nexfort_engine  # noqa: E402
-from nexfort_engine import build, engine, finding  # noqa: E402
+from nexfort_engine import build, finding, standins  # noqa: E402
 from nexfort_engine.cache.store import Store  # noqa: E402
 from nexfort_engine.compiled import wrap_methods  # noqa: E402
 from nexfort_engine.config import CompileConfig  # noqa: E402
@@ -625,7 +625,7 @@ def test_an_error_between_regions_leaves_the_module_plain(pair: Pair) -> None:
     pair.net.fails = True
     with pytest.raises(ValueError, match="between two regions"), torch.no_grad():
         pair.compiled(x())
-    assert not engine._installed and not any("forward" in vars(sub) for sub in pair.net.modules())
+    assert not standins._installed and not any("forward" in vars(sub) for sub in pair.net.modules())
     pair.net.fails = False
     new = pair.agrees(x())
     assert not new["artefacts"] and not new["eager"]
@@ -656,7 +656,7 @@ def test_two_engines_share_a_module(pair: Pair, tmp_path: Path) -> None:
     other = Pair(pair.net, tmp_path / "other", {"mode": "jit:disable-runtime-fusion"})
     other.agrees(x())
     pair.agrees(x())
-    assert not engine._installed
+    assert not standins._installed
     assert other.report.as_dict()["artefacts_compiled"] == pair.report.as_dict()["artefacts_compiled"] == 2
 
 
@@ -684,7 +684,7 @@ def test_threads_that_start_together_make_each_artefact_once(tmp_path: Path) -> 
     data = pair.report.as_dict()
     assert not problems and not data["eager"]
     assert data["artefacts_compiled"] == 2 and data["calls"] == 4
-    assert not engine._installed
+    assert not standins._installed
 
 
 def test_a_step_beside_an_export_in_another_thread_runs_compiled(tmp_path: Path) -> None:

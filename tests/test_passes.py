@@ -333,10 +333,11 @@ class Convolved(torch.nn.Module):
         self.tall, self.each, self.line = two(16, 16, (3, 1)), two(16, 16, 3, groups=16), torch.nn.Conv1d(16, 16, 3)
         self.inner = two(16, 16, 3, padding="same").to(memory_format=torch.channels_last)
         self.same, self.back = two(16, 16, 3, padding="same"), torch.nn.ConvTranspose2d(16, 8, 3)
+        self.other = torch.nn.Parameter(torch.randn(16, 8, 3, 3))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h = self.inner(self.same(self.same(self.thin(self.wide(x)))))
-        more = functional.conv2d(h, self.wide.weight.to(torch.float64).to(torch.float32).mT, padding=1, groups=2)
+        more = functional.conv2d(h, self.other.to(torch.float64).to(torch.float32).mT, padding=1, groups=2)
         return (
             h,
             h.view(h.shape[0], 16, -1).sum(2),
@@ -368,7 +369,7 @@ def test_weights_of_convolutions_are_laid_out_by_a_kernel_in_each_call_or_ahead(
     weights = probe.weights
     laid = code.prepare(weights)
     assert sorted(tuple(t.shape) for t in laid) == sorted([*[(16, 8, 3, 3)] * 3, (16, 16, 3, 3), (16, 16, 3, 1)])
-    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in laid)
+    assert sum(t.is_contiguous(memory_format=torch.channels_last) for t in laid) == 4
     for sizes in ((2, 8, 10, 12), (1, 8, 7, 5), (3, 8, 16, 16)):
         x = torch.randn(sizes)
         for result, wanted in zip(code.run([*weights, x], laid), block(x), strict=True):

@@ -3,24 +3,33 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import GraphModule
 
+from ..images import only_convolved
 from ..kernels import innermost_weight
 from .writing import fixed
 
 aten = torch.ops.aten
+_MOST_PLACES = 1024
 
 
 def inner_weights(module: GraphModule) -> int:
-    """Have the copies of weights in channels_last made by `kernels/innermost_weight.py`; gives how many."""
+    """Have the copies of weights in channels_last made by `kernels/innermost_weight.py`; gives how many.
+
+    Those stay with torch whose kernel would hold too many places at once.
+    """
     found = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.clone.default):
         weight = node.args[0]
-        if node.kwargs.get("memory_format") != torch.channels_last or weight.op != "placeholder":
+        turned = node.kwargs.get("memory_format") == torch.channels_last and weight.op == "placeholder"
+        if not turned or not only_convolved(node):
             continue
         like = weight.meta["val"]
-        if like.dtype in innermost_weight.DTYPES and None not in map(fixed, like.shape):
+        sizes = list(map(fixed, like.shape))
+        if like.dtype in innermost_weight.DTYPES and None not in sizes and math.prod(sizes[2:]) <= _MOST_PLACES:  # type: ignore[arg-type]
             node.target, node.kwargs = innermost_weight.operator(), {}
             found += 1
     return found
