@@ -114,11 +114,11 @@ class Clock:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Take the times of the engine's steps."""
-        from nexfort_engine import engine as module
+        from nexfort_engine import standins
         from nexfort_engine.flags import replaced
 
         kinds = {id(region.module): region.kind for region in self.engine.regions}
-        make = module._stand_in
+        make = standins._forward
         with contextlib.ExitStack() as put_back:
             for graph in _compiled_graphs():
                 inner = _given_before(graph.current_callable) if self.still else graph.current_callable
@@ -126,7 +126,7 @@ class Clock:
             for binding in [binding for region in self.engine.regions for binding in region.bindings]:
                 put_back.enter_context(replaced(binding, "code", self._around("_artefact", binding.code)))
             stood_in = lambda block: self._stood_in(make(block), kinds.get(id(block)))  # noqa: E731
-            put_back.enter_context(replaced(module, "_stand_in", stood_in))
+            put_back.enter_context(replaced(standins, "_forward", stood_in))
             put_back.enter_context(replaced(self.engine, "active", self._stepping(self.engine.active)))
             yield
 

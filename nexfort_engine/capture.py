@@ -13,7 +13,6 @@ Nothing is lowered here, and the module is the same after as before, also when t
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import threading
@@ -26,32 +25,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import modulestate, readset, strengths
-from .assumptions import SizesKeptFree, check, computes_with_chosen_scale, conditions_of, counted, noted, settle
+from . import modulestate, readset
+from .assumptions import check, computes_with_chosen_scale, conditions_of, counted, noted, settle
 from .conditions import Conditions
-from .effects import (
-    CHANGES_GIVEN,
-    kept_since,
-    mapping_writes,
-    refuse_counting,
-    refuse_random,
-    take_out_kept,
-    tensors_held,
-)
+from .effects import mapping_writes, refuse_random, take_out_kept
 from .flags import tracing_scope
 from .guards import to_json
-from .images import innermost, is_of_order, laid, only_convolved, shown
+from .images import is_of_order, laid, only_convolved
 from .modulestate import Hidden
-from .parts import Parts
 from .placeholders import Placeholders
-from .readset import ReadSet, Refused, ValueUsed
+from .readset import Refused, ValueUsed
 from .regions import most_alike
-from .shadow import Reads, Shadow
-from .signature import Flat, Leaves, Unsupported, fields_of, flatten_result, kind_of, spec_text, unflatten_call
-from .sites import Sites, Substitute, settled
-from .sources import hashes, operator_modules, walked
+from .signature import Flat, kind_of, spec_text
+from .sites import settled
+from .sources import hashes, operator_modules
 from .strengths import Place, Strength, StrengthUsed
-from .subclasses import own_operators
+from .tracing import Lifted, Trace
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
@@ -105,142 +94,6 @@ class Captured:
     images: bool = False
 
 
-class _Trace:
-    """What one capture needs and finds."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        example: Example,
-        weights: list[torch.Tensor] | None,
-        hidden: Hidden,
-        images: bool = False,
-        told: bool = False,
-    ) -> None:
-        """images: as for `capture`. told: weights of convolutions are shown with channels innermost."""
-        self.block, self.example, self.hidden, self.images = block, example, hidden, images
-        absent = {n for shown in hidden.values() for n, value in shown.items() if value is modulestate.ABSENT}
-        slots = modulestate.WeightSlots(block, absent)
-        given = weights if weights is not None else slots.read()
-        self.names = slots.names
-        self.parts = Parts.of(given)  # None: all of them are plain
-        self.lasting = slots.parameters if self.parts is None else self.parts.each(slots.parameters)
-        plain = self.parts.take(given) if self.parts is not None else given
-        assert plain is not None, "they come apart as they just did"
-        self.weights = [w.detach() for w in plain]
-        self.own: dict[int, torch.Tensor] = {}  # as the module holds them, those that are shown otherwise
-        if told and self.parts is None:
-            for place, weight in shown(block, self.weights, self.names).items():
-                self.own[place], self.weights[place] = self.weights[place], weight
-        self.reads: Reads = {}
-        self.log = ReadSet({})
-        self.recordings: list[readset.Recording] = []
-        self.admitted: dict[readset.Path, Any] = {}
-        self.paths: list[readset.Path] = []  # tensors found in mappings, which become inputs
-        self.sites = Sites()
-        self.output: Any = None
-        self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
-        self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
-        self.files: set[str] = set()  # whose code it ran through
-        self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
-        self._modules = dict(block.named_modules())
-        self.strengths = [
-            (path, name, keys)
-            for path, name, keys in strengths.places(block)
-            if name not in hidden.get(id(self._modules[path]), ())
-        ]
-
-    def admit(self, path: readset.Path) -> None:
-        """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
-        value = readset.look(self.example.mappings, path)
-        if callable(value):
-            self.admitted[path] = Substitute(path, value, self.sites)
-        elif isinstance(readset.admit(self.example.mappings, path), torch.Tensor):
-            self.paths.append(path)
-        else:
-            self.admitted[path] = value
-
-    def factors(self) -> list[float]:
-        """The numbers at `strengths` as they are now."""
-        return [strengths.look(self._modules[path].__dict__[name], keys) for path, name, keys in self.strengths]
-
-    def standing_for(self, factors: list[torch.Tensor]) -> dict[strengths.Place, Strength]:
-        """What the block is shown in their places."""
-        each = zip(self.strengths, self.factors(), factors, strict=True)
-        return {place: Strength(place, value, factor) for place, value, factor in each}
-
-
-def _contents(value: Any) -> Any:
-    """The identities of what lists and objects among the arguments hold: the caller would see a change of them."""
-    if isinstance(value, dict) and not isinstance(value, readset.Recording):
-        return [(k, _contents(v)) for k, v in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_contents(v) for v in value]
-    if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
-        return id(value)
-    fields = fields_of(value)
-    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
-
-
-class _Lifted(nn.Module):
-    """The block as a function of its weights. The block hides in __dict__, so that export finds no parameters."""
-
-    def __init__(self, trace: _Trace) -> None:
-        super().__init__()
-        self.__dict__["trace"] = trace  # an object of its own: export puts back what a forward assigns to its module
-
-    def forward(
-        self,
-        weights: list[torch.Tensor],
-        tensors: list[torch.Tensor],
-        extra: list[Any],
-        ints: list[int],
-        factors: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        trace: _Trace = self.__dict__["trace"]
-        given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
-        log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
-        recordings = [readset.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
-        trace.recordings = recordings
-        trace.sites.begin(log)
-        args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
-        before = _contents((args, kwargs))
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-        try:
-            whole = trace.parts.together(weights) if trace.parts is not None else weights
-            standing = trace.standing_for(factors)
-            shadow = Shadow(trace.block, whole, trace.hidden, standing)
-            trace.reads, held = shadow.reads, tensors_held(shadow.module)
-            with walked() as trace.files, SizesKeptFree(), own_operators():
-                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
-                result = shadow.module.forward(*args, **kwargs)
-        except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
-            raise Refused("its code branches on the value of a tensor, which no graph holds") from error
-        except RuntimeError as error:
-            if ".numpy() is not supported" not in str(error):
-                raise
-            raise Refused("its code takes the values of a tensor out for numpy, which no graph holds") from error
-        for place, strength in standing.items():
-            if strength.used:
-                raise StrengthUsed(place)
-        if _contents((args, kwargs)) != before or given != trace.admitted:
-            raise Refused(CHANGES_GIVEN)
-        flat = Flat()
-        try:
-            trace.output = flatten_result(result, flat)
-        except Unsupported as reason:
-            raise Refused(f"it returns {reason}") from None
-        if not flat.tensors:
-            raise Refused("it returns no tensor")
-        if flat.ints:
-            raise Refused("it returns a number")
-        refuse_counting(trace.reads, shadow.module)
-        trace.kept, trace.exchanged = kept_since(held, shadow.module)
-        others = [*weights, *tensors, *extra, *trace.kept]
-        return (innermost(flat.tensors, others) if trace.images else flat.tensors) + trace.kept
-
-
 def capture(
     module: nn.Module,
     example: Example,
@@ -280,7 +133,7 @@ def _captured(
     *,
     told: bool,
 ) -> Captured:
-    begin = functools.partial(_Trace, module, example, weights, hidden, images, told)
+    begin = functools.partial(Trace, module, example, weights, hidden, images, told)
     trace = begin()
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
@@ -304,7 +157,7 @@ def _captured(
         raise
 
 
-def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
+def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
     tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
     scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
@@ -330,9 +183,9 @@ def _export(trace: _Trace, dynamic: bool, numbers: bool) -> torch.export.Exporte
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
 
 
-def _trace(trace: _Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
+def _trace(trace: Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
     with torch.no_grad():
-        return torch.export.export(_Lifted(trace), args, dynamic_shapes=dims, strict=False)
+        return torch.export.export(Lifted(trace), args, dynamic_shapes=dims, strict=False)
 
 
 def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
@@ -373,7 +226,7 @@ def _hooks_taken_out() -> Iterator[None]:
             del hooks[key]
 
 
-def _guards_so_far(trace: _Trace) -> list[list[Any]]:
+def _guards_so_far(trace: Trace) -> list[list[Any]]:
     try:
         return to_json(trace.log)
     except Refused:
@@ -422,7 +275,7 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
     return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free, [{} for _ in factors]
 
 
-def _finish(program: torch.export.ExportedProgram, trace: _Trace) -> Captured:
+def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
     settle(program)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,11 @@ import torch
 from .artefact import Artefact, Binding
 from .constants import unwatched
 from .images import as_taken, holds_images, is_image
+from .keeping import kept_of, prepared
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
-from .prepared import Kept, room_for
+from .prepared import Kept
 from .readset import Refused, look, where
 from .regions import RegionSpec
 from .report import named
@@ -89,7 +90,7 @@ class Region:
                 with unwatched():
                     binding = self.engine.builder.obtain(self, key, flat, session)
                 weights = [] if due else self.weights()
-            kept = self._kept(binding) if binding is not None and binding.prepares else None
+            kept = kept_of(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
                 weights, loan = self._borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
         except Unsupported as reason:
@@ -144,11 +145,11 @@ class Region:
         tensors = list(map(as_taken if binding.artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
-                kept = self._prepared(binding, weights, session)
+                kept = prepared(self, binding, weights, session)
             if session.asides is None:
                 return binding.run(weights, flat, tensors, kept)
             # what is fetched may lie where others' weights did
-            settled = not session.fetched and self._version() is not None and (kept is not None or not binding.prepares)
+            settled = not session.fetched and self.version() is not None and (kept is not None or not binding.prepares)
             whole = settled and binding.plain and not binding.artefact.sites and self._is_told(binding)
             return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
         except (torch.OutOfMemoryError, Strayed):
@@ -171,56 +172,9 @@ class Region:
         lasting = own if self.parts is None else self.parts.each(own)
         return not binding.artefact.strengths and all(lasting[place] for place in binding.artefact.weights)
 
-    def _kept(self, binding: Binding) -> Kept | None:
-        """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.
-
-        Handed out, because another thread may let go of them at any moment (`release`).
-        """
-        kept = binding.kept
-        if kept is not None and not (self.engine.keeps and kept.holds(self._version(), self.slots.read())):
-            binding.kept = kept = None  # before there are others: there may be no room for both
-        return kept
-
-    def _version(self) -> Any:
+    def version(self) -> Any:
         """The host's word for its weights, unless a layer changes them by code of which the host says nothing."""
         return self.engine.version() if self._layers is None or self._layers.told else None
-
-    def _prepared(self, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
-        """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
-        version = self._version()
-        if version is None or not self.engine.keeps or session.capturing:  # what is made now belongs to the graph
-            return None
-        if session.fetched and not self.engine.room(weights[0].device):
-            return None  # where not even the weights stay, there is no room for more
-        with self.engine.apart():
-            tensors = binding.prepare(weights)
-            stand_ins = self._stand_ins(binding, weights)
-        at = None if self.parts is not None else sorted(binding.prepared_of | stand_ins.keys())
-        made = Kept.of(tensors, version, self.slots.read(), stand_ins, at)
-        # pages of weights that are asked for in each call all the same are no room
-        if self._has_room(tensors, self.engine.room if stand_ins else lambda _: 0):
-            binding.kept = made
-            session.spares |= bool(stand_ins)
-            self.engine.held_twice |= bool(stand_ins)
-        else:
-            self.engine.report.note("prepared weights are not kept: too little memory of the device is free")
-        return made
-
-    def _has_room(self, tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
-        """Whether the device holds what was prepared, if need be without what models hold that do not run now."""
-        return room_for(tensors, more) or (self.engine.others_give_way() and room_for(tensors, more))
-
-    def _stand_ins(self, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
-        """What lets a binding do without most of the weights that were borrowed, now that it has them prepared."""
-        due, layers = self.due(), self.layers
-        if not due or layers is None or self.parts is not None:
-            return NO_STAND_INS
-        found, own = layers.stand_ins(due, weights, binding.needed), self.slots.read()
-        for other in self.bindings:  # one for all, or what one borrowed could not be had again by the next
-            kept = other.kept
-            if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(self._version(), own):
-                return kept.stand_ins
-        return found
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
@@ -290,11 +244,6 @@ class Region:
             layers.forget()
             self._inspect(raw)
         return due
-
-    def spared(self, used: Collection[int]) -> Collection[int]:
-        """Places of weights that no artefact of those used (by id) has to be lent any more."""
-        found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in self.bindings if id(b) in used]
-        return set.intersection(*found) if found else set()
 
     def _borrow(
         self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS

@@ -30,6 +30,7 @@ from .dispatch import Region
 from .flags import backend_scope, disabled
 from .graphmemory import is_capturing
 from .images import VIEWED, is_of_order, lie_innermost, outermost
+from .keeping import spared
 from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, structure
@@ -181,9 +182,9 @@ class Engine:
         ids = {id(binding) for binding in used}
         found, needed = [], set()
         for region in self.regions:
-            spared = region.spared(ids)
+            without = spared(region, ids)
             for place, (table, name) in enumerate(region.slots.slots):
-                if place in spared:
+                if place in without:
                     found.append((table, name))
                 else:
                     needed.add((id(table), name))

@@ -16,7 +16,7 @@ from probe import Probe, block_of
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from nexfort_engine import dispatch, lower, worker
+from nexfort_engine import keeping, lower, worker
 from nexfort_engine.artefact import Binding
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config import CompileConfig
@@ -440,7 +440,7 @@ def test_without_room_they_are_made_for_each_call_and_once(
     made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, blocks = made
-    monkeypatch.setattr(dispatch, "room_for", lambda *_: False)
+    monkeypatch.setattr(keeping, "room_for", lambda *_: False)
     monkeypatch.setattr(PreparingCode, "__call__", None)
     assert agrees(engine) and agrees(engine, 1) and blocks == [0, 1, 0, 1]
     assert not any(binding.kept for region in engine.regions for binding in region.bindings)

@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "cpu_probe",
     ),
     "quant": ("quant",),
-    "capture": ("capture", "placeholders", "images", "assumptions", "effects", "sources", "subclasses"),
+    "capture": ("capture", "tracing", "placeholders", "images", "assumptions", "effects", "sources", "subclasses"),
     "lower": (
         "lower",
         "attention",
@@ -62,6 +62,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "making": ("lowering",),
     "dispatch": (
         "dispatch",
+        "keeping",
         "build",
         "finding",
         "background",

@@ -17,7 +17,7 @@ from card_memory import PAGE, loaded_in_part, unload
 from kept_weights import KINDS, Elsewhere, Kind, Paged, engine_of, kept, packing_flux
 from patchers import CONFIG, distance, sample
 
-from nexfort_engine import dispatch, loans
+from nexfort_engine import dispatch, keeping, loans
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
@@ -225,7 +225,7 @@ def test_only_layers_that_code_can_do_without_are_left_out(flux: Any, monkeypatc
             layer = next(set(at.values()) for _, at in due if one in at.values())
             assert region.layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
         region.parts = object()  # places would be those of the plain tensors that weights consist of
-        assert region._stand_ins(binding, weights) is loans.NO_STAND_INS
+        assert keeping.stand_ins(region, binding, weights) is loans.NO_STAND_INS
 
 
 def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     if why == "nobody can say":
         monkeypatch.setattr(ComfyWeights, "version", lambda _: None)
     elif why == "no room":
-        monkeypatch.setattr(dispatch, "room_for", lambda *_: False)
+        monkeypatch.setattr(keeping, "room_for", lambda *_: False)
     elif why == "memory was short":
         host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).keeps = False
     else:
@@ -424,7 +424,7 @@ def test_another_model_gives_way(patcher: Any, kind: Kind, monkeypatch: pytest.M
     wanted, _ = first.sampled()
     assert all(kept(first.clone))
     second = host.attach(kind.made(monkeypatch), kind.config)
-    monkeypatch.setattr(dispatch, "room_for", lambda *_: not any(kept(first.clone)))
+    monkeypatch.setattr(keeping, "room_for", lambda *_: not any(kept(first.clone)))
     sample(second)
     assert all(kept(second)) and not any(kept(first.clone))
     assert torch.equal(first.sampled()[0], wanted)
@@ -432,7 +432,7 @@ def test_another_model_gives_way(patcher: Any, kind: Kind, monkeypatch: pytest.M
 
 def test_pages_that_are_asked_for_in_each_call_are_no_room(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     offered: list[int] = []
-    monkeypatch.setattr(dispatch, "room_for", lambda _, more: offered.append(more(torch.device("cpu"))) or True)
-    monkeypatch.setattr(dispatch.Region, "_stand_ins", lambda *_: loans.NO_STAND_INS)  # as for quantised weights
+    monkeypatch.setattr(keeping, "room_for", lambda _, more: offered.append(more(torch.device("cpu"))) or True)
+    monkeypatch.setattr(keeping, "stand_ins", lambda *_: loans.NO_STAND_INS)  # as for quantised weights
     paged.sampled(steps=1)
     assert offered and not any(offered)

@@ -13,7 +13,7 @@ from kept_weights import O3, Paged, engine_of, kept, packing_flux, pages_of
 from patchers import sample
 from pretended_graph import Graph, pretend
 
-from nexfort_engine import cudagraph, dispatch
+from nexfort_engine import cudagraph, dispatch, keeping
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
@@ -103,7 +103,7 @@ def test_a_lora_between_two_steps_of_the_way_to_a_graph(
 
 def _no_room(watched: Watched, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ComfyWeights, "version", lambda _: "with a LoRA")
-    patch.setattr(dispatch, "room_for", lambda *_: False)
+    patch.setattr(keeping, "room_for", lambda *_: False)
     watched.fetched_anew()
 
 
@@ -151,7 +151,7 @@ def test_two_kinds_of_calls_in_turn_are_both_captured(
     sample(watched.clone, steps=1, cfg=1.0)
     count = len(kept(watched.clone))
     if not room:
-        monkeypatch.setattr(dispatch, "room_for", lambda *_: False)
+        monkeypatch.setattr(keeping, "room_for", lambda *_: False)
         monkeypatch.setattr(Engine, "others_give_way", lambda _: False)
     sample(watched.clone, steps=10, edit=masked)
     assert len(kept(watched.clone)) > count, "another artefact"
@@ -224,9 +224,9 @@ def test_kinds_of_calls_share_what_stands_in(watched: Watched) -> None:
     for region in both:
         one, other = region.bindings
         assert one.kept.stand_ins is other.kept.stand_ins
-        assert region.spared({id(one), id(other)}) == set(one.kept.stand_ins) != set()
+        assert keeping.spared(region, {id(one), id(other)}) == set(one.kept.stand_ins) != set()
         other.kept = None
-        assert not region.spared({id(one), id(other)}) and region.spared({id(one)})
+        assert not keeping.spared(region, {id(one), id(other)}) and keeping.spared(region, {id(one)})
 
 
 def test_what_is_let_go_of_during_a_capture_is_not_replayed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping: what artefacts prepare of a region's weights (prepared.py), kept from call to call where that is right.
+
+Right is what the host's word covers and the device has room for, and nothing that a step's graph makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from .artefact import Binding
+from .loans import NO_STAND_INS, StandIns
+from .prepared import Kept, room_for
+
+if TYPE_CHECKING:
+    from .dispatch import Region
+    from .engine import Engine
+    from .session import Session
+
+
+def kept_of(region: Region, binding: Binding) -> Kept | None:
+    """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.
+
+    Handed out, because another thread may let go of them at any moment (`release`).
+    """
+    kept = binding.kept
+    if kept is not None and not (region.engine.keeps and kept.holds(region.version(), region.slots.read())):
+        binding.kept = kept = None  # before there are others: there may be no room for both
+    return kept
+
+
+def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
+    """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
+    version = region.version()
+    if version is None or not region.engine.keeps or session.capturing:  # what is made now belongs to the graph
+        return None
+    if session.fetched and not region.engine.room(weights[0].device):
+        return None  # where not even the weights stay, there is no room for more
+    with region.engine.apart():
+        tensors = binding.prepare(weights)
+        standing = stand_ins(region, binding, weights)
+    at = None if region.parts is not None else sorted(binding.prepared_of | standing.keys())
+    made = Kept.of(tensors, version, region.slots.read(), standing, at)
+    # pages of weights that are asked for in each call all the same are no room
+    if _has_room(region.engine, tensors, region.engine.room if standing else lambda _: 0):
+        binding.kept = made
+        session.spares |= bool(standing)
+        region.engine.held_twice |= bool(standing)
+    else:
+        region.engine.report.note("prepared weights are not kept: too little memory of the device is free")
+    return made
+
+
+def _has_room(engine: Engine, tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
+    """Whether the device holds what was prepared, if need be without what models hold that do not run now."""
+    return room_for(tensors, more) or (engine.others_give_way() and room_for(tensors, more))
+
+
+def stand_ins(region: Region, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
+    """What lets a binding do without most of the weights that were borrowed, now that it has them prepared."""
+    due, layers = region.due(), region.layers
+    if not due or layers is None or region.parts is not None:
+        return NO_STAND_INS
+    found, own = layers.stand_ins(due, weights, binding.needed), region.slots.read()
+    for other in region.bindings:  # one for all, or what one borrowed could not be had again by the next
+        kept = other.kept
+        if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(region.version(), own):
+            return kept.stand_ins
+    return found
+
+
+def spared(region: Region, used: Collection[int]) -> Collection[int]:
+    """Places of weights that no artefact of those used (by id) has to be lent any more."""
+    found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in region.bindings if id(b) in used]
+    return set.intersection(*found) if found else set()
