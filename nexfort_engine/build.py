@@ -29,7 +29,7 @@ from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
 from .guards import checker
-from .images import as_taken
+from .images import as_taken, win_on
 from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
 from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
@@ -198,21 +198,20 @@ class Builder:
 
     def wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
         """What a region needs for a call, with the key under which artefacts for it are kept."""
-        images = region.images  # asked once: a step beside this one may change it
+        device = device_of([t.device for t in (*flat.tensors, *region.slots.read())])
+        images = region.images and win_on(device)  # asked once: a step beside this one may change it
         metas = region.metas(flat, images)
         plain = Flat()
         plain.tensors = list(map(as_taken if images else normalised, flat.tensors))
         plain.ints, plain.mappings = flat.ints, flat.mappings
-        primary = self._primary(region, spec, flat, metas, images)
+        primary = self._primary(region, spec, flat, metas, str(device), images)
         return Wanted(region, primary, Example.of(spec, plain), flat, images)
 
-    def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any], images: bool) -> str:
+    def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool) -> str:
         structure = region.structure()
         place = (id(region), spec, tuple(metas), images)
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
-            weights = region.slots.read()
-            device = str(device_of([t.device for t in (*flat.tensors, *weights)]))
             parts = {
                 "environment": environment_parts(device),
                 "config": self.engine.lowering.lowering_key(),

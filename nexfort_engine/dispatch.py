@@ -139,6 +139,7 @@ class Region:
             return self._eager(plain, args, kwargs, session, reason)
         self.engine.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
+        session.images |= binding.artefact.images
         session.others |= bool(binding.artefact.sites)
         if binding.artefact.options:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]

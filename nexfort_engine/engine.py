@@ -273,18 +273,16 @@ class Engine:
         own = self.whole_region
         if own is not None:
             return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
-        return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs))
+        return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs), session)
 
-    def _laid_back(self, result: Any, given: Any) -> Any:
+    def _laid_back(self, result: Any, given: Any, session: Session) -> Any:
         """The backbone's result as eager code leaves it: with channels innermost where its weights lie so."""
-        if not self.images or (back := outermost(result, tensors_in(given))) is result:
-            return result
-        return result if lie_innermost(self.root) or not any(r.of_images for r in self.regions) else back
+        back = outermost(result, tensors_in(given)) if session.images else result
+        return back if back is result or not lie_innermost(self.root) else result
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
-        session.images = self.images
         try:
             if not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
@@ -311,8 +309,7 @@ class Engine:
     def _remedy(self, error: BaseException, session: Session) -> contextlib.AbstractContextManager[Any] | None:
         """In what a step that failed is run again, where that may help."""
         assert session.root is not None, "it failed in the backbone"
-        laid = session.images and any(region.of_images for region in self.regions)
-        if laid and is_of_order(error):
+        if session.images and is_of_order(error):
             again: Any = self.without_images(named(error))
         # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
         elif no_memory(error) and self.release():
@@ -320,7 +317,7 @@ class Engine:
         else:
             return None
         if not self._is_quiet(*session.root[1:]):
-            if laid and VIEWED in str(error):
+            if session.images and VIEWED in str(error):
                 with again:  # it is the next step that it helps
                     pass
             return None  # code of others, which may count its calls, saw a part of this step

@@ -33,6 +33,7 @@ from .signature import normalised
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 aten = torch.ops.aten
 _CONVOLVE = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
+MEASURED = ("cuda",)  # the types of devices on which this was measured to win; elsewhere images lie as they do
 _LEAST = 1 << 16  # numbers of a weight: smaller ones Inductor copies in each call
 _LOOKS = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")  # at an image with channels outermost
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
@@ -43,6 +44,11 @@ _OF_ORDER = (VIEWED, "contiguous", "stride")  # in errors of code that cannot ta
 def holds_images(module: nn.Module) -> bool:
     """Whether a module computes with images (N, C, H, W): by its layers, whatever it is called."""
     return any(isinstance(layer, (*_CONVOLUTIONS, nn.GroupNorm)) for layer in module.modules())
+
+
+def win_on(device: torch.device) -> bool:
+    """Whether images are laid out on a device."""
+    return device.type in MEASURED
 
 
 def is_of_order(error: BaseException) -> bool:
@@ -69,7 +75,7 @@ class WritesNoticed(TorchFunctionMode):
         if any(isinstance(one, torch.Tensor) and self._is_copy(one) for one in written):
             raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
         result = func(*args, **kwargs)
-        if name in _LOOKS and args and _is_to_be_turned(args[0]) and _is_plain(result):
+        if name in _LOOKS and args and _is_turned(args[0]) and _is_plain(result):
             copy = result.untyped_storage()
             if copy._cdata != args[0].untyped_storage()._cdata:
                 self._copies[copy._cdata] = copy
@@ -136,7 +142,7 @@ def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
 def lie_innermost(module: nn.Module) -> bool:
     """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
     weights = (layer.weight for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
-    return any(isinstance(weight, torch.Tensor) and _is_to_be_turned(weight) for weight in weights)
+    return any(map(_is_turned, weights))
 
 
 def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
@@ -147,10 +153,10 @@ def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
     theirs = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
 
     def turned(leaf: torch.Tensor) -> torch.Tensor:
-        own = _is_to_be_turned(leaf) and leaf.untyped_storage()._cdata not in theirs
+        own = _is_turned(leaf) and leaf.untyped_storage()._cdata not in theirs
         return leaf.contiguous() if own else leaf
 
-    if not any(map(_is_to_be_turned, tree_leaves(result))):
+    if not any(map(_is_turned, tree_leaves(result))):
         return result
     return tree_map_only(torch.Tensor, turned, result)
 
@@ -182,7 +188,7 @@ def _is_innermost(tensor: torch.Tensor) -> bool:
     return all(statically_known_true(one == other) for one, other in zip(tensor.stride(), strides, strict=True))
 
 
-def _is_to_be_turned(tensor: Any) -> bool:
-    return (
-        isinstance(tensor, torch.Tensor) and is_image(tensor) and _is_innermost(tensor) and not tensor.is_contiguous()
-    )
+def _is_turned(tensor: Any) -> bool:
+    """Whether it is an image on such a device that lies with channels innermost, and not both ways at once."""
+    image = isinstance(tensor, torch.Tensor) and win_on(tensor.device) and is_image(tensor)
+    return image and _is_innermost(tensor) and not tensor.is_contiguous()

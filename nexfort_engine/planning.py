@@ -110,7 +110,7 @@ class Planner:
 
         What follows has to see results that lie in memory as those of the artefact that will run there.
         """
-        flat, options = Flat(), {}
+        flat, options, images = Flat(), {}, False
         try:
             spec = flatten_call(args, kwargs, flat)
             if not region.due():
@@ -119,10 +119,10 @@ class Planner:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
-                options = self.engine.lowering.lowering_options(wanted.device.type)
+                options, images = self.engine.lowering.lowering_options(wanted.device.type), wanted.images
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        if not region.images:
+        if not images:
             with laid_out(options):
                 return region.inside(plain, args, kwargs, session)
         taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}

@@ -51,6 +51,7 @@ def packing_flux(patch: pytest.MonkeyPatch) -> Any:
 def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
     patch.setattr(images, "_LEAST", 1)
+    patch.setattr(images, "MEASURED", ("cpu", "cuda"))
     _as_on_a_card(patch, "nexfort.prepare_copies")
     return patcher_around(make("comfy_unet").module)
 

@@ -34,6 +34,7 @@ AS_IT_IS = "images lie between blocks as eager code leaves them"
 @pytest.fixture(autouse=True)
 def _graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(images, "_LEAST", 1)
+    monkeypatch.setattr(images, "MEASURED", ("cpu", "cuda"))
     with graphs_as_they_are():
         yield
 
@@ -323,3 +324,13 @@ def test_laying_out_and_back_keeps_every_number(sizes: tuple[int, ...], last: bo
 def test_which_modules_compute_with_images_is_told_by_their_layers() -> None:
     assert images.holds_images(Residual()) and images.holds_images(nn.Sequential(nn.GroupNorm(1, 4)))
     assert not images.holds_images(nn.TransformerEncoderLayer(8, 2)) and not images.holds_images(nn.Conv1d(4, 4, 3))
+
+
+def test_where_nobody_measured_it_everything_lies_as_eager_code_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "MEASURED", ("cuda",))
+    net = Net(half_as_large)
+    ours, engine = compiled(net, tmp_path)
+    assert all(h.is_contiguous() for h in agree(net, ours))
+    assert not engine.report.as_dict()["eager"] and not engine.report.as_dict()["notes"]
