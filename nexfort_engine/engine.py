@@ -107,6 +107,7 @@ class Engine:
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
+        self._innermost: bool | None = None  # whether the backbone's own weights lie so
         self._verify_due = False
         self._model_keys: dict[str, str] = {}
         _alive.add(self)
@@ -171,7 +172,7 @@ class Engine:
 
     def refresh(self) -> None:
         """Find the regions anew: submodules were exchanged."""
-        self._table = None
+        self._table = self._innermost = None
 
     def version(self) -> Version:
         """What tells that no weight was changed since; None where nobody can say."""
@@ -278,7 +279,11 @@ class Engine:
     def _laid_back(self, result: Any, given: Any, session: Session) -> Any:
         """The backbone's result as eager code leaves it: with channels innermost where its weights lie so."""
         back = outermost(result, tensors_in(given)) if session.images else result
-        return back if back is result or not lie_innermost(self.root) else result
+        if back is result:
+            return result
+        if self._innermost is None:
+            self._innermost = lie_innermost(self.root)  # once: it looks at every module
+        return result if self._innermost else back
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
