@@ -263,6 +263,7 @@ class Engine:
             named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
             session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             session.root = (plain, _copied(args), _copied(kwargs))
+            session.written = _written_to((args, kwargs))
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
     def verify_next(self) -> None:
@@ -321,11 +322,12 @@ class Engine:
             self.keeps, again = False, contextlib.nullcontext()
         else:
             return None
-        if not self._is_quiet(*session.root[1:]):
+        # code of others, which may count its calls, saw a part of this step; or it changed what it was given
+        if not self._is_quiet(*session.root[1:]) or _written_to(session.root[1:]) != session.written:
             if session.images and VIEWED in str(error):
                 with again:  # it is the next step that it helps
                     pass
-            return None  # code of others, which may count its calls, saw a part of this step
+            return None
         if no_memory(error):
             self.report.note("memory was short: what was held between steps was given back, and the step run again")
         return again
@@ -421,6 +423,7 @@ class Engine:
         """What a stand-in does when its block is called inside a session of this engine."""
         if module is self.root and session.root is None:
             session.root = (plain, _copied(args), _copied(kwargs))
+            session.written = _written_to((args, kwargs))
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self._regions().get(id(module))
         if region is None or session.inside:
@@ -447,6 +450,11 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
     return value
+
+
+def _written_to(values: Any) -> list[int]:
+    """How often each tensor of a call was written to; inference tensors do not tell."""
+    return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]
 
 
 def _exported_here() -> bool:

@@ -26,6 +26,7 @@ class Session:
         self.instead = instead
         self.inside = False  # a block runs its own forward: nothing below it is a region
         self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self.written: list[int] = []  # how often the tensors of that call had been written to when it began
         self.planned = False
         self.examples: list[Any] = []
         self.used: list[Any] = []  # the bindings that ran

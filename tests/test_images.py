@@ -143,6 +143,22 @@ def test_code_that_comes_later_and_looks_at_memory_costs_one_step_more_and_no_er
     assert sum(AS_IT_IS in note for note in report["notes"]) == 1 and not report["eager"]
 
 
+def test_a_step_that_changed_what_it_was_given_is_not_run_again(tmp_path: Path) -> None:
+    class Changing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mul_(2))
+
+    net = Changing()
+    ours, engine = compiled(net, tmp_path, {"dynamic": False})  # without a plan, which would find out before
+    net.between = merged
+    x = torch.randn(2, 3, 8, 12)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="view size"):
+            ours(x.clone())
+        assert torch.allclose(ours(x.clone()), net(x.clone()), rtol=1e-4, atol=1e-4), "the next one"
+    assert sum(AS_IT_IS in note for note in engine.report.as_dict()["notes"]) == 1
+
+
 def test_an_error_of_other_reasons_is_the_caller_s_and_changes_nothing(tmp_path: Path) -> None:
     def refuse(h: torch.Tensor) -> torch.Tensor:
         raise ValueError("this needs a contiguous range of steps")
