@@ -146,7 +146,7 @@ class Known:
 
     artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
     out. reported: the artefacts that the report has. changing: by class, how often a block was refused because it
-    changes what it is given.
+    changes what it is given. images: no code is known that cannot take them with channels innermost.
     """
 
     artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
@@ -154,6 +154,7 @@ class Known:
     made: Counter[str] = field(default_factory=Counter)
     reported: set[str] = field(default_factory=set)
     changing: Counter[str] = field(default_factory=Counter)
+    images: bool = True
 
 
 class Binding:

@@ -124,7 +124,8 @@ class Builder:
             binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self.may_make(wanted, misfit):
             found = self.planner.calls(session)
-            wanted = self.wanted(wanted.region, wanted.example.spec, wanted.flat)  # a plan may find how images lie
+            before, wanted = wanted, self.wanted(wanted.region, wanted.example.spec, wanted.flat)
+            misfit = misfit if wanted.primary == before.primary else None  # a plan may find how images lie
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
             later = functools.partial(self._to_come, session, wanted.device)

@@ -29,7 +29,7 @@ from .cudagraph import StepGraphs, no_memory
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .graphmemory import is_capturing
-from .images import VIEWED, is_of_order, lie_innermost, outermost
+from .images import is_of_order, lie_innermost, outermost
 from .keeping import spared
 from .loans import Lender, layers_in
 from .lower import import_ahead
@@ -100,7 +100,7 @@ class Engine:
         self.lowering = config if lender is not None and lender.says else config.untold()
         self.report = Report(self.lowering, str(store.root))
         self.known = known or Known()
-        self.images = config.lays_out  # they lie with channels innermost, where regions hold some
+        self.images = config.lays_out and self.known.images  # they lie with channels innermost, where regions hold some
         self.keeps = True  # prepared weights, where there is room
         self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
@@ -324,7 +324,7 @@ class Engine:
             return None
         # code of others, which may count its calls, saw a part of this step; or it changed what it was given
         if not self._is_quiet(*session.root[1:]) or _written_to(session.root[1:]) != session.written:
-            if session.images and VIEWED in str(error):
+            if session.images and is_of_order(error) and not isinstance(error, AssertionError):
                 with again:  # it is the next step that it helps
                     pass
             return None
@@ -336,13 +336,16 @@ class Engine:
     def without_images(self, reason: str) -> Iterator[None]:
         """Have images lie as eager code leaves them, for good if the block ends well. What was made for others goes."""
         before, self.images = self.images, False
-        self._forget()
+        if before:
+            self._forget()
         try:
             yield
         except BaseException:
             self.images = before  # that was not it
-            self._forget()
+            if before:
+                self._forget()
             raise
+        self.known.images = False
         if before:
             self.report.note(
                 f"images lie between blocks as eager code leaves them, because some code asks for it: {reason}"

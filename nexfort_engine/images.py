@@ -12,7 +12,7 @@ otherwise.
 That is equal numbers for any code but such as looks at memory itself. `x.view(n * c, h, w)` fails; and what is written
 to `x.contiguous()` or `x.reshape(n, -1)`, which are looks at an image with channels outermost, goes to a copy of one
 that lies so. A block whose code does the former is captured with its weights as they are; a plan notices both
-(`WritesNoticed`), a step only the former; then no image is laid out any more (`Engine.without_images`).
+(`LooksNoticed`), a step only the former; then no image is laid out any more (`Engine.without_images`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .signature import normalised
 
@@ -38,6 +40,10 @@ _LEAST = 1 << 16  # numbers of a weight: smaller ones Inductor copies in each ca
 _LOOKS = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")  # at an image with channels outermost
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 VIEWED = "view size is not compatible"  # in torch's own
+_RANDOM = (
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"),
+    *("log_normal_", "cauchy_", "geometric_", "random_"),
+)
 _OF_ORDER = (VIEWED, "contiguous", "stride")  # in errors of code that cannot take a tensor as it lies
 
 
@@ -47,8 +53,8 @@ def holds_images(module: nn.Module) -> bool:
 
 
 def win_on(device: torch.device) -> bool:
-    """Whether images are laid out on a device."""
-    return device.type in MEASURED
+    """Whether images are laid out on a device. On cards of AMD nobody measured it."""
+    return device.type in MEASURED and torch.version.hip is None
 
 
 def is_of_order(error: BaseException) -> bool:
@@ -58,31 +64,61 @@ def is_of_order(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OF_ORDER)
 
 
-class WritesNoticed(TorchFunctionMode):
-    """Inside the block it is an error to write to a copy that code would not be given of an image with channels
-    outermost: there it writes to the image itself."""
+class LooksNoticed(TorchFunctionMode):
+    """Inside the block it is an error where code would do something else with an image that lies otherwise.
+
+    It writes to a copy where it would be given a look at an image with channels outermost, or to a look at the image
+    where it would be given a copy of its own (`x.permute(0, 2, 3, 1).contiguous()`); or it fills a tensor that lies so
+    with random numbers, which come in the order of memory.
+
+    any: whether there was such an image at all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies: dict[int, Any] = {}  # storages, held on to, so that no other has their place
+        self._turned: dict[int, StorageWeakRef] = {}
+        self._copies: dict[int, StorageWeakRef] = {}
+        self._same: Any = WeakIdKeyDictionary()  # tensors that are looks here alone
+
+    @property
+    def any(self) -> bool:
+        return bool(self._turned)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        written = [kwargs["out"]] if isinstance(kwargs.get("out"), torch.Tensor) else []
+        for one in args:
+            if _is_turned(one):
+                _remember(one, self._turned)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) and _is_plain(args[0]) else None
         in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-        written += args[:1] if in_place else []
-        if any(isinstance(one, torch.Tensor) and self._is_copy(one) for one in written):
+        written = [kwargs.get("out"), first if in_place else None]
+        tensors = [one for one in written if isinstance(one, torch.Tensor)]
+        if any(_is_among(one, self._copies) or one in self._same for one in tensors):
             raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
+        if name in _RANDOM and first is not None and _is_turned(first):
+            raise RuntimeError(f"its code draws with {name} for an image that it takes for contiguous")
         result = func(*args, **kwargs)
-        if name in _LOOKS and args and _is_turned(args[0]) and _is_plain(result):
-            copy = result.untyped_storage()
-            if copy._cdata != args[0].untyped_storage()._cdata:
-                self._copies[copy._cdata] = copy
+        if name in _LOOKS and first is not None and _is_among(first, self._turned) and _is_plain(result):
+            if not _shares(first, result):
+                _remember(result, self._copies)
+            elif first.is_contiguous() and first.dim() > 2:
+                self._same[result] = None
         return result
 
-    def _is_copy(self, tensor: torch.Tensor) -> bool:
-        return _is_plain(tensor) and tensor.untyped_storage()._cdata in self._copies
+
+def _remember(tensor: torch.Tensor, known: dict[int, StorageWeakRef]) -> None:
+    """The memory of a tensor, which is not kept for it; nothing else has its place all the same."""
+    storage = tensor.untyped_storage()
+    known.setdefault(storage._cdata, StorageWeakRef(storage))
+
+
+def _is_among(tensor: torch.Tensor, known: dict[int, StorageWeakRef]) -> bool:
+    return _is_plain(tensor) and tensor.untyped_storage()._cdata in known
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def shown(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> dict[int, torch.Tensor]:
@@ -141,8 +177,9 @@ def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
 
 def lie_innermost(module: nn.Module) -> bool:
     """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
-    weights = (layer.weight for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
-    return any(map(_is_turned, weights))
+    weights = [getattr(layer, "weight", None) for layer in module.modules() if isinstance(layer, _CONVOLUTIONS)]
+    images = [weight for weight in weights if isinstance(weight, torch.Tensor) and is_image(weight)]
+    return any(_is_innermost(weight) and not weight.is_contiguous() for weight in images)
 
 
 def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:

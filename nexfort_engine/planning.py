@@ -18,7 +18,7 @@ from torch import nn
 
 from .constants import tensors_in
 from .dispatch import Ineligible, Region
-from .images import WritesNoticed, as_taken, innermost, is_of_order
+from .images import LooksNoticed, as_taken, innermost, is_of_order
 from .modulestate import INTERNAL
 from .passes import laid_out
 from .report import named
@@ -68,11 +68,12 @@ class Planner:
         """As `calls`, in one way; with images as eager code leaves them, where some code asks for that."""
         # before the call: networks take items out of what they are given
         given, further = of_its_own((args, kwargs)), self.engine.also(args, kwargs)
+        looks = LooksNoticed()
         try:
-            with WritesNoticed() if self.engine.images else contextlib.nullcontext():
+            with looks if self.engine.images else contextlib.nullcontext():
                 return self._observe(call, args, kwargs) + self._observe_further(call, further)
         except Exception as error:
-            if not (self.engine.images and is_of_order(error)):
+            if not (looks.any and is_of_order(error)):
                 raise
             reason = named(error)
         with self.engine.without_images(reason):

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from nexfort_engine import images
+from nexfort_engine.artefact import Known
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compiled import wrap_methods
 from nexfort_engine.config import CompileConfig
@@ -196,7 +197,17 @@ def without_negatives(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-@pytest.mark.parametrize("code", [asserted, half_of_rows, half_as_large, without_negatives])
+def half_of_a_part(h: torch.Tensor) -> torch.Tensor:
+    h[0].reshape(-1)[:40].zero_()
+    return h
+
+
+def with_noise(h: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return h + torch.randn_like(h)
+
+
+@pytest.mark.parametrize("code", [asserted, half_of_rows, half_as_large, without_negatives, half_of_a_part, with_noise])
 @pytest.mark.parametrize("within", [True, False], ids=["in blocks", "between blocks"])
 def test_code_that_writes_through_a_look_at_an_image_is_noticed_by_the_plan(
     code: Callable[[torch.Tensor], torch.Tensor], within: bool, tmp_path: Path
@@ -208,6 +219,15 @@ def test_code_that_writes_through_a_look_at_an_image_is_noticed_by_the_plan(
     agree(net, ours, (3, 3, 6, 10))
     notes = engine.report.as_dict()["notes"]
     assert sum(AS_IT_IS in note for note in notes) == 1 and not engine.images
+
+
+def test_what_an_engine_found_out_another_of_the_same_kind_knows(tmp_path: Path) -> None:
+    known = Known()
+    net = Net(merged).eval().requires_grad_(False)
+    for found in (True, False):
+        engine = Engine(net, CompileConfig.parse(None), Store(tmp_path), known=known)
+        assert engine.images is found
+        agree(net, wrap_methods(net, engine, ("forward",)))
 
 
 def test_a_plan_that_finds_out_in_the_middle_of_a_step_does_not_fail_it(tmp_path: Path) -> None:
