@@ -39,12 +39,15 @@ MEASURED = ("cuda",)  # the types of devices on which this was measured to win; 
 _LEAST = 1 << 16  # numbers of a weight: smaller ones Inductor copies in each call
 _LOOKS = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")  # at an image with channels outermost
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
-VIEWED = "view size is not compatible"  # in torch's own
 _RANDOM = (
     *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"),
     *("log_normal_", "cauchy_", "geometric_", "random_"),
 )
-_OF_ORDER = (VIEWED, "contiguous", "stride")  # in errors of code that cannot take a tensor as it lies
+_OF_ORDER = (
+    "view size is not compatible",
+    "contiguous",
+    "stride",
+)  # in errors of code that cannot take a tensor as it lies
 
 
 def holds_images(module: nn.Module) -> bool:
@@ -177,9 +180,8 @@ def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
 
 def lie_innermost(module: nn.Module) -> bool:
     """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
-    weights = [getattr(layer, "weight", None) for layer in module.modules() if isinstance(layer, _CONVOLUTIONS)]
-    images = [weight for weight in weights if isinstance(weight, torch.Tensor) and is_image(weight)]
-    return any(_is_innermost(weight) and not weight.is_contiguous() for weight in images)
+    weights = (getattr(layer, "weight", None) for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
+    return any(map(_lies_turned, weights))
 
 
 def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
@@ -225,7 +227,12 @@ def _is_innermost(tensor: torch.Tensor) -> bool:
     return all(statically_known_true(one == other) for one, other in zip(tensor.stride(), strides, strict=True))
 
 
-def _is_turned(tensor: Any) -> bool:
-    """Whether it is an image on such a device that lies with channels innermost, and not both ways at once."""
-    image = isinstance(tensor, torch.Tensor) and win_on(tensor.device) and is_image(tensor)
+def _lies_turned(tensor: Any) -> bool:
+    """Whether it is an image that lies with channels innermost, and not both ways at once."""
+    image = isinstance(tensor, torch.Tensor) and is_image(tensor)
     return image and _is_innermost(tensor) and not tensor.is_contiguous()
+
+
+def _is_turned(tensor: Any) -> bool:
+    """Whether it lies so on a device where images are laid out."""
+    return _lies_turned(tensor) and win_on(tensor.device)

@@ -8,7 +8,6 @@ read in one piece, put in order inside a multiprocessor, and written in pieces o
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def _lower(weight: Any) -> Any:
     weight = contiguous(weight)
     rows, channels, height, width = map(int, weight.get_size())
     laid = empty(weight, [rows, height, width, channels], weight.get_dtype())
-    sizes = blocks(math.prod((height, width)))
+    sizes = blocks(height * width)
     launch(
         kernels.lay_innermost,
         [-(-channels // sizes["BLOCK"]), rows, 1],
