@@ -30,7 +30,7 @@ from .dispatch import Region
 from .flags import backend_scope, disabled
 from .graphmemory import is_capturing
 from .images import is_of_order, lie_innermost, outermost
-from .keeping import spared
+from .keeping import kept_of, spared
 from .loans import Lender, layers_in
 from .lower import import_ahead
 from .modulestate import Slot, structure
@@ -195,25 +195,32 @@ class Engine:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
         return self.lender.room(device) if self.lender is not None else 0
 
+    def offloads(self, device: torch.device) -> bool:
+        """Whether weights that the host keeps on a device go to main memory once they are kept prepared."""
+        return self.lender is not None and self.lender.offloads(device)
+
     def _hold_once(self) -> None:
         """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
 
         Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
         """
-        if not self.held_twice or self.lender is None:
+        if self.lender is None or not (self.held_twice or self.lender.unsettled):
             return
         if is_capturing():  # giving back waits for the device, which no capture bears: after another step
             return
         self.held_twice = False
-        kept = [binding for region in self.regions for binding in region.bindings if binding.kept is not None]
-        layers = layers_in(self.root, self.spared(kept))
+        found = [(region, binding) for region in self.regions for binding in region.bindings]
+        kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
+        layers = layers_in(self.root, self.spared([binding for _, binding in found if binding.kept is not None]))
         try:
-            given = self.lender.do_without(layers) if layers else 0
+            given = self.lender.do_without(layers) if layers or self.lender.unsettled else 0
         except Exception as error:  # of the host; the step has its result
             self.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
             return
         if given:
             log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", self.name, given >> 20)
+            for region, it in kept:
+                it.moved(region.slots.read())
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""

@@ -47,7 +47,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     # pages of weights that are asked for in each call all the same are no room
     if _has_room(region.engine, tensors, region.engine.room if standing else lambda _: 0):
         binding.kept = made
-        session.spares |= bool(standing)
+        session.spares |= bool(standing and region.due())
         region.engine.held_twice |= bool(standing)
     else:
         region.engine.report.note("prepared weights are not kept: too little memory of the device is free")
@@ -60,10 +60,12 @@ def _has_room(engine: Engine, tensors: list[torch.Tensor], more: Callable[[torch
 
 
 def stand_ins(region: Region, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
-    """What lets a binding do without most of the weights that were borrowed, now that it has them prepared."""
+    """What lets a binding do without most of the weights that are lent, now or later, now that it has them prepared."""
     due, layers = region.due(), region.layers
-    if not due or layers is None or region.parts is not None:
+    if layers is None or region.parts is not None:
         return NO_STAND_INS
+    if not due and region.engine.offloads(weights[0].device):
+        due = layers.all
     found, own = layers.stand_ins(due, weights, binding.needed), region.slots.read()
     for other in region.bindings:  # one for all, or what one borrowed could not be had again by the next
         kept = other.kept

@@ -72,11 +72,18 @@ class Lender(Protocol):
     def room(self, device: torch.device) -> int:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
 
+    def offloads(self, device: torch.device) -> bool:
+        """Whether the weights of layers that lie on a device may go to main memory, to be lent from there."""
+
     def do_without(self, layers: list[nn.Module]) -> int:
         """Give back what is held of a device for these layers alone, if it is worth it: nobody will ask for it soon.
 
         Returns bytes. Who borrows from them all the same gets what they hold, as if they had not been lent before.
         """
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether more could be given back by now for what `do_without` was asked last."""
 
     def lends(self, layer: nn.Module) -> bool:
         """Whether the layer's weights can be borrowed: it is of a kind whose code is known."""
@@ -144,6 +151,11 @@ class Layers:
     def strangers(self) -> bool:
         """Whether a layer that cannot be borrowed is not resident: the host's own code fetches what it needs."""
         return any(map(dict.get, self._strangers, self._their_names))
+
+    @property
+    def all(self) -> list[tuple[nn.Module, dict[str, int]]]:
+        """Every layer that may ever have to be borrowed."""
+        return self._all
 
     @property
     def kept(self) -> bool:

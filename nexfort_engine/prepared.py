@@ -256,6 +256,10 @@ class Kept:
         made_of: list[Any] = [weakref.ref(w) if w is not None else None for w in weights]
         return cls(tensors, version, made_of, places(weights), stand_ins, at)
 
+    def moved(self, weights: list[torch.Tensor]) -> None:
+        """The weights, as the module holds them, lie elsewhere now and are the same."""
+        self.places = places(weights if self.at is None else [weights[i] for i in self.at])
+
     def holds(self, version: Version, weights: list[torch.Tensor]) -> bool:
         """Whether they are what would be made now."""
         weights = weights if self.at is None else [weights[i] for i in self.at]

@@ -245,7 +245,7 @@ def test_a_layer_is_spared_if_all_of_its_weights_are() -> None:
 class Host:
     """A lender that lends nothing, and says what its weights are."""
 
-    signs, copies, hidden, says = (), frozenset(), {}, True
+    signs, copies, hidden, says, unsettled = (), frozenset(), {}, True, False
 
     def __init__(self) -> None:
         self.said: Any = "one"
@@ -257,6 +257,9 @@ class Host:
         return 0
 
     def lends(self, _: nn.Module) -> bool:
+        return False
+
+    def offloads(self, _: torch.device) -> bool:
         return False
 
 

@@ -34,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "aliases",
         "prepared",
         "loans",
+        "offload",
         "residence",
         "glue",
         "regions",

@@ -8,11 +8,16 @@ very function is called here, so that the result is ComfyUI's for whatever state
 Under dynamic VRAM a layer has a place in memory of which ComfyUI may take the pages away (`_v`). Those of a region are
 fetched in one go (`cast_modules_with_vbar`), as ComfyUI does it ahead of a block; where all of them stay, the next call
 only asks whether the pages are the same.
+
+Without it ComfyUI keeps a model that fits on the GPU as a whole. What nobody needs there any more, because it is kept
+prepared, goes to main memory (offload.py), and ComfyUI goes on taking it for loaded: it moves, patches and saves
+weights wherever they are.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
 
@@ -21,12 +26,15 @@ from torch import nn
 
 from ..loans import NotLent
 from ..modulestate import ABSENT
+from ..offload import AWAY, Offload, is_away, take_back
+from ..parts import is_plain
 from .comfy_own_casts import OwnCasts, casts_itself
 from .comfy_pages import Pages, give_back
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
 _NAMES = ("weight", "bias")
+FROM = ("cuda",)  # types of devices whose memory is not main memory
 
 
 class ComfyWeights:
@@ -36,14 +44,15 @@ class ComfyWeights:
     elsewhere.
     """
 
-    signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v")  # the last is dynamic VRAM's
+    signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v", AWAY)  # `_v` is dynamic VRAM's
     # what lies in the pages of a layer as it was fetched last, and (before 0.33) in main memory ready to be fetched
     copies = frozenset({"_v_weight", "_v_bias", "_pin"})
-    hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT), strict=True))
+    hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT, ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
         self._own_casts = OwnCasts(self.hidden)
+        self._offload = Offload(_is_offloaded)
         self.says = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
     def version(self) -> Hashable:
@@ -63,8 +72,49 @@ class ComfyWeights:
 
         return int(max(0, patcher.get_free_memory(device) - management.get_free_memory(device)))
 
+    def offloads(self, device: torch.device) -> bool:
+        """Whether weights on a device may go to main memory: ComfyUI does so too, and there is room for all of them."""
+        patcher = getattr(self._model(), "current_patcher", None)
+        if patcher is None or device.type not in FROM or _is_dynamic(patcher):
+            return False
+        if patcher.offload_device.type != "cpu":  # as ComfyUI was told: a card is to hold what it has
+            return False
+        import comfy.model_management as management
+
+        return bool(management.get_free_memory(torch.device("cpu")) > patcher.model_size())
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether weights were copied to main memory and may leave the device."""
+        return self._offload.ready
+
     def do_without(self, layers: list[nn.Module]) -> int:
-        """Give back the pages in which no other layer of the model has its place."""
+        """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
+        resident = self._resident(layers)
+        if resident and self.offloads(next(resident[0].parameters()).device):
+            given = self._offload.without(resident, self.version())
+            if given:
+                import comfy.model_management as management
+
+                management.soft_empty_cache()  # memory of the device, not of torch's allocator
+            return given
+        self._offload.forget()
+        return self._give_back(layers)
+
+    def _resident(self, layers: list[nn.Module]) -> list[nn.Module]:
+        """Those of some layers whose weights lie on the device as they are, each in a place of its own, or are away."""
+        model = self._model()
+        tables = [sub._parameters for sub in (model.modules() if model is not None else ())]
+        shared = Counter(id(weight) for table in tables for weight in table.values())
+        found = []
+        for layer in layers:
+            own = [weight for weight in layer._parameters.values() if weight is not None]
+            alone = all(is_plain(weight) and shared[id(weight)] == 1 for weight in own)
+            if own and alone and self.lends(layer) and not any(map(layer.__dict__.get, self.signs[:-1])):
+                found.append(layer)
+        return found
+
+    def _give_back(self, layers: list[nn.Module]) -> int:
         model, idle = self._model(), set(map(id, layers))
         paged = [sub for sub in (model.modules() if model is not None else ()) if "_v" in sub.__dict__]
         memories = {id(sub._v[0]): sub._v[0] for sub in paged if id(sub) in idle}
@@ -91,8 +141,10 @@ class ComfyWeights:
         return False
 
     def due(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks. Raises NotLent."""
+        """As the layer's own forward asks, or because its weights are in main memory. Raises NotLent."""
         own = layer.__dict__
+        if is_away(layer):
+            return True
         if own.get("weight_function") or own.get("bias_function"):
             if _is_quantised(layer):
                 # it would compute with the weight in full, which is other code than that of its quantised self
@@ -130,6 +182,8 @@ class ComfyWeights:
 
     def lend(self, layers: list[nn.Module], device: torch.device) -> _Loan:
         """Copy, cast and patch as ComfyUI does. Raises NotLent."""
+        for layer in layers:
+            take_back(layer)
         loan = _Loan()
         paged = [layer for layer in layers if _is_paged(layer, device)]
         try:
@@ -200,6 +254,15 @@ class ComfyWeights:
             loan.kept &= layer._prefetch["signature"] is not None
         loan.kept &= len(loan.pages) == len(layers)
         return found
+
+
+def _is_dynamic(patcher: Any) -> bool:
+    return bool(getattr(patcher, "is_dynamic", bool)())
+
+
+def _is_offloaded(layer: nn.Module) -> bool:
+    """Whether ComfyUI itself took a layer off the GPU since; its own forward casts then."""
+    return bool(layer.__dict__.get("comfy_cast_weights"))
 
 
 def _is_quantised(layer: nn.Module) -> bool:

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Without dynamic VRAM, weights that are kept prepared go to main memory, and come back to whoever wants them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kept_weights import KINDS, Elsewhere, Kind, engine_of, kept
+from patchers import distance, sample
+from pretended_graph import Graph, pretend
+from torch import nn
+
+from nexfort_engine import offload
+from nexfort_engine.hosts import comfy_weights
+
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param  # type: ignore[no-any-return]
+
+
+class Offloaded(Elsewhere):
+    """On a card, or main memory is taken for one's. wanted: the picture that eager code makes."""
+
+    def __init__(self, kind: Kind, patch: pytest.MonkeyPatch, card: str = "cpu") -> None:
+        patch.setattr(comfy_weights, "FROM", (card,))
+        patch.setattr(offload, "LEAST", 1)
+        self.plain = kind.made(patch)
+        self.plain.load_device = torch.device(card)
+        self.wanted = sample(self.plain)
+        super().__init__(self.plain, patch, kind)
+        self.network = self.plain.model.diffusion_model
+
+    @property
+    def offload(self) -> Any:
+        return engine_of(self.clone).lender._offload
+
+    @property
+    def away(self) -> set[str]:
+        return {name for name, layer in self.network.named_modules() if offload.is_away(layer)}
+
+    def settled(self, clone: Any = None) -> torch.Tensor:
+        """The picture of a run whose weights have left in one before."""
+        for _ in range(2):  # copied beside it, and gone after it
+            self.sampled(clone)
+            self.offload.join(60)
+        return self.sampled(clone)[0]
+
+    def spoiled(self) -> None:
+        """Nobody is to read what is away."""
+        for name in self.away:
+            for weight in self.network.get_submodule(name).parameters():
+                weight.data.fill_(torch.nan)
+
+
+@pytest.fixture
+def offloaded(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Offloaded:
+    return Offloaded(kind, monkeypatch)
+
+
+def test_what_is_kept_prepared_leaves_and_the_picture_stays(offloaded: Offloaded, kind: Kind) -> None:
+    first, _ = offloaded.sampled()
+    assert distance(first, offloaded.wanted) < kind.error
+    before = kept(offloaded.clone)
+    assert torch.equal(offloaded.settled(), first)
+    assert kind.one in offloaded.away
+    offloaded.spoiled()
+    again, asked = offloaded.sampled()
+    assert torch.equal(again, first) and not asked
+    assert kept(offloaded.clone) == before, "made once"
+    assert not engine_of(offloaded.clone).report.as_dict()["notes"]
+
+
+def test_who_runs_the_layers_own_code_has_them_back(offloaded: Offloaded, kind: Kind) -> None:
+    first = offloaded.settled()
+    assert offloaded.away
+    assert torch.equal(sample(offloaded.plain), offloaded.wanted), "without Nexfort the picture is what it was"
+    assert not offloaded.away and not any("forward" in vars(layer) for layer in offloaded.network.modules())
+    assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away, "and they leave again"
+
+
+def test_a_lora_is_seen_and_goes_as_if_nothing_had_left(
+    offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = offloaded.settled()
+    changed = kind.changed(offloaded.clone)
+    found = offloaded.settled(changed)
+    assert kind.one in offloaded.away and distance(found, first) > kind.error
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy_weights.ComfyWeights, "version", lambda _: None)
+        assert torch.equal(offloaded.sampled(changed)[0], found), "as if nothing were kept"
+        assert not offloaded.away
+    assert torch.equal(offloaded.settled(), first)
+    assert torch.equal(sample(offloaded.plain), offloaded.wanted)
+
+
+def test_weights_that_change_while_they_are_copied_do_not_leave(
+    offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ComfyUI patches them in their place or puts others there; what was copied is not what they are."""
+    changed = kind.changed(offloaded.clone)
+    first, found = offloaded.sampled()[0], offloaded.sampled(changed)[0]
+    for clone, wanted in ((offloaded.clone, first), (changed, found)):
+        offloaded.sampled(clone, steps=1)  # copies are begun
+        offloaded.offload.join(60)
+        other, picture = (changed, found) if clone is offloaded.clone else (offloaded.clone, first)
+        assert torch.equal(offloaded.sampled(other)[0], picture)
+        assert torch.equal(offloaded.settled(other), picture) and torch.equal(offloaded.settled(clone), wanted)
+    copies = offloaded.offload
+    copies.without([], "another version")
+    layer = offloaded.network.get_submodule(kind.one)
+    offload.take_back(layer)
+    for in_its_place in (True, False):
+        copies.without([layer], "a version")
+        copies.join(60)
+        if in_its_place:
+            layer.weight.data = layer.weight.data.clone()
+        else:
+            layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+        assert copies.without([layer], "a version") == 0 and not offload.is_away(layer)
+        copies.forget()
+
+
+def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, kind: Kind) -> None:
+    import comfy.model_management as management
+
+    first = offloaded.settled()
+    saved = {name: weight.clone() for name, weight in offloaded.plain.model_state_dict().items()}
+    twin = copy.deepcopy(offloaded.network.get_submodule(kind.one))
+    assert twin.forward.__self__ is twin
+    x = torch.randn(2, twin.weight.shape[1], *[8] * (kind.dims - 2)).to(twin.weight.dtype)
+    assert offload.is_away(offloaded.network.get_submodule(kind.one))
+    given = twin(x)
+    assert not offload.is_away(twin) and kind.one in offloaded.away
+    assert torch.equal(given, offloaded.network.get_submodule(kind.one)(x)) and kind.one not in offloaded.away
+    assert torch.equal(offloaded.settled(), first)
+    for unload in (
+        management.unload_all_models,
+        lambda: offloaded.clone.partially_unload(torch.device("cpu"), 1 << 40),
+    ):
+        unload()
+        assert torch.equal(offloaded.sampled()[0], first)
+        assert torch.equal(sample(offloaded.plain), offloaded.wanted)
+        unload()
+        assert torch.equal(sample(offloaded.plain), offloaded.wanted) and not offloaded.away
+        management.unload_all_models()
+        assert torch.equal(offloaded.settled(), first) and offloaded.away
+    for name, weight in offloaded.plain.model_state_dict().items():
+        assert torch.equal(weight, saved[name])
+
+
+def test_a_graph_reads_nothing_that_left(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    offloaded = Offloaded(kind, monkeypatch)
+    first = sample(offloaded.clone, steps=3)
+    assert len(Graph.made) == 1
+    offloaded.offload.join(60)
+    assert torch.equal(sample(offloaded.clone, steps=3), first) and offloaded.away
+    assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2, "captured once more"
+    offloaded.spoiled()
+    assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2
+
+
+def test_a_verified_step_finds_them_and_they_leave_again(offloaded: Offloaded, kind: Kind) -> None:
+    first = offloaded.settled()
+    engine_of(offloaded.clone).verify_next()
+    assert torch.equal(offloaded.sampled()[0], first)
+    (told,) = engine_of(offloaded.clone).report.as_dict()["verifications"]
+    assert told["distance"] < kind.error and not [row for row in told["regions"] if row["over"]]
+    assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away
+
+
+@pytest.mark.gpu
+def test_what_is_kept_prepared_leaves_a_card(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloaded = Offloaded(kind, monkeypatch, "cuda")
+    first, _ = offloaded.sampled(steps=5)
+    offloaded.offload.join(60)
+    held = torch.cuda.memory_allocated()
+    for _ in range(2):
+        assert torch.equal(offloaded.sampled(steps=5)[0], first)
+    layers = [offloaded.network.get_submodule(name) for name in offloaded.away]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    assert kind.one in offloaded.away and {weight.device.type for weight in weights} == {"cpu"}
+    assert held - torch.cuda.memory_allocated() >= sum(weight.nbytes for weight in weights) // 2
+    engine = engine_of(offloaded.clone)
+    assert [step.graph is not None for step in engine.graphs._steps.values()] == [True]
+    offloaded.spoiled()
+    assert torch.equal(offloaded.sampled(steps=5)[0], first), "nor does a graph read them"
+    import comfy.model_management as management
+
+    management.unload_all_models()
+    changed = kind.changed(Offloaded(kind, monkeypatch, "cuda").clone)
+    found = sample(changed, steps=5)
+    assert distance(found, first) > kind.error and torch.equal(sample(changed, steps=5), found)
+    plain = Offloaded(kind, monkeypatch, "cuda")
+    plain.settled()
+    assert plain.away and torch.equal(sample(plain.plain), plain.wanted) and not plain.away
+    assert {weight.device.type for weight in plain.network.parameters()} == {"cuda"}
+
+
+@pytest.mark.parametrize("why", ["a card is to hold it", "main memory is short", "dynamic", "little", "quantised"])
+def test_where_they_stay(offloaded: Offloaded, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    import comfy.model_management as management
+
+    if why == "a card is to hold it":
+        offloaded.clone.offload_device = torch.device("cuda")
+        monkeypatch.setattr(management, "load_models_gpu", lambda *_, **__: None)
+    elif why == "main memory is short":
+        monkeypatch.setattr(management, "get_free_memory", lambda *_, **__: 1)
+    elif why == "dynamic":
+        monkeypatch.setattr(type(offloaded.clone), "is_dynamic", lambda _: True)
+    elif why == "little":
+        monkeypatch.setattr(offload, "LEAST", 1 << 40)
+    else:
+        monkeypatch.setattr(comfy_weights, "is_plain", lambda _: False)
+    offloaded.settled()
+    assert not offloaded.away and offloaded.offload._copies is None
+
+
+def test_what_cannot_be_copied_stays(
+    offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    to = torch.Tensor.to
+
+    def short(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("copy") and args == (torch.device("cpu"),):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", short)
+    assert distance(offloaded.settled(), offloaded.wanted) < kind.error and not offloaded.away
+    assert any("could not be copied to main memory" in record.message for record in caplog.records)
+
+
+def test_weights_that_are_wanted_back_each_time_stay_at_last(offloaded: Offloaded) -> None:
+    first, stayed = offloaded.settled(), 0
+    while offloaded.away and stayed < 20:
+        sample(offloaded.plain)
+        assert torch.equal(offloaded.settled(), first)
+        stayed += 1
+    assert 0 < stayed < 20 and not offloaded.away
