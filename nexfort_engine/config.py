@@ -55,7 +55,7 @@ _RUN_TIME = (
     "cuda.fill_kernels",
     "compile.background",
 )
-_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `_keeps`
+_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `keeps`
 
 _UNTOLD = (
     "nobody says when weights of this network change, so nothing that is made of them can be kept; it is for ComfyUI's "
@@ -222,10 +222,10 @@ class CompileConfig:
 
     def inactive(self) -> list[dict[str, str]]:
         """What was asked for and has no effect, with the reason: tokens first, then options."""
-        found = []
+        found, asked = [], self.has("freezing") or self.has("low-precision")
         if "freezing" in self.tokens and not self.told:
             found.append(("freezing", _UNTOLD))
-        elif "freezing" in self.tokens and not self._keeps:
+        elif "freezing" in self.tokens and not self.keeps:
             found.append(("freezing", "quant.keep_weights is off, so nothing that is made of weights is kept"))
         if self.profile != "fast":
             winner = next((token for token in _SEARCHING if token in self.tokens), "")
@@ -244,8 +244,10 @@ class CompileConfig:
                 found.append((name, _UNNAMED))
             elif name == "cuda.fill_kernels" and value and not self.step_graphs:
                 found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
-            elif name == "quant.keep_weights" and not (self.has("freezing") or self.has("low-precision")):
-                found.append((name, "weights are kept prepared with freezing or low-precision alone"))
+            elif name == "quant.keep_weights" and not (asked or (self.told and self.lays_out)):
+                found.append(
+                    (name, "with contiguous_format weights are kept prepared by freezing or low-precision alone")
+                )
             elif name == "quant.int8" and value and not self.has("low-precision"):
                 found.append((name, "products are computed in 8 bits with low-precision alone, as in O3"))
             elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
@@ -270,7 +272,7 @@ class CompileConfig:
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked],
-            "weights": "laid out" if self._keeps_copies else "prepared" if self._keeps else "as they are",
+            "weights": [self.keeps, self._takes_copies],
             "dynamic": self.dynamic,
             "layout": "free" if self.lays_out else "contiguous",
             "prompt": "once" if self.prompt_once else "in each step",
@@ -284,15 +286,18 @@ class CompileConfig:
         return self.memory_format != "contiguous_format"
 
     @property
-    def _keeps(self) -> bool:
-        """Whether lowering takes out what is computed of weights alone, so that it may be kept."""
+    def keeps(self) -> bool:
+        """Whether what is computed of weights alone is kept beside them, where there is room; lowering takes it out."""
         asked = self.has("low-precision") or (self.told and self.has("freezing"))
         return asked and self.option("quant.keep_weights", True) is True
 
     @property
-    def _keeps_copies(self) -> bool:
-        """Whether that is the layout of convolutions' weights too. Made in each call, all would lie beside them."""
-        return self._keeps and self.told and self.lays_out
+    def _takes_copies(self) -> bool:
+        """Whether lowering takes out convolutions' weights as they are laid out: kept, or in the place of the others.
+
+        Not where nobody says when weights change: made in each call, all of a block's would lie beside them.
+        """
+        return self.told and self.lays_out and self.option("quant.keep_weights", True) is True
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
@@ -315,8 +320,8 @@ class CompileConfig:
                 found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
         found["nexfort.fold"] = self.option("compile.fold", True) is True
         found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
-        found["nexfort.prepare"] = self._keeps
-        found["nexfort.prepare_copies"] = self._keeps_copies
+        found["nexfort.prepare"] = self.keeps
+        found["nexfort.prepare_copies"] = self._takes_copies
         found["nexfort.inner_weights"] = device_type != "cpu" and self.lays_out
         return found
 

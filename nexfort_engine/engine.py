@@ -208,12 +208,19 @@ class Engine:
             return
         if is_capturing():  # giving back waits for the device, which no capture bears: after another step
             return
+        with self.graphs.idle() if self.graphs is not None else contextlib.nullcontext(True) as is_idle:
+            if is_idle:  # otherwise another thread is in a step, and reads what would go
+                self._give_back(self.lender)
+
+    def _give_back(self, lender: Lender) -> None:
         self.held_twice = False
         found = [(region, binding) for region in self.regions for binding in region.bindings]
         kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
         layers = layers_in(self.root, self.spared([binding for _, binding in found if binding.kept is not None]))
+        if lender.unsettled and self.graphs is not None:
+            self.graphs.release()  # captured with weights at places where they will not be
         try:
-            given = self.lender.do_without(layers) if layers or self.lender.unsettled else 0
+            given = lender.do_without(layers) if layers or lender.unsettled else 0
         except Exception as error:  # of the host; the step has its result
             self.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
             return

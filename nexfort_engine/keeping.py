@@ -37,8 +37,11 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     version = region.version()
     if version is None or not region.engine.keeps or session.capturing:  # what is made now belongs to the graph
         return None
-    if session.fetched and not region.engine.room(weights[0].device):
+    device = weights[0].device
+    if session.fetched and not region.engine.room(device):
         return None  # where not even the weights stay, there is no room for more
+    if not region.engine.lowering.keeps and not region.engine.offloads(device):
+        return None  # what is worth keeping in the place of the weights is not worth it beside them
     with region.engine.apart():
         tensors = binding.prepare(weights)
         standing = stand_ins(region, binding, weights)

@@ -132,8 +132,8 @@ def lower_graph(
     agreed = equal.texts()
     # in full precision a weight that is unpacked would lie beside its packed self
     larger = any(own.get(name) is True for name in ("low_precision", "low_precision_int8"))
-    copies = own.get("prepare_copies") is True
-    before = take_out(graph, lasting, larger=larger, copies=copies) if own.get("prepare") else None
+    others, copies = own.get("prepare") is True, own.get("prepare_copies") is True
+    before = take_out(graph, lasting, larger=larger, copies=copies, others=others) if others or copies else None
     left = [*lasting] if before is None else [*(lasting[i] for i in before.keeps), *[True] * before.gives]
     taken_out = own.get("prompt_once") and left
     prompted = take_out_prompts(graph, [*left, *[True] * len(constants)]) if taken_out else None

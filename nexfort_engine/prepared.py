@@ -57,14 +57,14 @@ class Preparation:
 
 
 def take_out(
-    module: GraphModule, lasting: Sequence[bool], *, larger: bool = True, copies: bool = True
+    module: GraphModule, lasting: Sequence[bool], *, larger: bool = True, copies: bool = True, others: bool = True
 ) -> Preparation | None:
     """Take what a graph computes of its weights alone out of it, if there is anything worth it.
 
     lasting: for each of the weights, which are its first inputs, whether its numbers stay while the host says that no
     weight changed. larger: also what takes more memory than what it is made of. copies: also copies of weights that lie
-    otherwise. Afterwards the graph's inputs are the
-    weights that it still reads, the prepared tensors, and the rest as before.
+    otherwise; others: what is none. Afterwards the graph's inputs are the weights that it still reads, the prepared
+    tensors, and the rest as before.
     """
     graph = module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"][: len(lasting)]
@@ -72,8 +72,7 @@ def take_out(
     results = _worth_it(values)
     if not larger:
         results = [node for node in results if values[node].nbytes <= sum(values[s].nbytes for s in _sources(node))]
-    if not copies:
-        results = [node for node in results if not _is_copy(node)]
+    results = [node for node in results if (copies if _is_copy(node) else others)]
     if not results:
         return None
     wanted = behind(results)

@@ -39,7 +39,14 @@ def _times_rows(x: Any, weight: Any, bias: Any, like: torch.Tensor) -> Any:
 
 def packing_flux(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a Flux whose products are taken however small they are, and on the CPU."""
-    _as_on_a_card(patch, "nexfort.low_precision")
+    own = CompileConfig.lowering_options
+
+    def options(config: CompileConfig, device: str) -> dict[str, object]:
+        found = own(config, device)
+        return {**found, "nexfort.low_precision": found["nexfort.prepare"]}
+
+    patch.setattr(CompileConfig, "lowering_options", options)
+    _as_on_a_card(patch)
     patch.setattr(products, "missing", lambda *_: None)
     patch.setattr(precision, "gain", lambda *_: 1.0)
     patch.setattr(precision, "times_rows", _times_rows)
@@ -52,19 +59,12 @@ def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
     patch.setattr(images, "_LEAST", 1)
     patch.setattr(images, "MEASURED", ("cpu", "cuda"))
-    _as_on_a_card(patch, "nexfort.prepare_copies")
+    _as_on_a_card(patch)
     return patcher_around(make("comfy_unet").module)
 
 
-def _as_on_a_card(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Have a pass run wherever weights are prepared, of small ones too."""
-    own = CompileConfig.lowering_options
-
-    def options(config: CompileConfig, device: str) -> dict[str, object]:
-        found = own(config, device)
-        return {**found, name: found["nexfort.prepare"]}
-
-    patch.setattr(CompileConfig, "lowering_options", options)
+def _as_on_a_card(patch: pytest.MonkeyPatch) -> None:
+    """Have weights prepared that are small too."""
     patch.setattr(prepared, "LEAST", 1)
     patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
     patch.setenv("NEXFORT_WORKERS", "0")

@@ -443,19 +443,20 @@ def test_int8_is_asked_for_beside_low_precision_and_takes_the_place_of_fp8():
     assert row["token"] == "quant.int8" and "low-precision" in row["reason"]
 
 
-def test_freezing_prepares_weights_and_lays_out_those_of_convolutions():
+def test_freezing_prepares_weights_and_every_mode_lays_out_those_of_convolutions():
     def on(asked, device="cuda", told=True):
         config = CompileConfig.parse(asked)
         found = (config if told else config.untold()).lowering_options(device)
         return found["nexfort.prepare"], found["nexfort.prepare_copies"]
 
-    assert on("O2") == (False, False) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
+    assert on("O2") == (False, True) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
     assert on("freezing", "cpu") == (True, True)
     outermost = {"mode": "freezing", "memory_format": "contiguous_format"}
-    assert on(outermost) == (True, False)
-    kept = {"mode": "O3:freezing", "options": {"quant.keep_weights": False}}
-    assert on(kept) == (False, False)
-    assert on("freezing", told=False) == (False, False) and on("O3", told=False) == (True, False)
+    assert on(outermost) == (True, False) and on(outermost | {"mode": "O2"}) == (False, False)
+    for mode in ("O3:freezing", "O2"):
+        assert on({"mode": mode, "options": {"quant.keep_weights": False}}) == (False, False)
+    assert on("O2", told=False) == on("freezing", told=False) == (False, False)
+    assert on("O3", told=False) == (True, False)
 
 
 @given(config=_configs)
@@ -514,7 +515,8 @@ def test_what_is_made_of_a_prompt_is_a_part_by_itself_on_a_gpu():
     off, asked = ({"options": {"compile.prompt_once": value}} for value in (False, True))
     assert on("O2") is True and not on("O2", "cpu") and not on("jit") and not on(off) and on({"mode": "jit", **asked})
     assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
-    assert CompileConfig.parse(None).untold().lowering_key() == CompileConfig.parse(None).lowering_key()
+    told = CompileConfig.parse({"options": {"quant.keep_weights": False}})
+    assert told.untold().lowering_key() == told.lowering_key()
 
 
 def test_what_needs_step_graphs_or_a_host_has_no_effect_without():

@@ -276,18 +276,24 @@ def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) ->
     assert len(launches) == 2 and all(weight.startswith("buf") for _, weight in launches), call
 
 
-@pytest.mark.parametrize("mode", ["O2", "freezing"])
+@pytest.mark.parametrize("mode", ["O2", "freezing", "untold"])
 def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
-    """Freezing: each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie."""
-    options = CompileConfig.parse(mode).lowering_options("cuda")
+    """Each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie.
+
+    Untold: where nobody says when weights change, kernels of the step copy them.
+    """
+    config = CompileConfig.parse(None).untold() if mode == "untold" else CompileConfig.parse(mode)
+    options = config.lowering_options("cuda")
     payload = _lowered(tmp_path, [*FROZEN], options)["shortened"]
     call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
     weights = re.findall(r"extern_kernels.convolution\(buf\d+, (.*?), stride=", call)
-    assert len(weights) == 4 and sum(weight.startswith("arg") for weight in weights) == (1 if mode == "O2" else 4), (
-        "1x1"
+    assert len(weights) == 4 and sum(weight.startswith("arg") for weight in weights) == (
+        1 if mode == "untold" else 4
+    ), "1x1"
+    assert len(re.findall(r"lay_innermost_\d+\.run\(", call)) == (2 if mode == "untold" else 0), (
+        "one that is read twice"
     )
-    assert len(re.findall(r"lay_innermost_\d+\.run\(", call)) == (2 if mode == "O2" else 0), "one that is read twice"
-    if mode == "O2":
+    if mode == "untold":
         laid = r"reinterpret_tensor\(buf\d+, \(128, (\d+), 3, 3\), \(\d+, 1, \d+, \1\), 0\)"
         assert sum(re.fullmatch(laid, weight) is not None for weight in weights) == 3
         assert not (payload / "before").exists()

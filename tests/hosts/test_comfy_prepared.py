@@ -47,7 +47,8 @@ def test_in_full_precision_the_picture_is_what_it_is_without(monkeypatch: pytest
     for changed in (lambda one: one, kind.changed, lambda one: one):
         assert distance(sample(changed(frozen)), sample(changed(without))) < 1e-5
     engines = patcher.model.diffusion_model.__dict__[host._ENGINES]
-    assert not any(b.prepares for region in engines[CONFIG].regions for b in region.bindings)
+    prepare = [b for region in engines[CONFIG].regions for b in region.bindings if b.prepares]
+    assert prepare and not any(b.kept for b in prepare), "not beside the weights themselves"
     assert all(b.kept for region in engines[kind.config].regions for b in region.bindings if b.prepares)
     assert not engines[kind.config].report.as_dict()["inactive"]
 
