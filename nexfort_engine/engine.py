@@ -220,7 +220,8 @@ class Engine:
         if lender.unsettled and self.graphs is not None:
             self.graphs.release()  # captured with weights at places where they will not be
         try:
-            given = lender.do_without(layers) if layers or lender.unsettled else 0
+            instead = [it.tensors for _, it in kept]
+            given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
         except Exception as error:  # of the host; the step has its result
             self.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
             return

@@ -9,7 +9,7 @@ looks at to decide is hidden from the capture (shadow.py): it always sees a resi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,10 +75,11 @@ class Lender(Protocol):
     def offloads(self, device: torch.device) -> bool:
         """Whether the weights of layers that lie on a device may go to main memory, to be lent from there."""
 
-    def do_without(self, layers: list[nn.Module]) -> int:
+    def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back what is held of a device for these layers alone, if it is worth it: nobody will ask for it soon.
 
-        Returns bytes. Who borrows from them all the same gets what they hold, as if they had not been lent before.
+        kept: what is used in their place; it may be moved, into the same lists. Returns bytes. Who borrows from them
+        all the same gets what they hold, as if they had not been lent before.
         """
 
     @property

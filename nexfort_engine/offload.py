@@ -3,9 +3,10 @@
 
 A host that takes no memory back by itself would hold a model twice, as it is and prepared. So weights that no artefact
 reads any more are copied to main memory, on a thread and beside the steps; once all of them are there, they leave the
-device between two steps (`Offload.without`). Their layers are marked (`AWAY`), by which the host's lender knows that
-they have to be lent. Whoever runs a layer's own code, be it a block that runs eager or a clone without Nexfort, finds
-its weights where they were: its forward takes them back first (`take_back`).
+device between two steps (`Offload.without`). What is kept and as large as one of them moves into its place, or the
+device's memory would be left in pieces. Their layers are marked (`AWAY`), by which the host's lender knows that they
+have to be lent. Whoever runs a layer's own code, be it a block that runs eager or a clone without Nexfort, finds its
+weights where they were: its forward takes them back first (`take_back`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import types
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,16 +91,20 @@ class Offload:
         """Whether weights were copied, so that they may leave."""
         return self._copies is not None and self._copies.done.is_set()
 
-    def without(self, layers: list[nn.Module], version: Hashable) -> int:
+    def without(self, layers: list[nn.Module], version: Hashable, kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Have the weights of these layers leave: begin to copy them or, once that was done, let go of them.
 
-        version: what the host says of all weights; copies of others are dropped. Returns the bytes that left just now.
+        version: what the host says of all weights; copies of others are dropped. kept: tensors for which others with
+        the same numbers are put into the lists, where a place is left that is as large. Returns the bytes that weights
+        took that left just now.
         """
         copies, given = self._copies, 0
         if copies is not None and copies.version == version:
             if not copies.done.is_set():
                 return 0
-            given = copies.let_go(layers, self._offloaded)
+            left_behind = copies.let_go(layers, self._offloaded)
+            given = sum(place.nbytes for place in left_behind)
+            _move_into(left_behind, kept)
         self.forget()
         left = [layer for layer in layers if not is_away(layer)]
         if version != self._version:
@@ -152,9 +158,9 @@ class _Copies:
         finally:
             self.done.set()
 
-    def let_go(self, layers: list[nn.Module], offloaded: Callable[[nn.Module], bool]) -> int:
-        """Put the copies in the places of weights that are still there, of those of these layers. Returns bytes."""
-        wanted, given = set(map(id, layers)), 0
+    def let_go(self, layers: list[nn.Module], offloaded: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
+        """Put the copies in the places of weights that are still there, of those of these layers; gives the others."""
+        wanted, given = set(map(id, layers)), list[torch.Tensor]()
         for layer, weights, places, made in zip(self._layers, self._weights, self._places, self._made, strict=False):
             own = layer.__dict__
             now = _weights_of(layer)
@@ -163,11 +169,33 @@ class _Copies:
                 continue
             with _lock:
                 for name, weight in weights.items():
-                    given += weight.nbytes
+                    given.append(weight.detach())
                     weight.data = made[name]
                 own[AWAY] = Away(self._device, offloaded)
                 own["forward"] = types.MethodType(_forward, layer)
         return given
+
+
+def _move_into(places: list[torch.Tensor], kept: Iterable[list[torch.Tensor]]) -> None:
+    """Move tensors of lists into the memory of others of their size and device that nobody else has any more."""
+    free = defaultdict(list)
+    for place in places:
+        if _is_alone(place):
+            free[place.nbytes, place.device].append(place.untyped_storage())
+    for tensors in kept:
+        for number, tensor in enumerate(tensors):
+            there = free.get((tensor.nbytes, tensor.device))
+            if there and _is_alone(tensor):
+                moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                moved.set_(there.pop(), 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+                tensors[number] = moved.copy_(tensor)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all of a piece of memory, and nobody else has any of it."""
+    users = getattr(torch._C, "_storage_Use_Count", None)  # itself and the object that is asked for
+    memory = tensor.untyped_storage()
+    return users is not None and memory.nbytes() == tensor.nbytes and users(memory._cdata) <= 2
 
 
 def _weights_of(layer: nn.Module) -> dict[str, torch.Tensor]:

@@ -301,7 +301,7 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     engine, host, _ = made
     asked = []
 
-    def do_without(layers: list[nn.Module]) -> int:
+    def do_without(layers: list[nn.Module], _: object) -> int:
         asked.append(layers)
         raise RuntimeError("Fault failed")
 

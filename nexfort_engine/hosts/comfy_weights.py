@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -88,11 +88,11 @@ class ComfyWeights:
         """Whether weights were copied to main memory and may leave the device."""
         return self._offload.ready
 
-    def do_without(self, layers: list[nn.Module]) -> int:
+    def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
         resident = self._resident(layers)
         if resident and self.offloads(next(resident[0].parameters()).device):
-            given = self._offload.without(resident, self.version())
+            given = self._offload.without(resident, self.version(), kept)
             if given:
                 import comfy.model_management as management
 

@@ -37,6 +37,7 @@ class Offloaded(Elsewhere):
         patch.setattr(offload, "LEAST", 1)
         self.plain = kind.made(patch)
         self.plain.load_device = torch.device(card)
+        self.places = {weight.data_ptr() for weight in self.plain.model.diffusion_model.parameters()}
         self.wanted = sample(self.plain)
         super().__init__(self.plain, patch, kind)
         self.network = self.plain.model.diffusion_model
@@ -77,6 +78,13 @@ def test_what_is_kept_prepared_leaves_and_the_picture_stays(offloaded: Offloaded
     offloaded.spoiled()
     again, asked = offloaded.sampled()
     assert torch.equal(again, first) and not asked
+    if kind.dims == 4:
+        regions = engine_of(offloaded.clone).regions
+        held = {t.data_ptr() for r in regions for b in r.bindings if b.kept for t in b.kept.tensors}
+        gone = [offloaded.network.get_submodule(name).weight for name in offloaded.away]
+        assert len(held & offloaded.places) >= 0.9 * sum(weight.dim() == kind.dims for weight in gone), (
+            "where those were"
+        )
     assert kept(offloaded.clone) == before, "made once"
     assert not engine_of(offloaded.clone).report.as_dict()["notes"]
 
