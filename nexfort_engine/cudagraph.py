@@ -31,6 +31,7 @@ from .glue import Glue
 from .graphmemory import GraphMemory, fragile, without_frames
 from .graphnodes import editable, fills_as_kernels
 from .guards import checker, to_json
+from .images import JoinedAsRows
 from .parts import places
 from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from .rehearsal import Rehearsal
@@ -307,7 +308,7 @@ class StepGraphs:
 
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
-            with asides or nullcontext(), answering:
+            with asides or nullcontext(), answering, JoinedAsRows():
                 return _write(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there

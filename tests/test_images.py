@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended_graph import Graph, pretend
 from probe import Probe, block_of
 from subjects import graphs_as_they_are
 from torch import nn
@@ -38,6 +39,66 @@ def _graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(images, "MEASURED", ("cpu", "cuda"))
     with graphs_as_they_are():
         yield
+
+
+class _Counted(torch.overrides.TorchFunctionMode):
+    """By how many dimensions what is concatenated has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            self.dims.append((*args, *(kwargs or {}).values())[0][0].dim())
+        return func(*args, **(kwargs or {}))
+
+
+@given(
+    channels=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    size=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    dim=st.sampled_from([1, -3, 0, 2]),
+    turned=st.lists(st.booleans(), min_size=4, max_size=4),
+    join=st.sampled_from([torch.cat, torch.concat, torch.concatenate]),
+)
+def test_images_are_concatenated_as_rows_of_channels(channels, size, dtype, dim, turned, join) -> None:
+    n, h, w = size
+    if dim not in (1, -3):
+        channels = channels[:1] * len(channels)
+    parts = [torch.randn(n, c, h, w).to(dtype) for c in channels]
+    parts = [one.contiguous(memory_format=INNERMOST) if so else one for one, so in zip(parts, turned, strict=False)]
+    wanted = join(parts, dim)
+    with _Counted() as counted, images.JoinedAsRows():
+        found = join(parts, dim)
+    assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    as_rows = dim in (1, -3) and all(map(images._is_turned, parts))
+    assert counted.dims == [2 if as_rows else 4]
+    assert all(found.untyped_storage()._cdata != one.untyped_storage()._cdata for one in parts)
+
+
+@pytest.mark.parametrize("other", ["dtype", "size", "out", "no list", "a subclass"])
+def test_what_else_is_concatenated_is_left_alone(other: str) -> None:
+    one, out = (torch.randn(2, c, 4, 4).contiguous(memory_format=INNERMOST) for c in (3, 6))
+    with _Counted() as counted, images.JoinedAsRows():
+        if other == "dtype":
+            found = torch.cat([one, one.double()], 1)
+        elif other == "size":
+            with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+                torch.cat([one, one[:, :, :2].contiguous(memory_format=INNERMOST)], 1)
+            found = torch.cat((one, one), dim=1)
+            assert counted.dims.pop() == 2
+        elif other == "out":
+            found = torch.cat([one, one], 1, out=out)
+        elif other == "no list":
+            found = torch.cat(tensors=[nn.Parameter(one), nn.Parameter(one)], dim=1)
+        else:
+            found = torch.cat([one.as_subclass(_Own), one.as_subclass(_Own)], 1)
+    assert set(counted.dims) <= {4} and torch.equal(found.double(), torch.cat([one, one], 1).double())
+
+
+class _Own(torch.Tensor):
+    pass
 
 
 class Residual(nn.Module):
@@ -108,6 +169,23 @@ def test_blocks_hand_on_images_with_channels_innermost_and_the_result_lies_as_ea
     report = engine.report.as_dict()
     assert not report["eager"] and not report["variants"] and not report["notes"]
     assert all(weight.is_contiguous() for weight in net.parameters()), "the model's own weights are left alone"
+
+
+def test_a_step_that_is_captured_concatenates_its_skip_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    joined, join = [], images._joined
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        joined.append(join(*args, **kwargs))
+        return joined[-1]
+
+    monkeypatch.setattr(images, "_joined", noted)
+    net = Net()
+    ours, _ = compiled(net, tmp_path)
+    for _ in range(4):
+        agree(net, ours)
+    assert len(Graph.made) == 1 and joined and all(one is not None for one in joined)
+    Graph.made.clear()
 
 
 @pytest.mark.parametrize("options", [{"memory_format": "contiguous_format"}, {"disable": True}])
