@@ -195,9 +195,9 @@ class Engine:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
         return self.lender.room(device) if self.lender is not None else 0
 
-    def offloads(self, device: torch.device) -> bool:
-        """Whether weights that the host keeps on a device go to main memory once they are kept prepared."""
-        return self.lender is not None and self.lender.offloads(device)
+    def frees(self, device: torch.device) -> bool:
+        """Whether weights that the host keeps on a device make room there once they are kept prepared."""
+        return self.lender is not None and self.lender.frees(device)
 
     def _hold_once(self) -> None:
         """Have the host give back what it holds for weights that are kept prepared, after a step that left both.

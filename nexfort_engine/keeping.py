@@ -40,7 +40,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     device = weights[0].device
     if session.fetched and not region.engine.room(device):
         return None  # where not even the weights stay, there is no room for more
-    if not region.engine.lowering.keeps and not region.engine.offloads(device):
+    if not region.engine.lowering.keeps and not region.engine.frees(device):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with region.engine.apart():
         tensors = binding.prepare(weights)
@@ -67,7 +67,7 @@ def stand_ins(region: Region, binding: Binding, weights: list[torch.Tensor]) -> 
     due, layers = region.due(), region.layers
     if layers is None or region.parts is not None:
         return NO_STAND_INS
-    if not due and region.engine.offloads(weights[0].device):
+    if not due and region.engine.frees(weights[0].device):
         due = layers.all
     found, own = layers.stand_ins(due, weights, binding.needed), region.slots.read()
     for other in region.bindings:  # one for all, or what one borrowed could not be had again by the next

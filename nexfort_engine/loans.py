@@ -72,8 +72,8 @@ class Lender(Protocol):
     def room(self, device: torch.device) -> int:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
 
-    def offloads(self, device: torch.device) -> bool:
-        """Whether the weights of layers that lie on a device may go to main memory, to be lent from there."""
+    def frees(self, device: torch.device) -> bool:
+        """Whether weights make room on a device when others are used in their place (`do_without`)."""
 
     def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back what is held of a device for these layers alone, if it is worth it: nobody will ask for it soon.

@@ -259,7 +259,7 @@ class Host:
     def lends(self, _: nn.Module) -> bool:
         return False
 
-    def offloads(self, _: torch.device) -> bool:
+    def frees(self, _: torch.device) -> bool:
         return False
 
 

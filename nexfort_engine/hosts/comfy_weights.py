@@ -72,12 +72,16 @@ class ComfyWeights:
 
         return int(max(0, patcher.get_free_memory(device) - management.get_free_memory(device)))
 
-    def offloads(self, device: torch.device) -> bool:
-        """Whether weights on a device may go to main memory: ComfyUI does so too, and there is room for all of them."""
+    def frees(self, device: torch.device) -> bool:
+        """Whether weights make room: dynamic VRAM gives pages back, and without it weights may go to main memory."""
         patcher = getattr(self._model(), "current_patcher", None)
-        if patcher is None or device.type not in FROM or _is_dynamic(patcher):
+        if patcher is None or device.type not in FROM:
             return False
-        if patcher.offload_device.type != "cpu":  # as ComfyUI was told: a card is to hold what it has
+        return _is_dynamic(patcher) or self._offloads(patcher)
+
+    def _offloads(self, patcher: Any) -> bool:
+        """Whether ComfyUI itself would move the model to main memory, and there is room for all of it."""
+        if _is_dynamic(patcher) or patcher.offload_device.type != "cpu":
             return False
         import comfy.model_management as management
 
@@ -90,16 +94,18 @@ class ComfyWeights:
 
     def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
-        resident = self._resident(layers)
-        if resident and self.offloads(next(resident[0].parameters()).device):
+        patcher = getattr(self._model(), "current_patcher", None)
+        resident = self._resident(layers) if patcher is not None and self._offloads(patcher) else []
+        if resident:
             given = self._offload.without(resident, self.version(), kept)
-            if given:
-                import comfy.model_management as management
+        else:
+            self._offload.forget()
+            given = self._give_back(layers)
+        if given:
+            import comfy.model_management as management
 
-                management.soft_empty_cache()  # memory of the device, not of torch's allocator
-            return given
-        self._offload.forget()
-        return self._give_back(layers)
+            management.soft_empty_cache()  # memory of the device, and not of torch's allocator
+        return given
 
     def _resident(self, layers: list[nn.Module]) -> list[nn.Module]:
         """Those of some layers whose weights lie on the device as they are, each in a place of its own, or are away."""
@@ -110,7 +116,8 @@ class ComfyWeights:
         for layer in layers:
             own = [weight for weight in layer._parameters.values() if weight is not None]
             alone = all(is_plain(weight) and shared[id(weight)] == 1 for weight in own)
-            if own and alone and self.lends(layer) and not any(map(layer.__dict__.get, self.signs[:-1])):
+            there = not any(map(layer.__dict__.get, self.signs[:-1])) and all(w.device.type in FROM for w in own)
+            if own and alone and (there or is_away(layer)) and self.lends(layer):
                 found.append(layer)
         return found
 

@@ -236,7 +236,7 @@ def test_where_they_stay(offloaded: Offloaded, kind: Kind, monkeypatch: pytest.M
         monkeypatch.setattr(comfy_weights, "is_plain", lambda _: False)
     offloaded.settled()
     assert not offloaded.away and offloaded.offload._copies is None
-    if kind.config is CONFIG and why in ("a card is to hold it", "main memory is short", "dynamic"):
+    if kind.config is CONFIG and why in ("a card is to hold it", "main memory is short"):
         assert not any(kept(offloaded.clone))
 
 

@@ -7,6 +7,7 @@ Where ComfyUI keeps the weights elsewhere, it is not asked again for those that 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -20,6 +21,7 @@ from patchers import CONFIG, distance, sample
 from nexfort_engine import dispatch, keeping, loans
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts import comfy_weights
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
@@ -263,6 +265,21 @@ def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> 
     assert torch.equal(roomy.sampled(steps=1)[0], first)
     assert set(memory.filled.values()) == {1}, "nothing was read again"
     assert len(memory.given_back) == 1 and not +memory.pins
+
+
+def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
+    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
+    first, asked = roomy.sampled()
+    assert kind.one in asked and not any(kept(roomy.clone)) and not roomy.memory.given_back
+    monkeypatch.setattr(comfy_weights, "FROM", ("cpu",))
+    monkeypatch.setattr(comfy_weights, "_is_dynamic", lambda _: True)
+    assert torch.equal(roomy.sampled()[0], first) and all(kept(roomy.clone)) and len(roomy.memory.given_back) == 1
+    roomy.memory.take_away()
+    again, asked = roomy.sampled()
+    assert torch.equal(again, first) and asked and not asked & roomy.kept
 
 
 def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
