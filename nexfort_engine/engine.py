@@ -110,6 +110,7 @@ class Engine:
         self._innermost: bool | None = None  # whether the backbone's own weights lie so
         self._verify_due = False
         self._model_keys: dict[str, str] = {}
+        self._sessions: set[Session] = set()  # that are under way
         _alive.add(self)
 
     @property
@@ -208,9 +209,9 @@ class Engine:
             return
         if is_capturing():  # giving back waits for the device, which no capture bears: after another step
             return
-        with self.graphs.idle() if self.graphs is not None else contextlib.nullcontext(True) as is_idle:
-            if is_idle:  # otherwise another thread is in a step, and reads what would go
-                self._give_back(self.lender)
+        others = [other for other in list(_alive) if other.root is self.root and other is not self]
+        if len(self._sessions) == 1 and not any(other._sessions for other in others):
+            self._give_back(self.lender)  # otherwise another thread is in a step, and reads what would go
 
     def _give_back(self, lender: Lender) -> None:
         self.held_twice = False
@@ -232,6 +233,8 @@ class Engine:
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
+        if self.lender is not None:
+            self.lender.stay()
         graphs = self.graphs is not None and bool(self.graphs.release())
         return any([region.release() for region in (self._table or {}).values()]) or graphs
 
@@ -427,10 +430,12 @@ class Engine:
         if watch_root and stand_in(self.root):
             placed.append(self.root)
         began = time.perf_counter()
+        self._sessions.add(session)
         try:
             with backend_scope(**self.config.backend_flags()), entered(session):
                 yield session
         finally:
+            self._sessions.discard(session)
             for module in placed:
                 leave(module)
             if counted and instead is None:

@@ -86,6 +86,9 @@ class Lender(Protocol):
     def unsettled(self) -> bool:
         """Whether more could be given back by now for what `do_without` was asked last."""
 
+    def stay(self) -> None:
+        """Give nothing back any more for what `do_without` was asked: what was used instead is given up."""
+
     def lends(self, layer: nn.Module) -> bool:
         """Whether the layer's weights can be borrowed: it is of a kind whose code is known."""
 

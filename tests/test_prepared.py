@@ -259,6 +259,8 @@ class Host:
     def lends(self, _: nn.Module) -> bool:
         return False
 
+    def stay(self) -> None: ...
+
     def frees(self, _: torch.device) -> bool:
         return False
 

@@ -92,6 +92,10 @@ class ComfyWeights:
         """Whether weights were copied to main memory and may leave the device."""
         return self._offload.ready
 
+    def stay(self) -> None:
+        """Drop what is being copied to main memory."""
+        self._offload.forget()
+
     def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
         patcher = getattr(self._model(), "current_patcher", None)

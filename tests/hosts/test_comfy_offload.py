@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from card_memory import unload
 from kept_weights import KINDS, Elsewhere, Kind, engine_of, kept
 from patchers import CONFIG, distance, sample
 from pretended_graph import Graph, pretend
 from torch import nn
 
 from nexfort_engine import offload
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy_weights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
@@ -140,8 +143,6 @@ def test_weights_that_change_while_they_are_copied_do_not_leave(
 
 
 def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, kind: Kind) -> None:
-    import comfy.model_management as management
-
     first = offloaded.settled()
     saved = {name: weight.clone() for name, weight in offloaded.plain.model_state_dict().items()}
     twin = copy.deepcopy(offloaded.network.get_submodule(kind.one))
@@ -152,16 +153,13 @@ def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, k
     assert not offload.is_away(twin) and kind.one in offloaded.away
     assert torch.equal(given, offloaded.network.get_submodule(kind.one)(x)) and kind.one not in offloaded.away
     assert torch.equal(offloaded.settled(), first)
-    for unload in (
-        management.unload_all_models,
-        lambda: offloaded.clone.partially_unload(torch.device("cpu"), 1 << 40),
-    ):
-        unload()
+    for take_off in (unload, lambda: offloaded.clone.partially_unload(torch.device("cpu"), 1 << 40)):
+        take_off()
         assert torch.equal(offloaded.sampled()[0], first)
         assert torch.equal(sample(offloaded.plain), offloaded.wanted)
-        unload()
+        take_off()
         assert torch.equal(sample(offloaded.plain), offloaded.wanted) and not offloaded.away
-        management.unload_all_models()
+        unload()
         assert torch.equal(offloaded.settled(), first) and offloaded.away
     for name, weight in offloaded.plain.model_state_dict().items():
         assert torch.equal(weight, saved[name])
@@ -177,6 +175,25 @@ def test_a_graph_reads_nothing_that_left(kind: Kind, monkeypatch: pytest.MonkeyP
     assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2, "captured once more"
     offloaded.spoiled()
     assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2
+
+
+def test_while_another_step_is_under_way_nothing_leaves(offloaded: Offloaded, kind: Kind) -> None:
+    first = offloaded.settled()
+    engine = engine_of(offloaded.clone)
+    other = Engine(engine.root, CompileConfig.parse("jit"), engine.store)
+    for one in (engine, other):
+        assert torch.equal(sample(offloaded.plain), offloaded.wanted) and not offloaded.away
+        with one.active():
+            assert torch.equal(offloaded.settled(), first) and not offloaded.away
+        assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away
+
+
+def test_what_is_given_up_is_not_copied_any_more(offloaded: Offloaded) -> None:
+    offloaded.sampled(steps=1)
+    assert offloaded.offload._copies is not None
+    offloaded.offload.join(60)
+    unload()
+    assert offloaded.offload._copies is None and not offloaded.away
 
 
 def test_a_verified_step_finds_them_and_they_leave_again(offloaded: Offloaded, kind: Kind) -> None:
@@ -207,9 +224,7 @@ def test_what_is_kept_prepared_leaves_a_card(kind: Kind, monkeypatch: pytest.Mon
     assert [step.graph is not None for step in engine.graphs._steps.values()] == [True]
     offloaded.spoiled()
     assert torch.equal(offloaded.sampled(steps=5)[0], first), "nor does a graph read them"
-    import comfy.model_management as management
-
-    management.unload_all_models()
+    unload()
     changed = kind.changed(Offloaded(kind, monkeypatch, "cuda").clone)
     found = sample(changed, steps=5)
     assert distance(found, first) > kind.error and torch.equal(sample(changed, steps=5), found)
