@@ -25,17 +25,17 @@ from .cache.key import driver_needed, environment_parts, fingerprint, machine, p
 from .cache.store import Store
 from .config import CompileConfig
 from .constants import tensors_in
-from .cudagraph import StepGraphs, no_memory
+from .cudagraph import StepGraphs
 from .dispatch import Region
 from .flags import backend_scope, disabled
-from .graphmemory import is_capturing
-from .images import is_of_order, lie_innermost, outermost
-from .keeping import kept_of, spared
-from .loans import Lender, layers_in
+from .images import lie_innermost, outermost
+from .keeping import hold_once, spared
+from .loans import Lender
 from .lower import import_ahead
 from .modulestate import Slot, structure
 from .prepared import Version
 from .regions import find_regions
+from .remedies import remedy, written_to
 from .report import Report, named
 from .session import Instead, Session, entered
 from .signature import of_its_own
@@ -200,36 +200,10 @@ class Engine:
         """Whether weights that the host keeps on a device make room there once they are kept prepared."""
         return self.lender is not None and self.lender.frees(device)
 
-    def _hold_once(self) -> None:
-        """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
-
-        Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
-        """
-        if self.lender is None or not (self.held_twice or self.lender.unsettled):
-            return
-        if is_capturing():  # giving back waits for the device, which no capture bears: after another step
-            return
+    def is_busy_elsewhere(self) -> bool:
+        """Whether the backbone is in another step than this thread's, of whichever engine."""
         others = [other for other in list(_alive) if other.root is self.root and other is not self]
-        if len(self._sessions) == 1 and not any(other._sessions for other in others):
-            self._give_back(self.lender)  # otherwise another thread is in a step, and reads what would go
-
-    def _give_back(self, lender: Lender) -> None:
-        self.held_twice = False
-        found = [(region, binding) for region in self.regions for binding in region.bindings]
-        kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
-        layers = layers_in(self.root, self.spared([binding for _, binding in found if binding.kept is not None]))
-        if lender.unsettled and self.graphs is not None:
-            self.graphs.release()  # captured with weights at places where they will not be
-        try:
-            instead = [it.tensors for _, it in kept]
-            given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
-        except Exception as error:  # of the host; the step has its result
-            self.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
-            return
-        if given:
-            log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", self.name, given >> 20)
-            for region, it in kept:
-                it.moved(region.slots.read())
+        return len(self._sessions) > 1 or any(other._sessions for other in others)
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
@@ -281,7 +255,7 @@ class Engine:
             named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
             session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             session.root = (plain, _copied(args), _copied(kwargs))
-            session.written = _written_to((args, kwargs))
+            session.written = written_to((args, kwargs))
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
     def verify_next(self) -> None:
@@ -316,7 +290,7 @@ class Engine:
             self._verify_due |= due  # the next step will do
             if session.root is None:
                 raise
-            again, args, kwargs = self._remedy(error, session), *session.root[1:]  # as they were given
+            again, args, kwargs = remedy(self, error, session), *session.root[1:]  # as they were given
             if again is None:
                 raise
         if again is not None:  # not before the error is gone, which holds on to what the step had made
@@ -327,59 +301,15 @@ class Engine:
         elif kept is not None and session.root is not None:
             Verifier(self, graphs=kept[2], names=kept[3]).run(session.root[0], *kept[:2])
             self.held_twice = True  # eager code asked the host for all weights
-        self._hold_once()
+        hold_once(self)
         return result
-
-    def _remedy(self, error: BaseException, session: Session) -> contextlib.AbstractContextManager[Any] | None:
-        """In what a step that failed is run again, where that may help."""
-        assert session.root is not None, "it failed in the backbone"
-        if session.images and is_of_order(error):
-            again: Any = self.without_images(named(error))
-        # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
-        elif no_memory(error) and self.release():
-            self.keeps, again = False, contextlib.nullcontext()
-        else:
-            return None
-        # code of others, which may count its calls, saw a part of this step; or it changed what it was given
-        if not self._is_quiet(*session.root[1:]) or _written_to(session.root[1:]) != session.written:
-            if session.images and is_of_order(error) and not isinstance(error, AssertionError):
-                with again:  # it is the next step that it helps
-                    pass
-            return None
-        if no_memory(error):
-            self.report.note("memory was short: what was held between steps was given back, and the step run again")
-        return again
-
-    @contextlib.contextmanager
-    def without_images(self, reason: str) -> Iterator[None]:
-        """Have images lie as eager code leaves them, for good if the block ends well. What was made for others goes."""
-        before, self.images = self.images, False
-        if before:
-            self._forget()
-        try:
-            yield
-        except BaseException:
-            self.images = before  # that was not it
-            if before:
-                self._forget()
-            raise
-        self.known.images = False
-        if before:
-            self.report.note(
-                f"images lie between blocks as eager code leaves them, because some code asks for it: {reason}"
-            )
-
-    def _forget(self) -> None:
-        self.release()
-        for region in self.regions:
-            region.forget()
 
     def _kept(self, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any, bool, list[Any]] | None:
         """Arguments for a verification after the step, which may change its own; whether it may be a graph, and names.
 
         The names are those of the arguments' tensors, None where one has none.
         """
-        quiet = self._is_quiet(args, kwargs)
+        quiet = self.is_quiet(args, kwargs)
         try:
             args, kwargs = self.plain_call(args, kwargs)
             names = [session.lasting.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
@@ -389,7 +319,7 @@ class Engine:
             self.report.note(f"a step could not be verified ({named(error)})")
             return None
 
-    def _is_quiet(self, args: Any, kwargs: Any) -> bool:
+    def is_quiet(self, args: Any, kwargs: Any) -> bool:
         return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
@@ -446,7 +376,7 @@ class Engine:
         """What a stand-in does when its block is called inside a session of this engine."""
         if module is self.root and session.root is None:
             session.root = (plain, _copied(args), _copied(kwargs))
-            session.written = _written_to((args, kwargs))
+            session.written = written_to((args, kwargs))
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self._regions().get(id(module))
         if region is None or session.inside:
@@ -473,11 +403,6 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
     return value
-
-
-def _written_to(values: Any) -> list[int]:
-    """How often each tensor of a call was written to; inference tensors do not tell."""
-    return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]
 
 
 def _exported_here() -> bool:

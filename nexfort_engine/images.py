@@ -12,7 +12,7 @@ otherwise.
 That is equal numbers for any code but such as looks at memory itself. `x.view(n * c, h, w)` fails; and what is written
 to `x.contiguous()` or `x.reshape(n, -1)`, which are looks at an image with channels outermost, goes to a copy of one
 that lies so. A block whose code does the former is captured with its weights as they are; a plan notices both
-(`LooksNoticed`), a step only the former; then no image is laid out any more (`Engine.without_images`).
+(`LooksNoticed`), a step only the former; then no image is laid out any more (remedies.py).
 """
 
 from __future__ import annotations

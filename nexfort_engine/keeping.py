@@ -6,19 +6,24 @@ Right is what the host's word covers and the device has room for, and nothing th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
 
 from .artefact import Binding
-from .loans import NO_STAND_INS, StandIns
+from .graphmemory import is_capturing
+from .loans import NO_STAND_INS, Lender, StandIns, layers_in
 from .prepared import Kept, room_for
+from .report import named
 
 if TYPE_CHECKING:
     from .dispatch import Region
     from .engine import Engine
     from .session import Session
+
+log = logging.getLogger("nexfort")
 
 
 def kept_of(region: Region, binding: Binding) -> Kept | None:
@@ -81,3 +86,35 @@ def spared(region: Region, used: Collection[int]) -> Collection[int]:
     """Places of weights that no artefact of those used (by id) has to be lent any more."""
     found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in region.bindings if id(b) in used]
     return set.intersection(*found) if found else set()
+
+
+def hold_once(engine: Engine) -> None:
+    """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
+
+    Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
+    """
+    if engine.lender is None or not (engine.held_twice or engine.lender.unsettled):
+        return
+    if is_capturing():  # giving back waits for the device, which no capture bears: after another step
+        return
+    if not engine.is_busy_elsewhere():  # another thread would read what goes
+        _give_back(engine, engine.lender)
+
+
+def _give_back(engine: Engine, lender: Lender) -> None:
+    engine.held_twice = False
+    found = [(region, binding) for region in engine.regions for binding in region.bindings]
+    kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
+    layers = layers_in(engine.root, engine.spared([binding for _, binding in found if binding.kept is not None]))
+    if lender.unsettled and engine.graphs is not None:
+        engine.graphs.release()  # captured with weights at places where they will not be
+    try:
+        instead = [it.tensors for _, it in kept]
+        given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
+    except Exception as error:  # of the host; the step has its result
+        engine.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
+        return
+    if given:
+        log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", engine.name, given >> 20)
+        for region, it in kept:
+            it.moved(region.slots.read())

@@ -21,6 +21,7 @@ from .dispatch import Ineligible, Region
 from .images import LooksNoticed, as_taken, innermost, is_of_order
 from .modulestate import INTERNAL
 from .passes import laid_out
+from .remedies import without_images
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, of_its_own
 
@@ -76,7 +77,7 @@ class Planner:
             if not (looks.any and is_of_order(error)):
                 raise
             reason = named(error)
-        with self.engine.without_images(reason):
+        with without_images(self.engine, reason):
             return self._planned(call, *given)
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:

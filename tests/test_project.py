@@ -64,6 +64,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "dispatch": (
         "dispatch",
         "keeping",
+        "remedies",
         "build",
         "finding",
         "background",

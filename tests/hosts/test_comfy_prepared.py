@@ -18,7 +18,7 @@ from card_memory import PAGE, loaded_in_part, unload
 from kept_weights import KINDS, Elsewhere, Kind, Paged, engine_of, kept, packing_flux
 from patchers import CONFIG, distance, sample
 
-from nexfort_engine import dispatch, keeping, loans
+from nexfort_engine import dispatch, engine, keeping, loans
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy as host
 from nexfort_engine.hosts import comfy_weights
@@ -327,13 +327,13 @@ def test_where_nothing_is_kept_no_page_is_given_back(
 def test_what_was_let_go_of_before_the_step_ended_is_not_given_back(
     roomy: Paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = Engine._hold_once
+    end = keeping.hold_once
 
-    def released(engine: Engine) -> None:
-        engine.release()  # by another thread
-        end(engine)
+    def released(one: Engine) -> None:
+        one.release()  # by another thread
+        end(one)
 
-    monkeypatch.setattr(Engine, "_hold_once", released)
+    monkeypatch.setattr(engine, "hold_once", released)
     roomy.sampled()
     assert not roomy.memory.given_back
 
@@ -366,20 +366,20 @@ def test_eager_code_leaves_no_pages_behind(roomy: Paged, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", asking)
     first, _ = roomy.sampled()
-    left, engine, resident = set(roomy.memory.resident), engine_of(roomy.clone), []
+    left, ours, resident = set(roomy.memory.resident), engine_of(roomy.clone), []
     if what == "verified":
-        engine.verify_next()
+        ours.verify_next()
     else:
         call, once = dispatch.Region.call, []
 
         def planned(region: Any, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
             if not once:
-                once.append(engine.builder.planner.calls(session))
+                once.append(ours.builder.planner.calls(session))
             return call(region, plain, args, kwargs, session)
 
         monkeypatch.setattr(dispatch.Region, "call", planned)
-    end = Engine._hold_once
-    monkeypatch.setattr(Engine, "_hold_once", lambda one: (resident.append(set(roomy.memory.resident)), end(one)))
+    end = keeping.hold_once
+    monkeypatch.setattr(engine, "hold_once", lambda one: (resident.append(set(roomy.memory.resident)), end(one)))
     assert torch.equal(roomy.sampled()[0], first)
     assert any(pages > left for pages in resident) and roomy.memory.resident == left
 
