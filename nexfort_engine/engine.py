@@ -196,6 +196,11 @@ class Engine:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
         return self.lender.room(device) if self.lender is not None else 0
 
+    def look(self, run: object) -> None:
+        """Have the host see whether weights changed without a word, once for each run; None: it has no name."""
+        if self.lender is not None:
+            self.lender.look(run)
+
     def frees(self, device: torch.device) -> bool:
         """Whether weights that the host keeps on a device make room there once they are kept prepared."""
         return self.lender is not None and self.lender.frees(device)

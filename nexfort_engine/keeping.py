@@ -118,3 +118,6 @@ def _give_back(engine: Engine, lender: Lender) -> None:
         log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", engine.name, given >> 20)
         for region, it in kept:
             it.moved(region.slots.read())
+    if kept and not engine.lowering.keeps and not engine.frees(kept[0][1].tensors[0].device):
+        for _, binding in found:  # the weights stay after all, and this is not worth it beside them
+            binding.kept = None

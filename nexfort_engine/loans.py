@@ -86,6 +86,9 @@ class Lender(Protocol):
     def unsettled(self) -> bool:
         """Whether more could be given back by now for what `do_without` was asked last."""
 
+    def look(self, run: object) -> None:
+        """Once for each run, see whether weights changed that the host holds elsewhere; `version` tells."""
+
     def stay(self) -> None:
         """Give nothing back any more for what `do_without` was asked: what was used instead is given up."""
 

@@ -261,6 +261,8 @@ class Host:
 
     def stay(self) -> None: ...
 
+    def look(self, run: object) -> None: ...
+
     def frees(self, _: torch.device) -> bool:
         return False
 

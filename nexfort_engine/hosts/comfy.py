@@ -140,8 +140,11 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
         if args and isinstance(args[0], torch.Tensor):
             is_last = _is_last(executor)  # a wrapper behind this one may write to what it is given
             dtype = executor.class_obj.get_dtype_inference() if is_last else None
-            run = _run(args, kwargs) if is_last else None
-            args, kwargs, lasting = _engines(network).conds.sent(args, kwargs, args[0].device, dtype, run)
+            run = _run(args, kwargs)
+            engine.look(run)
+            args, kwargs, lasting = _engines(network).conds.sent(
+                args, kwargs, args[0].device, dtype, run if is_last else None
+            )
         with shown(engine.report), engine.active(watch_root=True) as session:
             session.lasting = lasting
             return executor(*args, **kwargs)

@@ -10,14 +10,12 @@ fetched in one go (`cast_modules_with_vbar`), as ComfyUI does it ahead of a bloc
 only asks whether the pages are the same.
 
 Without it ComfyUI keeps a model that fits on the GPU as a whole. What nobody needs there any more, because it is kept
-prepared, goes to main memory (offload.py), and ComfyUI goes on taking it for loaded: it moves, patches and saves
-weights wherever they are.
+prepared, goes to main memory (offload.py, comfy_home.py).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -27,14 +25,14 @@ from torch import nn
 from ..loans import NotLent
 from ..modulestate import ABSENT
 from ..offload import AWAY, Offload, is_away, take_back
-from ..parts import is_plain
+from . import comfy_home
+from .comfy_home import ComfyHome, is_dynamic
 from .comfy_own_casts import OwnCasts, casts_itself
 from .comfy_pages import Pages, give_back
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
 _NAMES = ("weight", "bias")
-FROM = ("cuda",)  # types of devices whose memory is not main memory
 
 
 class ComfyWeights:
@@ -52,16 +50,22 @@ class ComfyWeights:
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
         self._model, self._computing = weakref.ref(model), computing
         self._own_casts = OwnCasts(self.hidden)
-        self._offload = Offload(_is_offloaded)
+        self._home = ComfyHome(self._model)
+        self._offload = Offload(self._home)
+        self._run: object = None  # that looked at weights last
         self.says = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
     def version(self) -> Hashable:
-        """What ComfyUI notes of the patches that the weights were loaded with. None where hooks change them as well."""
+        """What ComfyUI notes of the patches that the weights were loaded with, and how often they were found changed.
+
+        None where hooks change them as well.
+        """
         model = self._model()
         patcher = getattr(model, "current_patcher", None)
         if patcher is None or getattr(patcher, "current_hooks", None) or getattr(patcher, "hook_patches", None):
             return None
-        return getattr(model, "current_weight_patches_uuid", None)
+        said = getattr(model, "current_weight_patches_uuid", None)
+        return (said, self._offload.edits) if said is not None and self._offload.edits else said
 
     def room(self, device: torch.device) -> int:
         """What dynamic VRAM keeps in pages, which go away when somebody else needs the room."""
@@ -74,18 +78,15 @@ class ComfyWeights:
 
     def frees(self, device: torch.device) -> bool:
         """Whether weights make room: dynamic VRAM gives pages back, and without it weights may go to main memory."""
-        patcher = getattr(self._model(), "current_patcher", None)
-        if patcher is None or device.type not in FROM:
+        patcher = self._home.patcher
+        if patcher is None or device.type not in comfy_home.FROM:
             return False
-        return _is_dynamic(patcher) or self._offloads(patcher)
-
-    def _offloads(self, patcher: Any) -> bool:
-        """Whether ComfyUI itself would move the model to main memory, and there is room for all of it."""
-        if _is_dynamic(patcher) or patcher.offload_device.type != "cpu":
+        if is_dynamic(patcher):
+            return True
+        version = self.version()
+        if not self._home.may_go() or self._offload.stays(version):
             return False
-        import comfy.model_management as management
-
-        return bool(management.get_free_memory(torch.device("cpu")) > patcher.model_size())
+        return self._offload.begun(version) or self._home.fits()
 
     @property
     def unsettled(self) -> bool:
@@ -96,34 +97,25 @@ class ComfyWeights:
         """Drop what is being copied to main memory."""
         self._offload.forget()
 
+    def look(self, run: object) -> None:
+        """Once for each run, see whether weights in main memory were changed in their place. None: it has no name."""
+        if run is None or run is not self._run:
+            self._offload.look()
+            self._run = run
+
     def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
-        patcher = getattr(self._model(), "current_patcher", None)
-        resident = self._resident(layers) if patcher is not None and self._offloads(patcher) else []
-        if resident:
-            given = self._offload.without(resident, self.version(), kept)
+        version, given = self.version(), 0
+        if self._home.may_go() and (self._offload.begun(version) or self._home.fits()):
+            given = self._offload.without(self._home.resident(layers, self.lends), version, kept)
         else:
             self._offload.forget()
-            given = self._give_back(layers)
+        given = given or self._give_back(layers)
         if given:
             import comfy.model_management as management
 
             management.soft_empty_cache()  # memory of the device, and not of torch's allocator
         return given
-
-    def _resident(self, layers: list[nn.Module]) -> list[nn.Module]:
-        """Those of some layers whose weights lie on the device as they are, each in a place of its own, or are away."""
-        model = self._model()
-        tables = [sub._parameters for sub in (model.modules() if model is not None else ())]
-        shared = Counter(id(weight) for table in tables for weight in table.values())
-        found = []
-        for layer in layers:
-            own = [weight for weight in layer._parameters.values() if weight is not None]
-            alone = all(is_plain(weight) and shared[id(weight)] == 1 for weight in own)
-            there = not any(map(layer.__dict__.get, self.signs[:-1])) and all(w.device.type in FROM for w in own)
-            if own and alone and (there or is_away(layer)) and self.lends(layer):
-                found.append(layer)
-        return found
 
     def _give_back(self, layers: list[nn.Module]) -> int:
         model, idle = self._model(), set(map(id, layers))
@@ -265,15 +257,6 @@ class ComfyWeights:
             loan.kept &= layer._prefetch["signature"] is not None
         loan.kept &= len(loan.pages) == len(layers)
         return found
-
-
-def _is_dynamic(patcher: Any) -> bool:
-    return bool(getattr(patcher, "is_dynamic", bool)())
-
-
-def _is_offloaded(layer: nn.Module) -> bool:
-    """Whether ComfyUI itself took a layer off the GPU since; its own forward casts then."""
-    return bool(layer.__dict__.get("comfy_cast_weights"))
 
 
 def _is_quantised(layer: nn.Module) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from nexfort_engine import offload
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.engine import Engine
-from nexfort_engine.hosts import comfy_weights
+from nexfort_engine.hosts import comfy_home, comfy_weights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
@@ -36,7 +38,7 @@ class Offloaded(Elsewhere):
     """On a card, or main memory is taken for one's. wanted: the picture that eager code makes."""
 
     def __init__(self, kind: Kind, patch: pytest.MonkeyPatch, card: str = "cpu") -> None:
-        patch.setattr(comfy_weights, "FROM", (card,))
+        patch.setattr(comfy_home, "FROM", (card,))
         patch.setattr(offload, "LEAST", 1)
         self.plain = kind.made(patch)
         self.plain.load_device = torch.device(card)
@@ -60,8 +62,9 @@ class Offloaded(Elsewhere):
             self.offload.join(60)
         return self.sampled(clone)[0]
 
-    def spoiled(self) -> None:
-        """Nobody is to read what is away."""
+    def spoiled(self, patch: pytest.MonkeyPatch) -> None:
+        """Nobody is to read what is away, but for those who see whether it changed."""
+        patch.setattr(offload.Offload, "look", lambda _: None)
         for name in self.away:
             for weight in self.network.get_submodule(name).parameters():
                 weight.data.fill_(torch.nan)
@@ -72,13 +75,15 @@ def offloaded(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Offloaded:
     return Offloaded(kind, monkeypatch)
 
 
-def test_what_is_kept_prepared_leaves_and_the_picture_stays(offloaded: Offloaded, kind: Kind) -> None:
+def test_what_is_kept_prepared_leaves_and_the_picture_stays(
+    offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, _ = offloaded.sampled()
     assert distance(first, offloaded.wanted) < kind.error
     before = kept(offloaded.clone)
     assert torch.equal(offloaded.settled(), first)
     assert kind.one in offloaded.away
-    offloaded.spoiled()
+    offloaded.spoiled(monkeypatch)
     again, asked = offloaded.sampled()
     assert torch.equal(again, first) and not asked
     if kind.dims == 4:
@@ -115,6 +120,7 @@ def test_a_lora_is_seen_and_goes_as_if_nothing_had_left(
     assert torch.equal(sample(offloaded.plain), offloaded.wanted)
 
 
+@torch.inference_mode()
 def test_weights_that_change_while_they_are_copied_do_not_leave(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,15 +137,46 @@ def test_weights_that_change_while_they_are_copied_do_not_leave(
     copies.without([], "another version")
     layer = offloaded.network.get_submodule(kind.one)
     offload.take_back(layer)
-    for in_its_place in (True, False):
-        copies.without([layer], "a version")
+    own, edits = layer.weight.data.clone(), copies.edits
+    for number, change in enumerate(("the place", "the parameter", "before", "afterwards", "meanwhile")):
+        if change == "meanwhile":  # and back again
+            monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+        copies.without([layer], f"version {number}")
+        if change == "meanwhile":
+            layer.weight.data.mul_(2.0)
+            copies._copies._copy(None)
+            layer.weight.data.copy_(own)
+        elif change == "before":
+            copies.join(60)
+            copies._copies._made[0]["weight"].mul_(2.0)  # what the thread saw
+            layer.weight.data.mul_(2.0)
         copies.join(60)
-        if in_its_place:
+        if change == "the place":
             layer.weight.data = layer.weight.data.clone()
-        else:
+        elif change == "the parameter":
             layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
-        assert copies.without([layer], "a version") == 0 and not offload.is_away(layer)
+        elif change == "afterwards":
+            layer.weight.data.mul_(2.0)
+        assert copies.without([layer], f"version {number}") == 0 and not offload.is_away(layer), change
+        assert copies.edits == (edits := edits + (number > 1)), "and what is kept of them is not theirs"
         copies.forget()
+
+
+@pytest.mark.parametrize("when", ["away", "copied", "before it leaves"])
+def test_weights_that_are_changed_in_their_place_are_seen_in_the_next_picture(
+    offloaded: Offloaded, kind: Kind, when: str
+) -> None:
+    first = offloaded.settled() if when == "away" else offloaded.sampled(steps=1)[0]
+    offloaded.offload.join(60)
+    assert bool(offloaded.away) is (when == "away")
+    with torch.inference_mode():
+        for name in offloaded.kept:
+            offloaded.network.get_submodule(name).weight.data.mul_(1.5)
+    found = offloaded.settled()
+    assert kind.one in offloaded.away
+    wanted = sample(offloaded.plain)
+    assert distance(found, wanted) < kind.error < distance(found, offloaded.wanted)
+    assert first is not None
 
 
 def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, kind: Kind) -> None:
@@ -173,7 +210,7 @@ def test_a_graph_reads_nothing_that_left(kind: Kind, monkeypatch: pytest.MonkeyP
     offloaded.offload.join(60)
     assert torch.equal(sample(offloaded.clone, steps=3), first) and offloaded.away
     assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2, "captured once more"
-    offloaded.spoiled()
+    offloaded.spoiled(monkeypatch)
     assert torch.equal(sample(offloaded.clone, steps=3), first) and len(Graph.made) == 2
 
 
@@ -222,7 +259,7 @@ def test_what_is_kept_prepared_leaves_a_card(kind: Kind, monkeypatch: pytest.Mon
     assert held - torch.cuda.memory_allocated() >= sum(weight.nbytes for weight in weights) // 2
     engine = engine_of(offloaded.clone)
     assert [step.graph is not None for step in engine.graphs._steps.values()] == [True]
-    offloaded.spoiled()
+    offloaded.spoiled(monkeypatch)
     assert torch.equal(offloaded.sampled(steps=5)[0], first), "nor does a graph read them"
     unload()
     changed = kind.changed(Offloaded(kind, monkeypatch, "cuda").clone)
@@ -248,10 +285,10 @@ def test_where_they_stay(offloaded: Offloaded, kind: Kind, monkeypatch: pytest.M
     elif why == "little":
         monkeypatch.setattr(offload, "LEAST", 1 << 40)
     else:
-        monkeypatch.setattr(comfy_weights, "is_plain", lambda _: False)
+        monkeypatch.setattr(comfy_home, "is_plain", lambda _: False)
     offloaded.settled()
     assert not offloaded.away and offloaded.offload._copies is None
-    if kind.config is CONFIG and why in ("a card is to hold it", "main memory is short"):
+    if kind.config is CONFIG and why != "dynamic":
         assert not any(kept(offloaded.clone))
 
 
@@ -277,3 +314,94 @@ def test_weights_that_are_wanted_back_each_time_stay_at_last(offloaded: Offloade
         assert torch.equal(offloaded.settled(), first)
         stayed += 1
     assert 0 < stayed < 20 and not offloaded.away
+
+
+def test_comfyui_is_told_how_much_of_the_card_a_model_has(offloaded: Offloaded, kind: Kind) -> None:
+    import comfy.model_management as management
+
+    model, (loaded,) = offloaded.plain.model, management.current_loaded_models[:1]
+    size = loaded.model_loaded_memory()
+    assert size == offloaded.plain.model_size()
+    offloaded.settled()
+    gone = sum(w.nbytes for name in offloaded.away for w in offloaded.network.get_submodule(name).parameters())
+    assert gone and model.model_loaded_weight_memory == size - gone
+    assert loaded.model_memory_required(offloaded.plain.load_device) == gone, "so others leave before it comes back"
+    sample(offloaded.plain)
+    assert not offloaded.away
+    changed = kind.changed(offloaded.clone)
+    offloaded.settled(changed)
+    offloaded.settled()
+    unload()
+    assert model.model_loaded_weight_memory == 0
+
+
+def test_others_leave_before_weights_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_management as management
+
+    asked: list[Any] = []
+    home = comfy_home.ComfyHome(lambda: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(management, "free_memory", lambda *a, **k: asked.append((a, k)))
+    monkeypatch.setattr(management, "get_free_memory", lambda *_: 1 << 30)
+    card = torch.device("meta")
+    home.make_room(card, 1 << 20)
+    assert not asked, "there is room"
+    home.make_room(card, 1 << 30)
+    home.make_room(torch.device("cpu"), 1 << 40)
+    assert asked == [(((1 << 30) + management.extra_reserved_memory(), card), {"keep_loaded": []})]
+
+
+@pytest.mark.parametrize("free", [1.2, 1.05])
+def test_main_memory_that_copies_took_is_not_asked_for_again(
+    offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch, free: float
+) -> None:
+    import comfy.model_management as management
+
+    size = offloaded.plain.model_size()
+
+    def left(*_: Any, **__: Any) -> float:
+        return size * (1.0 if offloaded.offload._times else free)
+
+    monkeypatch.setattr(management, "get_free_memory", left)
+    offloaded.settled()
+    assert kind.one in offloaded.away
+
+
+def test_a_layer_that_is_a_region_stays_and_is_not_copied(offloaded: Offloaded) -> None:
+    offloaded.sampled(steps=1)
+    regions = {id(region.module) for region in engine_of(offloaded.clone).regions}
+    assert not [layer for layer in offloaded.offload._copies._layers if id(layer) in regions]
+    offloaded.settled()
+    assert not [region.path for region in engine_of(offloaded.clone).regions if offload.is_away(region.module)]
+
+
+def test_a_forward_that_somebody_put_back_goes_with_the_next_call(offloaded: Offloaded, kind: Kind) -> None:
+    """As ComfyUI's adapters do that are no patches: what was there before them is put there again."""
+    first, layer = offloaded.settled(), offloaded.network.get_submodule(kind.one)
+    before = layer.forward
+    offload.take_back(layer)
+    layer.forward = before
+    assert torch.equal(sample(offloaded.plain), offloaded.wanted) and "forward" not in vars(layer)
+    assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away
+
+
+def test_a_network_is_pickled_as_if_nothing_had_left(offloaded: Offloaded, kind: Kind) -> None:
+    offloaded.settled()
+    layer = offloaded.network.get_submodule(kind.one)
+    again = pickle.loads(pickle.dumps(layer))
+    assert not offload.is_away(again) and torch.equal(again.weight, layer.weight) and offload.is_away(layer)
+    x = torch.randn(2, layer.weight.shape[1], *[8] * (kind.dims - 2)).to(layer.weight.dtype)
+    assert torch.equal(again(x), layer(x))
+
+
+def test_what_is_away_already_is_no_reason_for_others_to_stay(
+    offloaded: Offloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a card that is none: there weights lie on another device than those that are away."""
+    offloaded.settled()
+    lender, network = engine_of(offloaded.clone).lender, offloaded.network
+    names = sorted(offloaded.away)
+    offload.take_back(network.get_submodule(names[-1]))
+    network.get_submodule(names[-1]).to("meta")
+    monkeypatch.setattr(comfy_home, "FROM", ("meta",))
+    found = lender._home.resident([network.get_submodule(name) for name in names], lender.lends)
+    assert [network.get_submodule(name) for name in names] == found

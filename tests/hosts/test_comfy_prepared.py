@@ -21,7 +21,7 @@ from patchers import CONFIG, distance, sample
 from nexfort_engine import dispatch, engine, keeping, loans
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_weights
+from nexfort_engine.hosts import comfy_home, comfy_weights
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
@@ -274,8 +274,9 @@ def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_
     roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
     first, asked = roomy.sampled()
     assert kind.one in asked and not any(kept(roomy.clone)) and not roomy.memory.given_back
-    monkeypatch.setattr(comfy_weights, "FROM", ("cpu",))
-    monkeypatch.setattr(comfy_weights, "_is_dynamic", lambda _: True)
+    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
+    for module in (comfy_home, comfy_weights):
+        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
     assert torch.equal(roomy.sampled()[0], first) and all(kept(roomy.clone)) and len(roomy.memory.given_back) == 1
     roomy.memory.take_away()
     again, asked = roomy.sampled()
