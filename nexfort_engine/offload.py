@@ -124,8 +124,8 @@ class Offload:
         return self._copies is not None and self._copies.done.is_set()
 
     def stays(self, version: Hashable) -> bool:
-        """Whether weights of this version were found to stay where they are."""
-        return self._stay and version == self._version
+        """Whether weights of this version were found to stay where they are: also where they change all the time."""
+        return (self._stay and version == self._version) or self.edits > _MOST_TIMES
 
     def begun(self, version: Hashable) -> bool:
         """Whether weights of this version were copied, or are being."""
@@ -155,10 +155,12 @@ class Offload:
             given = sum(place.nbytes for place in left_behind)
             self._home.moved(-given)
             return given
+        if copies is not None and copies.changed:
+            return 0  # these are weights of another version, as the host says from now on
         left = [layer for layer in layers if not is_away(layer)]
         enough = sum(weight.nbytes for layer in left for weight in _weights_of(layer).values()) >= LEAST
         self._stay |= self._times >= _MOST_TIMES or not (enough or len(left) < len(layers))
-        if enough and not self._stay:
+        if enough and not self.stays(version):
             self._times += 1
             self._copies = _Copies(left)
         return 0

@@ -56,7 +56,7 @@ class ComfyHome:
         found = []
         for layer in layers:
             own = [weight for weight in layer._parameters.values() if weight is not None]
-            alone = all(is_plain(weight) and shared[id(weight)] == 1 for weight in own)
+            alone = all(is_plain(weight) and shared[id(weight)] == 1 and _is_dense(weight) for weight in own)
             there = not any(map(layer.__dict__.get, (*_SIGNS, "forward"))) and all(w.device.type in FROM for w in own)
             if own and alone and (there or is_away(layer)) and lends(layer):
                 found.append(layer)
@@ -86,6 +86,12 @@ class ComfyHome:
         if model is not None and hasattr(model, "model_loaded_weight_memory"):
             # never nothing, by which ComfyUI knows a model that is not loaded
             model.model_loaded_weight_memory = max(1, model.model_loaded_weight_memory + size)
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    """Whether a weight's numbers follow each other in memory, so that a copy lies as it does."""
+    turned = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    return (turned or weight.is_contiguous()) and weight.element_size() <= 8
 
 
 def is_dynamic(patcher: Any) -> bool:

@@ -366,6 +366,27 @@ def test_main_memory_that_copies_took_is_not_asked_for_again(
     assert kind.one in offloaded.away
 
 
+def test_weights_that_change_all_the_time_stay(offloaded: Offloaded, kind: Kind) -> None:
+    weight, turns = offloaded.network.get_submodule(kind.one).weight, 0
+    while not offloaded.offload.stays("any version") and turns < 20:
+        offloaded.sampled(steps=1)
+        offloaded.offload.join(60)
+        with torch.inference_mode():
+            weight.data.mul_(1.01)
+        turns += 1
+    assert 0 < turns < 20
+    offloaded.settled()
+    assert not offloaded.away
+
+
+def test_weights_with_gaps_stay(offloaded: Offloaded, kind: Kind) -> None:
+    layer = offloaded.network.get_submodule(kind.one)
+    home = engine_of(offloaded.clone).lender._home
+    assert home.resident([layer], lambda _: True) == [layer]
+    layer.weight = nn.Parameter(layer.weight.data[:1].expand_as(layer.weight), requires_grad=False)
+    assert home.resident([layer], lambda _: True) == []
+
+
 def test_a_layer_that_is_a_region_stays_and_is_not_copied(offloaded: Offloaded) -> None:
     offloaded.sampled(steps=1)
     regions = {id(region.module) for region in engine_of(offloaded.clone).regions}
