@@ -215,7 +215,7 @@ class Builder:
         if found is None or found[0] is not structure:
             parts = {
                 "environment": environment_parts(device),
-                "config": self.engine.lowering.lowering_key(),
+                "config": self.engine.lowering.lowering_key(images=images),
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
                 "images": images,

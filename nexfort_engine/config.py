@@ -254,9 +254,10 @@ class CompileConfig:
                 found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
         return [{"token": token, "reason": reason} for token, reason in found]
 
-    def lowering_key(self) -> str:
+    def lowering_key(self, *, images: bool = True) -> str:
         """Canonical text of only what changes an artefact; equal keys may share artefacts.
 
+        images: for a block that takes images, the only kind whose weights are laid out.
         Token order, `disable`, `fullgraph`, run-time flags (cuDNN benchmark) and whatever is inactive are
         left out.
         """
@@ -272,7 +273,7 @@ class CompileConfig:
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked],
-            "weights": [self.keeps, self._takes_copies],
+            "weights": [self.keeps, images and self._takes_copies],
             "dynamic": self.dynamic,
             "layout": "free" if self.lays_out else "contiguous",
             "prompt": "once" if self.prompt_once else "in each step",

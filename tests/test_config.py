@@ -517,6 +517,9 @@ def test_what_is_made_of_a_prompt_is_a_part_by_itself_on_a_gpu():
     assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
     told = CompileConfig.parse({"options": {"quant.keep_weights": False}})
     assert told.untold().lowering_key() == told.lowering_key()
+    plain = CompileConfig.parse(None)
+    assert plain.untold().lowering_key() != plain.lowering_key()
+    assert plain.untold().lowering_key() == plain.lowering_key(images=False), "where no image is one store serves both"
 
 
 def test_what_needs_step_graphs_or_a_host_has_no_effect_without():
