@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .parts import places
 from .report import named
 
 log = logging.getLogger("nexfort")
@@ -191,7 +192,7 @@ class _Copies:
         self.done, self.dropped, self.failed, self.changed = threading.Event(), False, False, False
         self._layers, self._before = layers, [_compared([layer]) for layer in layers]
         self._weights = [_weights_of(layer) for layer in layers]
-        self._places = [_places(weights) for weights in self._weights]
+        self._places = [places([*weights.values()]) for weights in self._weights]
         self._device = next(iter(self._weights[0].values())).device
         self._made: list[dict[str, torch.Tensor]] = []
         written = None  # by whoever put the weights there
@@ -221,10 +222,10 @@ class _Copies:
         """Put the copies in the places of weights that are still there, of those of these layers; gives the others."""
         wanted, rows = set(map(id, layers)), []
         copied = zip(self._layers, self._weights, self._places, self._before, self._made, strict=False)
-        for layer, weights, places, before, made in copied:
+        for layer, weights, there, before, made in copied:
             now = _weights_of(layer)
             same = now.keys() == weights.keys() and all(now[name] is weight for name, weight in weights.items())
-            if id(layer) in wanted and same and _places(now) == places and "forward" not in layer.__dict__:
+            if id(layer) in wanted and same and places([*now.values()]) == there and "forward" not in layer.__dict__:
                 rows.append((layer, weights, before, made))
         before, now = torch.cat([_NONE, *[row[2] for row in rows]]), _compared([row[0] for row in rows])
         self.changed = not torch.equal(now, before) or not torch.equal(now, _numbers([row[3] for row in rows]))
@@ -241,10 +242,10 @@ class _Copies:
         return left_behind
 
 
-def _move_into(places: list[torch.Tensor], kept: Iterable[list[torch.Tensor]]) -> None:
+def _move_into(left_behind: list[torch.Tensor], kept: Iterable[list[torch.Tensor]]) -> None:
     """Move tensors of lists into the memory of others of their size and device that nobody else has any more."""
     free = defaultdict(list)
-    for place in places:
+    for place in left_behind:
         if _is_alone(place):
             free[place.nbytes, place.device].append(place.untyped_storage())
     for tensors in kept:
@@ -281,7 +282,3 @@ def _numbers(rows: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 
 def _weights_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in layer._parameters.items() if value is not None}
-
-
-def _places(weights: dict[str, torch.Tensor]) -> list[int]:
-    return [weight.data_ptr() for weight in weights.values()]

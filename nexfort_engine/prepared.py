@@ -251,21 +251,25 @@ class Kept:
         at: list[int] | None = None,
     ) -> Kept:
         """weights: as the module holds them, wherever the numbers are."""
-        weights = weights if at is None else [weights[i] for i in at]
+        weights = _at(weights, at)
         made_of: list[Any] = [weakref.ref(w) if w is not None else None for w in weights]
         return cls(tensors, version, made_of, places(weights), stand_ins, at)
 
     def moved(self, weights: list[torch.Tensor]) -> None:
         """The weights, as the module holds them, lie elsewhere now and are the same."""
-        self.places = places(weights if self.at is None else [weights[i] for i in self.at])
+        self.places = places(_at(weights, self.at))
 
     def holds(self, version: Version, weights: list[torch.Tensor]) -> bool:
         """Whether they are what would be made now."""
-        weights = weights if self.at is None else [weights[i] for i in self.at]
+        weights = _at(weights, self.at)
         if version is None or version != self.version or len(weights) != len(self.made_of):
             return False
         same = all((ref() if ref else None) is w for ref, w in zip(self.made_of, weights, strict=True))
         return same and places(weights) == self.places
+
+
+def _at(weights: list[torch.Tensor], at: list[int] | None) -> list[torch.Tensor]:
+    return weights if at is None else [weights[i] for i in at]
 
 
 def room_for(tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:

@@ -20,7 +20,7 @@ from ..offload import is_away
 from ..parts import is_plain
 
 FROM = ("cuda",)  # types of devices whose memory is not main memory
-_SIGNS = ("comfy_cast_weights", "weight_function", "bias_function", "_v")
+SIGNS = ("comfy_cast_weights", "weight_function", "bias_function", "_v")  # of layers elsewhere; `_v` is dynamic VRAM's
 
 
 class ComfyHome:
@@ -57,7 +57,7 @@ class ComfyHome:
         for layer in layers:
             own = [weight for weight in layer._parameters.values() if weight is not None]
             alone = all(is_plain(weight) and shared[id(weight)] == 1 and _is_dense(weight) for weight in own)
-            there = not any(map(layer.__dict__.get, (*_SIGNS, "forward"))) and all(w.device.type in FROM for w in own)
+            there = not any(map(layer.__dict__.get, (*SIGNS, "forward"))) and all(w.device.type in FROM for w in own)
             if own and alone and (there or is_away(layer)) and lends(layer):
                 found.append(layer)
         return found

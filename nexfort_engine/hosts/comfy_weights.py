@@ -42,7 +42,7 @@ class ComfyWeights:
     elsewhere.
     """
 
-    signs = ("comfy_cast_weights", "weight_function", "bias_function", "_v", AWAY)  # `_v` is dynamic VRAM's
+    signs = (*comfy_home.SIGNS, AWAY)
     # what lies in the pages of a layer as it was fetched last, and (before 0.33) in main memory ready to be fetched
     copies = frozenset({"_v_weight", "_v_bias", "_pin"})
     hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT, ABSENT), strict=True))
@@ -185,7 +185,7 @@ class ComfyWeights:
 
     def lend(self, layers: list[nn.Module], device: torch.device) -> _Loan:
         """Copy, cast and patch as ComfyUI does. Raises NotLent."""
-        for layer in layers:
+        for layer in filter(is_away, layers):
             take_back(layer)
         loan = _Loan()
         paged = [layer for layer in layers if _is_paged(layer, device)]

@@ -7,7 +7,6 @@ Where ComfyUI keeps the weights elsewhere, it is not asked again for those that 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -18,10 +17,8 @@ from card_memory import PAGE, loaded_in_part, unload
 from kept_weights import KINDS, Elsewhere, Kind, Paged, engine_of, kept, packing_flux
 from patchers import CONFIG, distance, sample
 
-from nexfort_engine import dispatch, engine, keeping, loans
-from nexfort_engine.engine import Engine
+from nexfort_engine import keeping, loans
 from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_home, comfy_weights
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
@@ -242,147 +239,6 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monk
     both, first_alone = (engine.spared([b for r in some for b in r.bindings]) for some in ((first, second), (first,)))
     assert any(own is table for own, _ in both) and first_alone
     assert not any(own is table for own, _ in first_alone)
-
-
-# ---- pages that are given back -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def roomy(patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Paged:
-    """Under dynamic VRAM, on a card with much room."""
-    return Paged(patcher, monkeypatch, kind)
-
-
-def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> None:
-    memory = roomy.memory
-    first, asked = roomy.sampled(steps=1)
-    assert kind.one in asked and len(memory.given_back) == 1
-    left = set(memory.resident)
-    assert memory.given_back[0] == PAGE * (len(memory.filled) - len(left))
-    _, asked = roomy.sampled(steps=3)
-    assert asked and roomy.pages_of(asked) <= left == memory.resident, "all that is asked for still"
-    assert left <= roomy.others, "and nothing of what is kept"
-    assert torch.equal(roomy.sampled(steps=1)[0], first)
-    assert set(memory.filled.values()) == {1}, "nothing was read again"
-    assert len(memory.given_back) == 1 and not +memory.pins
-
-
-def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
-    first, asked = roomy.sampled()
-    assert kind.one in asked and not any(kept(roomy.clone)) and not roomy.memory.given_back
-    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
-        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
-    assert torch.equal(roomy.sampled()[0], first) and all(kept(roomy.clone)) and len(roomy.memory.given_back) == 1
-    roomy.memory.take_away()
-    again, asked = roomy.sampled()
-    assert torch.equal(again, first) and asked and not asked & roomy.kept
-
-
-def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = roomy.memory
-    first, _ = roomy.sampled()
-    left = set(memory.resident)
-    changed = kind.changed(roomy.clone)
-    found, asked = roomy.sampled(changed)
-    assert kind.one in asked and len(memory.given_back) == 2 and memory.resident == left
-    assert torch.equal(roomy.sampled(changed)[0], found) and len(memory.given_back) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(ComfyWeights, "version", lambda _: None)
-        assert torch.equal(roomy.sampled(changed)[0], found), "as if nothing were kept"
-        assert memory.resident > left, "each step asks for all"
-        assert len(memory.given_back) == 2
-    assert torch.equal(roomy.sampled()[0], first)
-    assert len(memory.given_back) == 3 and memory.resident == left
-
-
-def test_pages_of_another_model_stay(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, _ = roomy.sampled()
-    other = Paged(kind.made(monkeypatch), monkeypatch, kind)
-    left, given_back = set(roomy.memory.resident), list(roomy.memory.given_back)
-    assert torch.equal(other.sampled()[0], wanted) and len(other.memory.given_back) == 1
-    assert roomy.memory.resident == left and roomy.memory.given_back == given_back
-    assert torch.equal(roomy.sampled()[0], wanted) and set(roomy.memory.filled.values()) == {1}
-
-
-@pytest.mark.parametrize("why", ["nobody can say", "no room", "memory was short", "all code needs them"])
-def test_where_nothing_is_kept_no_page_is_given_back(
-    roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    if why == "nobody can say":
-        monkeypatch.setattr(ComfyWeights, "version", lambda _: None)
-    elif why == "no room":
-        monkeypatch.setattr(keeping, "room_for", lambda *_: False)
-    elif why == "memory was short":
-        host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).keeps = False
-    else:
-        monkeypatch.setattr(loans.Layers, "stand_ins", lambda *_: {})
-    roomy.sampled(steps=3)
-    assert not roomy.memory.given_back and roomy.memory.resident == roomy.pages_of(set(roomy.asked))
-
-
-def test_what_was_let_go_of_before_the_step_ended_is_not_given_back(
-    roomy: Paged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end = keeping.hold_once
-
-    def released(one: Engine) -> None:
-        one.release()  # by another thread
-        end(one)
-
-    monkeypatch.setattr(engine, "hold_once", released)
-    roomy.sampled()
-    assert not roomy.memory.given_back
-
-
-def test_a_step_that_did_not_end_is_made_up_for(roomy: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        *_, last = roomy.clone.model.diffusion_model.children()
-        patch.setattr(last, "forward", _interrupted)
-        roomy.sampled()
-    assert any(kept(roomy.clone)) and not roomy.memory.given_back and not +roomy.memory.pins
-    roomy.sampled()
-    assert len(roomy.memory.given_back) == 1
-
-
-def _interrupted(*_: Any, **__: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("what", ["verified", "planned"])
-def test_eager_code_leaves_no_pages_behind(roomy: Paged, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """A verification asks for all weights, and so does a plan, after which perhaps nothing is packed anew."""
-    import comfy.ops
-
-    cast = comfy.ops.cast_bias_weight
-
-    def asking(layer: Any, *args: Any, **kwargs: Any) -> Any:  # as ComfyUI's layers do on a GPU
-        if "_v" in vars(layer) and roomy.memory.fault(layer._v):
-            roomy.memory.unpin(layer._v)
-        return cast(layer, *args, **kwargs)
-
-    monkeypatch.setattr(comfy.ops, "cast_bias_weight", asking)
-    first, _ = roomy.sampled()
-    left, ours, resident = set(roomy.memory.resident), engine_of(roomy.clone), []
-    if what == "verified":
-        ours.verify_next()
-    else:
-        call, once = dispatch.Region.call, []
-
-        def planned(region: Any, plain: Any, args: Any, kwargs: Any, session: Any) -> Any:
-            if not once:
-                once.append(ours.builder.planner.calls(session))
-            return call(region, plain, args, kwargs, session)
-
-        monkeypatch.setattr(dispatch.Region, "call", planned)
-    end = keeping.hold_once
-    monkeypatch.setattr(engine, "hold_once", lambda one: (resident.append(set(roomy.memory.resident)), end(one)))
-    assert torch.equal(roomy.sampled()[0], first)
-    assert any(pages > left for pages in resident) and roomy.memory.resident == left
 
 
 # ---- what changes weights without ComfyUI's telling ----------------------------------------------------------
