@@ -78,8 +78,10 @@ _REWRITES = (
     "rotary",
     "broadcast",
     "cast_once",
+    "convolution",
     "few_keys_attention",
     "unpadded_attention",
+    "upsampled_convolution",
 )
 
 

@@ -62,7 +62,8 @@ _MEASURED = {
 }
 
 _LOW = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_attention")
-_DESCRIBED = ("gated_linear", "unpadded_attention")  # passes whose kernels write descriptors
+# passes whose kernels write descriptors, and what is lowered by such
+_DESCRIBED = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
 
 
 class Finder:

@@ -225,7 +225,8 @@ def _inductor(
 
     rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
     pairs = pairs_read_once() if own.get("rotary") else nullcontext()
-    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known_to_inductor():
+    known = known_to_inductor(convolutions=own.get("convolution") is True)
+    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)

@@ -37,6 +37,13 @@ def shortened(w: Tensors, x: torch.Tensor, embedding: torch.Tensor) -> torch.Ten
     return functional.conv2d(x, w[10], w[11]) + h + rows[:, :, None, None]
 
 
+def upsampled(w: Tensors, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    """To the double, and to the sizes of another image, which need not be such."""
+    h = functional.conv2d(functional.interpolate(x, scale_factor=2.0, mode="nearest"), w[0], w[1], padding=1)
+    tall = functional.interpolate(h, size=skip.shape[2:], mode="nearest")
+    return skip + functional.conv2d(tall, w[2], padding="same")
+
+
 def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
@@ -238,6 +245,20 @@ FROZEN = {
             *[(2 * C,), (2 * C,), (2 * C, 2 * C, 3, 3), (2 * C,), (2 * C, 4 * C, 1, 1), (2 * C,)],
         ],
         [((2, 4 * C, 64, 64), (0, 2, 3)), ((2, E), (0,))],
+    ),
+    "widened": (
+        residual,
+        torch.bfloat16,
+        [(320,), (320,), (320, 320, 3, 3), (320,), (320, E), (320,), (320,), (320,), (320, 320, 3, 3), (320,)],
+        [((2, 320, 96, 96), (0, 2, 3)), ((2, E), (0,))],
+    ),
+}
+UPSAMPLED = {
+    "upsampled": (
+        upsampled,
+        torch.half,
+        [(640, 320, 3, 3), (640,), (320, 640, 3, 3)],
+        [((2, 320, 24, 16), (0, 2, 3)), ((2, 320, 96, 64), (0, 2, 3))],
     )
 }
 _TABLE = (8, 1024, 1, 32, 2, 2)
@@ -293,7 +314,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     function, dtype, weights, inputs = {
-        **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN},
+        **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **UPSAMPLED},
         **{**TURNED, **JOINED, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -307,9 +328,10 @@ def captured(kind: str, behind: int = 0) -> Captured:
             ]
         if kind in MASKED:
             args[1][1] = args[1][1].bool()
-        if kind in INNERMOST:
+        if kind in INNERMOST or kind in UPSAMPLED:
             args[1][0] = args[1][0].to(memory_format=torch.channels_last)
-        own = {place: w for place, w in enumerate(args[0]) if kind in FROZEN and w.dim() == 4 and w.shape[-1] > 1}
+        laid = kind in FROZEN or kind in UPSAMPLED
+        own = {place: w for place, w in enumerate(args[0]) if laid and w.dim() == 4 and w.shape[-1] > 1}
         for place, weight in own.items():
             args[0][place] = weight.to(memory_format=torch.channels_last)
     graph = exported(function, *args, [symbols for _, symbols in inputs])

@@ -56,7 +56,7 @@ def _written_out(short: str) -> str:
 
 
 def test_there_are_twelve_tokens_and_the_known_options():
-    assert (len(TOKENS), len(OPTIONS)) == (12, 28)
+    assert (len(TOKENS), len(OPTIONS)) == (12, 30)
 
 
 @pytest.mark.parametrize("nothing", [None, "", "  ", {}, "{}", "null", {"mode": ""}, {"mode": None}, {"mode": ":"}])
@@ -496,6 +496,7 @@ def test_importing_config_imports_neither_inductor_nor_triton():
     [
         *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
         *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once"),
+        *("convolution", "upsampled_convolution"),
     ],
 )
 def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from . import (
+    convolution,
     few_keys_attention,
     gated_linear,
     group_factors,
@@ -21,21 +24,29 @@ from . import (
     narrow_attention,
     narrow_gated_linear,
     unpadded_attention,
+    upsampled_convolution,
 )
 
 
 @contextmanager
-def known_to_inductor() -> Iterator[None]:
-    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels."""
+def known_to_inductor(*, convolutions: bool = False) -> Iterator[None]:
+    """Inside the block, which is in `flags.inductor_scope`, Inductor lowers these operators by their kernels.
+
+    convolutions: those of torch, too.
+    """
     from torch._inductor.lowering import lowerings
 
     each = (
         *(few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight),
-        *(narrow_attention, narrow_gated_linear, unpadded_attention),
+        *(narrow_attention, narrow_gated_linear, unpadded_attention, upsampled_convolution),
     )
     ours = {operator: lower for one in each for operator, lower in one.lowerings().items() if operator not in lowerings}
     with ExitStack() as stack:
         for operator, lower in ours.items():
             lowerings[operator] = lower
             stack.callback(lowerings.pop, operator)
+        if convolutions:
+            operator = torch.ops.aten.convolution.default
+            stack.callback(lowerings.__setitem__, operator, lowerings[operator])
+            lowerings[operator] = convolution.lowering(lowerings[operator])
         yield

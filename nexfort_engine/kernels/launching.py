@@ -6,9 +6,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 
 from .laying import back
@@ -36,13 +38,36 @@ def empty_result(q: Any, order: Sequence[int]) -> tuple[Any, Any]:
     return made, permute(made, back(order))
 
 
+@dataclass(frozen=True)
+class Forms:
+    """A kernel in Gluon in several forms, of which each call takes one by its sizes, or calls something else.
+
+    rule: a function of `sizes` that gives a key of `constants`, or anything else; its text stands in the artefact, so it
+    uses nothing from outside. constants: of each form. otherwise: a line of code in which {name} stands for the kernel's
+    argument of that name, or one of `given`. unless: a condition, written so too, under which no form is taken.
+    """
+
+    rule: Callable[..., int]
+    sizes: tuple[Any, ...]
+    constants: Mapping[int, Mapping[str, int]]
+    otherwise: str
+    unless: str = "False"
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
 def launch(
-    kernel: Any, grid: Sequence[Any], written: Sequence[str], arguments: dict[str, Any], gluon: Any = None
+    kernel: Any,
+    grid: Sequence[Any],
+    written: Sequence[str],
+    arguments: dict[str, Any],
+    gluon: Any = None,
+    forms: Forms | None = None,
 ) -> None:
     """Have a kernel called that writes to the arguments of these names alone.
 
     gluon: one in Gluon to be called in its place, with the same arguments. Inductor cannot read such a kernel. Where
-    it has descriptors written, its last argument but for constants is `scratch`, which has room for them.
+    it has descriptors written, its last argument but for constants is `scratch`, which has room for them. forms: of it;
+    the constants of one are among the arguments.
     """
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor import ir
@@ -54,7 +79,7 @@ def launch(
     found = {id(one) for one in called.mutable_args}
     assert found == {id(arguments[name]) for name in written}, f"{kernel} was not understood"
     if gluon is not None:
-        called.kernel_idx = kernel_side_table.add_kernel(gluon)
+        called.kernel_idx, called.forms = kernel_side_table.add_kernel(gluon), forms
 
 
 @functools.cache
@@ -89,11 +114,14 @@ def descriptors_missing(card: tuple[int, int]) -> str | None:
 @functools.cache
 def _gluon_kernel() -> Any:
     from torch._inductor import ir
+    from torch._inductor.codegen.wrapper import WrapperLine
 
     from . import gluon_autotuner
 
     class GluonKernel(ir.UserDefinedTritonKernel):
         """A call of a kernel in Gluon, written as Inductor writes those in Triton's language."""
+
+        forms: Forms | None = None
 
         def codegen(self, wrapper: Any) -> None:
             define = wrapper.define_kernel
@@ -103,9 +131,43 @@ def _gluon_kernel() -> Any:
 
             wrapper.define_kernel = as_gluon
             try:
-                super().codegen(wrapper)
+                if self.forms is None:
+                    super().codegen(wrapper)
+                else:
+                    self._in_forms(wrapper, self.forms)
             finally:
                 del wrapper.define_kernel
+
+        def _in_forms(self, wrapper: Any, forms: Forms) -> None:
+            def text(value: Any) -> str:
+                if isinstance(value, ir.IRNode):
+                    return value.codegen_reference()
+                return f"({wrapper.codegen_python_sizevar(value)})" if isinstance(value, sympy.Expr) else repr(value)
+
+            names = {name: text(value) for name, value in {**self.kwargs, **forms.given}.items()}
+            wrapper.add_import_once(inspect.getsource(forms.rule))
+            sizes = ", ".join(map(text, forms.sizes))
+            unless = forms.unless.format(**names)
+            wrapper.writeline(f"form = None if {unless} else {forms.rule.__name__}({sizes})")
+            for number, (form, constants) in enumerate(forms.constants.items()):
+                wrapper.writeline(f"{'elif' if number else 'if'} form == {form!r}:")
+                wrapper.writeline(Indent(1))
+                self.kwargs.update(constants)
+                super().codegen(wrapper)
+                wrapper.writeline(Indent(-1))
+            wrapper.writeline("else:")
+            wrapper.writeline(Indent(1))
+            wrapper.writeline(forms.otherwise.format(**names))
+            wrapper.writeline(Indent(-1))
+
+    class Indent(WrapperLine):
+        """Lines behind it stand further right, or left."""
+
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def codegen(self, code: Any) -> None:
+            code.do_indent(self.by)
 
     return GluonKernel
 

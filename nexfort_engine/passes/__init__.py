@@ -32,14 +32,16 @@ from .measured_attention import measured_attentions, quantised_attentions
 from .narrow_attention import narrow_attentions
 from .rotary import rotaries
 from .unpadded_attention import unpadded_attentions
+from .upsampled_convolution import upsampled_convolutions
 from .upsampling import inner_channels, upsamplings
 
 PREFIX = "nexfort."  # of the switches among the settings for lowering; the rest are Inductor's
 PASSES: dict[str, Callable[[GraphModule], int]] = {
     "group_norm": group_norms,
     "inner_channels": inner_channels,
-    "upsample": upsamplings,
-    "inner_weights": inner_weights,
+    "inner_weights": inner_weights,  # of what is a convolution still
+    "upsampled_convolution": upsampled_convolutions,
+    "upsample": upsamplings,  # of those that are left
     "rotary": rotaries,
     "broadcast": broadcasts,
     "low_precision": low_precision,

@@ -34,14 +34,14 @@ def inner_channels(module: GraphModule) -> int:
             continue
         with module.graph.inserting_before(node):
             laid = innermost(Proxy(node.args[0], GraphAppendingTracer(module.graph)))
-        laid.node.meta["val"] = _laid_out(node.args[0].meta["val"], torch.channels_last)
+        laid.node.meta["val"] = laid_out(node.args[0].meta["val"], torch.channels_last)
         node.replace_input_with(node.args[0], laid.node)
         for changed in (node, *list(node.users)):
             before = changed.meta["val"]
             if not is_channels_last(before):
                 if changed is not node:
-                    _as_it_was(changed)
-                changed.meta["val"] = _laid_out(before, torch.channels_last)
+                    as_it_was(changed)
+                changed.meta["val"] = laid_out(before, torch.channels_last)
         found += 1
     return found
 
@@ -53,7 +53,7 @@ def innermost(x: Any) -> Any:
     return aten.permute.default(laid, [0, 3, 1, 2])
 
 
-def _as_it_was(node: Node) -> None:
+def as_it_was(node: Node) -> None:
     """Have a node's users read a contiguous copy."""
     users = list(node.users)
     with node.graph.inserting_after(node):
@@ -63,7 +63,7 @@ def _as_it_was(node: Node) -> None:
         user.replace_input_with(node, beside)
 
 
-def _laid_out(value: Any, layout: torch.memory_format) -> Any:
+def laid_out(value: Any, layout: torch.memory_format) -> Any:
     with value.fake_mode:
         return aten.clone.default(value, memory_format=layout)
 
@@ -83,7 +83,7 @@ def upsamplings(module: GraphModule) -> int:
             continue
         x, sizes, scales = (*node.args, None)[:3]
         like, result = x.meta["val"], node.meta["val"]
-        factors = [_factor(like.shape[2 + d], result.shape[2 + d]) for d in range(dims)]
+        factors = [factor(like.shape[2 + d], result.shape[2 + d]) for d in range(dims)]
         if None in factors and scales is not None:
             continue
         with module.graph.inserting_before(node):
@@ -101,7 +101,7 @@ def upsamplings(module: GraphModule) -> int:
     return found
 
 
-def _factor(before: Any, after: Any) -> int | None:
+def factor(before: Any, after: Any) -> int | None:
     """How many times larger one size is than the other, whatever they are, if that is one of _EXACT."""
     return next((factor for factor in _EXACT if statically_known_true(after == factor * before)), None)
 
