@@ -160,12 +160,13 @@ class Known:
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("_factors", "_strengths", "artefact", "code", "kept", "plain", "state")
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "in_vain", "kept", "plain", "state")
 
     def __init__(self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None) -> None:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
         self.kept: Kept | None = None  # prepared weights of the module
+        self.in_vain = False  # whether keeping them was found to make no room in the place of the others
         self.state = ModuleState(module, artefact.reads, hidden)
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]

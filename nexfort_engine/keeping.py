@@ -45,7 +45,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     device = weights[0].device
     if session.fetched and not region.engine.room(device):
         return None  # where not even the weights stay, there is no room for more
-    if not region.engine.lowering.keeps and not region.engine.frees(device):
+    if not region.engine.lowering.keeps and (binding.in_vain or not region.engine.frees(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with region.engine.apart():
         tensors = binding.prepare(weights)
@@ -101,8 +101,24 @@ def hold_once(engine: Engine) -> None:
         _give_back(engine, engine.lender)
 
 
+def _keep_what_pays(engine: Engine, lender: Lender) -> None:
+    """Let go of what is kept in the place of weights that would stay all the same, for good."""
+    rows = [
+        (binding, layers_in(region.module, [region.slots.slots[i] for i in kept.stand_ins]))
+        for region in engine.regions
+        for binding in region.bindings
+        if (kept := kept_of(region, binding)) is not None and kept.stand_ins
+    ]
+    answers = lender.pays([layers for _, layers in rows]) if rows else []
+    for (binding, _), pays in zip(rows, answers, strict=True):
+        if not pays:
+            binding.kept, binding.in_vain = None, True
+
+
 def _give_back(engine: Engine, lender: Lender) -> None:
     engine.held_twice = False
+    if not engine.lowering.keeps:
+        _keep_what_pays(engine, lender)
     found = [(region, binding) for region in engine.regions for binding in region.bindings]
     kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
     layers = layers_in(engine.root, engine.spared([binding for _, binding in found if binding.kept is not None]))

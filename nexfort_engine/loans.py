@@ -75,6 +75,9 @@ class Lender(Protocol):
     def frees(self, device: torch.device) -> bool:
         """Whether weights make room on a device when others are used in their place (`do_without`)."""
 
+    def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
+        """Of groups of layers that could be done without, which would make room for what is used in their place."""
+
     def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back what is held of a device for these layers alone, if it is worth it: nobody will ask for it soon.
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -216,6 +217,7 @@ class Pool:
             "options": options,
             "device": device,
             "probes": str(self.probes or ""),
+            "kernels": self._forker.kernels.name if self._forker is not None else "",
             "spread": self._workers >= _MANY,
         }
         self._queue.put((job, then, instead))
@@ -265,6 +267,7 @@ class _Forker:
         with theirs:
             arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once())]
             self._process = _started(arguments, pass_fds=[theirs.fileno()])
+        self.kernels = tempfile.TemporaryDirectory(prefix="nexfort-kernels-")  # that its workers share
         self._users = 0
         self._wanted = threading.Event()  # one for each time that it is idle
 
@@ -313,6 +316,7 @@ class _Forker:
         self._control.close()
         if self._process.poll() is None:  # or its number may be another's by now
             _end(self._process)
+        self.kernels.cleanup()
 
     def lines(self, count: int) -> list[_Line]:
         """Lines to so many new workers."""

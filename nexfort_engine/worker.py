@@ -31,6 +31,7 @@ from . import flags, lower
 from .capture import Captured
 from .forked_kernels import Tokens, kernels_in_forks
 from .report import named
+from .shared_kernels import compiled_once
 
 # imported by Inductor and Triton when they come to a first kernel
 _LATE = (
@@ -89,7 +90,8 @@ def work(job: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     file = Path(job["file"])
     measures = lower.measures(job["options"])
-    with contextlib.nullcontext() if measures else flags.without_device():
+    once = compiled_once(Path(job["kernels"])) if job.get("kernels") else contextlib.nullcontext()
+    with contextlib.nullcontext() if measures else flags.without_device(), once:
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
         # in the last two cases this process uses a device; what asked for one in passing can be forked to compile only

@@ -44,6 +44,17 @@ def upsampled(w: Tensors, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
     return skip + functional.conv2d(tall, w[2], padding="same")
 
 
+def convolved_rows(w: Tensors, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Tokens as an image, the number of whose channels is what is left."""
+    image = x.reshape(x.shape[0], like.shape[2], like.shape[3], -1).permute(0, 3, 1, 2)
+    return functional.conv2d(image, w[0], w[1], padding=1)
+
+
+def convolved_behind(w: Tensors, x: torch.Tensor) -> torch.Tensor:
+    """An image that begins two bytes behind an address."""
+    return functional.conv2d(x[1:].view(2, 64, 64, 320).permute(0, 3, 1, 2), w[0], w[1], padding=1)
+
+
 def transformer(w: Tensors, x: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
     batch, tokens, width = x.shape
     parts = functional.linear(functional.layer_norm(x, [width], w[0], w[1]), w[2]).chunk(3, -1)
@@ -261,6 +272,20 @@ UPSAMPLED = {
         [((2, 320, 24, 16), (0, 2, 3)), ((2, 320, 96, 64), (0, 2, 3))],
     )
 }
+CONVOLVED = {
+    "convolved_rows": (
+        convolved_rows,
+        torch.half,
+        [(320, 320, 3, 3), (320,)],
+        [((2, 4096, 320), (0, 1)), ((2, 4, 64, 64), (0, 2, 3))],
+    ),
+    "convolved_behind": (
+        convolved_behind,
+        torch.half,
+        [(320, 320, 3, 3), (320,)],
+        [((1 + 2 * 64 * 64 * 320,), ())],
+    ),
+}
 _TABLE = (8, 1024, 1, 32, 2, 2)
 # one in fp32, as tables of models are; one with a table for all of its batch
 TURNED = {
@@ -315,7 +340,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
 
     function, dtype, weights, inputs = {
         **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **UPSAMPLED},
-        **{**TURNED, **JOINED, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
+        **{**CONVOLVED, **TURNED, **JOINED, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(

@@ -97,6 +97,33 @@ def give_back(memory: Any, needed: list[Place]) -> int:
                 model_vbar.vbar_unpin(place)
 
 
+def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[bool]:
+    """Which groups of places lie by half of their bytes or more in pages that would go with those of all that do.
+
+    needed: other places. All groups where the memory does not tell its pages' size.
+    """
+    length, found = _page_length(memory), [True] * len(groups)
+    while length is not None:
+        stay = [place for pays, group in zip(found, groups, strict=True) if not pays for place in group]
+        wanted = {page for place in [*needed, *stay] for page in _pages_of(place, length)}
+        before, found = (
+            found,
+            [pays and _pays(group, wanted, length) for pays, group in zip(found, groups, strict=True)],
+        )
+        if found == before:
+            break
+    return found
+
+
+def _pays(group: list[Place], wanted: set[int], length: int) -> bool:
+    going = 0
+    for memory, address, size in group:
+        start = address - memory.base_addr
+        for page in set(_pages_of((memory, address, size), length)) - wanted:
+            going += min(start + size, (page + 1) * length) - max(start, page * length)
+    return 2 * going >= sum(size for *_, size in group)
+
+
 def _raise_mark(memory: Any, length: int) -> None:
     """Let all of a memory be resident again: giving back lowered the mark above which nothing may be."""
     if hasattr(memory, "set_watermark"):

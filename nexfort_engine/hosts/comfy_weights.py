@@ -28,7 +28,7 @@ from ..offload import AWAY, Offload, is_away, take_back
 from . import comfy_home
 from .comfy_home import ComfyHome, is_dynamic
 from .comfy_own_casts import OwnCasts, casts_itself
-from .comfy_pages import Pages, give_back
+from .comfy_pages import Pages, give_back, paying
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
@@ -116,6 +116,14 @@ class ComfyWeights:
 
             management.soft_empty_cache()  # memory of the device, and not of torch's allocator
         return given
+
+    def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
+        """Under dynamic VRAM those whose places are for the most part in pages that no other layer needs; else all."""
+        model, own = self._model(), {id(layer) for layers in groups for layer in layers}
+        needed = [sub._v for sub in model.modules() if "_v" in sub.__dict__ and id(sub) not in own] if model else []
+        places = [[layer._v for layer in layers if "_v" in layer.__dict__] for layers in groups]
+        memories = {id(place[0]): place[0] for group in places for place in group}
+        return paying(next(iter(memories.values())), places, needed) if len(memories) == 1 else [True] * len(groups)
 
     def _give_back(self, layers: list[nn.Module]) -> int:
         model, idle = self._model(), set(map(id, layers))

@@ -20,13 +20,16 @@ from typing import Any
 import torch
 
 from .launching import Forms, empty, launch
-from .laying import contiguous
+from .laying import aligned, contiguous
 
 DTYPES = (torch.float16, torch.bfloat16)
 CHANNELS = 64  # of the images, a multiple of it
 # Channels of a part by how many: in two products, and blocks in shared memory.
 WIDTHS = {320: (256, 64, 3), 256: (256, 0, 4), 160: (128, 32, 5), 128: (128, 0, 6)}
-_FLAGS = "torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32"
+_FLAGS = (  # benchmark, deterministic, TF32
+    "torch.backends.cudnn.benchmark, "
+    "torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(), False"
+)
 _CUDNN = (  # the call that torch's own convolution makes, for tensors that lie as the kernel's
     "torch.ops.aten.cudnn_convolution.out({seen}, {unread}.permute(0, 3, 1, 2), [1, 1], [1, 1], [1, 1], 1, "
     f"{_FLAGS}, out={{out}}.permute(0, 3, 1, 2))"
@@ -120,7 +123,8 @@ def convolve(
     from . import triton_convolution as kernels
     from .gluon_convolution import SCRATCH, convolve_in_groups
 
-    images, height, across, channels = x.get_size()
+    images, height, across, _ = x.get_size()
+    channels = int(weight.get_size()[-1])
     columns, phases = int(made.get_size()[3]), 4 if side == 2 else 1
     programs = DeviceProperties.create(x.get_device()).multi_processor_count
     constants = {width: dict(zip(("N", "R", "STAGES"), WIDTHS[width], strict=True)) for width in widths(columns)}
@@ -133,7 +137,7 @@ def convolve(
         [programs, 1, 1],
         ["out"],
         {"x": x, "weight": weight, "bias": whole if bias is None else bias, "unread": whole, "out": made}
-        | {"images": images, "height": height, "width": across, "channels": int(channels), "columns": columns}
+        | {"images": images, "height": height, "width": across, "channels": channels, "columns": columns}
         | {"scratch": empty(x, [programs * SCRATCH], torch.uint8), "PROGRAMS": programs}
         | {"BIASED": bias is not None, "SIDE": side}
         | next(iter(constants.values())),
@@ -143,9 +147,9 @@ def convolve(
 
 
 def innermost(x: Any) -> Any:
-    """x (B, C, H, W) in memory as (B, H, W, C), as Inductor's own convolution asks for it."""
+    """x (B, C, H, W) in memory as (B, H, W, C), where the card can copy it from."""
     from torch._inductor import ir
     from torch._inductor.lowering import permute
 
     x.realize()
-    return contiguous(permute(ir.ExternKernel.require_channels_last(x), [0, 2, 3, 1]))
+    return aligned(contiguous(permute(ir.ExternKernel.require_channels_last(x), [0, 2, 3, 1])))

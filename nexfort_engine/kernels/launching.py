@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -42,9 +43,10 @@ def empty_result(q: Any, order: Sequence[int]) -> tuple[Any, Any]:
 class Forms:
     """A kernel in Gluon in several forms, of which each call takes one by its sizes, or calls something else.
 
-    rule: a function of `sizes` that gives a key of `constants`, or anything else; its text stands in the artefact, so it
-    uses nothing from outside. constants: of each form. otherwise: a line of code in which {name} stands for the kernel's
-    argument of that name, or one of `given`. unless: a condition, written so too, under which no form is taken.
+    rule: a function of `sizes` that gives a key of `constants`, or anything else; its text stands in the artefact, so
+    it uses nothing from outside. constants: of each form. otherwise: a line of code in which {name} stands for the
+    kernel's argument of that name, or one of `given`. unless: a condition, written so too, under which no form is
+    taken.
     """
 
     rule: Callable[..., int]
@@ -118,6 +120,8 @@ def _gluon_kernel() -> Any:
 
     from . import gluon_autotuner
 
+    written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # rules, by the code that they stand in
+
     class GluonKernel(ir.UserDefinedTritonKernel):
         """A call of a kernel in Gluon, written as Inductor writes those in Triton's language."""
 
@@ -145,7 +149,10 @@ def _gluon_kernel() -> Any:
                 return f"({wrapper.codegen_python_sizevar(value)})" if isinstance(value, sympy.Expr) else repr(value)
 
             names = {name: text(value) for name, value in {**self.kwargs, **forms.given}.items()}
-            wrapper.add_import_once(inspect.getsource(forms.rule))
+            rule = inspect.getsource(forms.rule)
+            if rule not in written.setdefault(wrapper, set()):
+                written[wrapper].add(rule)
+                wrapper.imports.splice(rule)  # `add_import_once` would have it in what tunes kernels, too
             sizes = ", ".join(map(text, forms.sizes))
             unless = forms.unless.format(**names)
             wrapper.writeline(f"form = None if {unless} else {forms.rule.__name__}({sizes})")
@@ -185,6 +192,8 @@ def _as_gluon(text: str, compiling: str) -> str:
     )
     if found is None:
         raise RuntimeError(f"torch {torch.__version__} wrote a kernel otherwise than 2.11 does: {text[:1000]}")
-    kernels = found["kernels"].replace("@triton.jit", "@gluon.jit")
-    compiled = f"\n{found['name']} = gluon_autotune({found['how']}\n)({found['name']})\n"
+    # Inductor numbers those of a graph; without it the text is the same wherever the kernel is called
+    name = re.sub(r"_\d+$", "", found["name"])
+    kernels = found["kernels"].replace("@triton.jit", "@gluon.jit").replace(f"def {found['name']}(", f"def {name}(")
+    compiled = f"\n{found['name']} = gluon_autotune({found['how']}\n)({name})\n"
     return found["call"] + found["imports"] + compiling + _GLUON + kernels + compiled + found["end"]

@@ -33,10 +33,10 @@ def convolve(
 ):
     """out of x (images, height, width, channels), all contiguous; one line of zeros lies around.
 
-    SIDE = 3: weight (columns, 3, 3, channels), out (images, height, width, columns). SIDE = 2: weight (4, columns, 2, 2,
-    channels) of each phase, out (images, 2 * height, 2 * width, columns). bias (columns), where BIASED. unread: a tensor
-    for those who do not call the kernel; scratch is not read either. channels is a multiple of 64, columns of N + R.
-    PROGRAMS: that are run.
+    SIDE = 3: weight (columns, 3, 3, channels), out (images, height, width, columns). SIDE = 2: weight (4, columns, 2,
+    2, channels) of each phase, out (images, 2 * height, 2 * width, columns). bias (columns), where BIASED. unread: a
+    tensor for those who do not call the kernel; scratch is not read either. channels is a multiple of 64, columns of
+    N + R. PROGRAMS: that are run.
     """
     phases: tl.constexpr = 4 if SIDE == 2 else 1
     scale: tl.constexpr = 2 if SIDE == 2 else 1

@@ -7,8 +7,8 @@ convolutions of the small image with two by two places. The sums of weights are 
 convolution is then 1.41 times as far from the truth as with them apart, as if its result were rounded twice.
 
 Microseconds so, and by cuDNN from the upsampled image on (fp16, H200, torch 2.11, in a graph, 2026-11-26): 2 of 32 x
-32, 1280 to 1280 channels 157 and 328; 2 of 64 x 64, 640 164 and 343; 2 of 12 x 12, 1280 43 and 112; 2 of 24 x 24 121 and
-191; 2 of 48 x 48, 640 97 and 197; 256 x 256, 512 894 and 1836; 512 x 512, 256 953 and 1963.
+32, 1280 to 1280 channels 157 and 328; 2 of 64 x 64, 640 164 and 343; 2 of 12 x 12, 1280 43 and 112; 2 of 24 x 24 121
+and 191; 2 of 48 x 48, 640 97 and 197; 256 x 256, 512 894 and 1836; 512 x 512, 256 953 and 1963.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reference(
 ) -> torch.Tensor:
     """The convolution (B, N, height, width) of x (B, C, h, w), upsampled to these sizes by its nearest pixels.
 
-    weight (N, C, 3, 3) and bias (N), with stride 1 and one line of zeros around. Channels of the result are innermost in memory.
+    weight (N, C, 3, 3) and bias (N), with stride 1 and one line of zeros around. The result's channels lie innermost.
     """
     upsampled = torch.nn.functional.interpolate(x, size=(height, width), mode="nearest")
     made = torch.nn.functional.conv2d(upsampled, weight, bias, padding=1)
@@ -62,14 +62,13 @@ def _lower(x: Any, weight: Any, bias: Any, height: Any, width: Any) -> Any:
     from . import triton_convolution as kernels
 
     x, weight = innermost(x), innermost(weight)
-    images, low, narrow, channels = x.get_size()
-    columns = int(weight.get_size()[0])
+    images, (columns, *_, channels) = x.get_size()[0], map(int, weight.get_size())
     sums = empty(x, [4, columns, 2, 2, channels], x.get_dtype())
     launch(
         kernels.sum_places,
-        [-(-int(channels) // _BLOCK), columns, 1],
+        [-(-channels // _BLOCK), columns, 1],
         ["sums"],
-        {"weight": weight, "sums": sums, "rows": columns, "channels": int(channels), "BLOCK": _BLOCK},
+        {"weight": weight, "sums": sums, "rows": columns, "channels": channels, "BLOCK": _BLOCK},
     )
     made = empty(x, [images, height, width, columns], x.get_dtype())
     convolve(

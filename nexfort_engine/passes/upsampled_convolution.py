@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from ..aliases import Aliases
 from ..kernels import upsampled_convolution as kernel
 from ..kernels.convolution import CHANNELS, DTYPES, widths
 from ..quant.precision import hint
@@ -26,10 +27,12 @@ def upsampled_convolutions(module: GraphModule) -> int:
     The double at the captured call: in others sizes may be any, for which the operator is what both were. Those stay
     whose upsampled image somebody else reads, because it is in memory then.
     """
-    found = 0
+    found, aliases = 0, Aliases(module.graph)
     for node in list(module.graph.find_nodes(op="call_function", target=aten.upsample_nearest2d.vec)):
         x, sizes, scales = (*node.args, None)[:3]
         like, result = x.meta["val"], node.meta["val"]
+        if aliases.is_written(x) or not all(scale == 2 for scale in scales or ()):
+            continue  # it would be read later than it is; torch finds places by the factors where there are some
         doubled = all(factor(like.shape[at], result.shape[at]) == 2 for at in (2, 3))
         given = scales is None and all(hint(result.shape[at]) == hint(like.shape[at] * 2) for at in (2, 3))
         if not (doubled or given) or not node.users or not all(_is_fit(user, node) for user in node.users):
@@ -66,7 +69,7 @@ def _is_fit(node: Node, image: Node) -> bool:
     columns, channels, *places = map(fixed, weight.shape)
     same = like.device.type == _DEVICE and like.dtype in DTYPES and weight.dtype == like.dtype
     inner = any(map(is_channels_last, (like, node.args[1].meta["val"])))
-    if not same or places != [3, 3] or not inner or None in (columns, channels):
+    if not same or places != [3, 3] or not inner or columns is None or channels is None:
         return False
     return channels % CHANNELS == 0 and bool(widths(columns)) and _is_plain(*node.args[3:], **node.kwargs)
 

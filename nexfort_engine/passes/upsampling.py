@@ -84,8 +84,8 @@ def upsamplings(module: GraphModule) -> int:
         x, sizes, scales = (*node.args, None)[:3]
         like, result = x.meta["val"], node.meta["val"]
         factors = [factor(like.shape[2 + d], result.shape[2 + d]) for d in range(dims)]
-        if None in factors and scales is not None:
-            continue
+        if scales is not None and list(scales) != factors:
+            continue  # torch finds places by what is given, which need not be how much larger a size is
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
             given = Proxy(x, tracer)

@@ -62,6 +62,30 @@ def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_
     assert torch.equal(again, first) and asked and not asked & roomy.kept
 
 
+def test_what_makes_no_room_is_laid_out_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers lie in pages that others need, so a copy would be memory more; the others' pages go as before."""
+    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
+    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
+    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
+    for module in (comfy_home, comfy_weights):
+        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    asked_of: list[list[Any]] = []
+
+    def pays(_: ComfyWeights, groups: list[list[Any]]) -> list[bool]:
+        asked_of.append(groups)
+        return [kind.one not in {layer.seed_key.removeprefix("diffusion_model.") for layer in g} for g in groups]
+
+    monkeypatch.setattr(ComfyWeights, "pays", pays)
+    first, _ = roomy.sampled(steps=2)
+    serials, (groups, *_) = kept(roomy.clone), asked_of
+    assert serials.count(0) == 1 and len(groups) == len(serials) and all(groups)
+    own = [{layer.seed_key.removeprefix("diffusion_model.") for layer in group} for group in groups]
+    roomy.memory.take_away()
+    again, asked = roomy.sampled(steps=2)
+    assert torch.equal(again, first) and kept(roomy.clone) == serials
+    assert kind.one in asked and not any(asked & names for names in own if kind.one not in names)
+
+
 def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = roomy.memory
     first, _ = roomy.sampled()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches, give_back
+from nexfort_engine.hosts.comfy_pages import Pages, _page_length, _stretches, give_back, paying
 from nexfort_engine.hosts.comfy_weights import ComfyWeights
 
 SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
@@ -154,6 +154,37 @@ def test_what_is_needed_stays_and_the_rest_goes(sizes: list[int], kind: type[Pag
         assert number is not None, "all of it may come back"
         assert (number == layer._v_signature) == stays
         memory.unpin(layer._v)
+
+
+def _share(group: list[Any], needed: list[Any]) -> float:
+    """How much of a group's bytes lies in pages that none of the needed places touches; by counting each byte."""
+    wanted = {at // PAGE for _, start, size in needed for at in range(start, start + size)}
+    going = [at // PAGE not in wanted for _, start, size in group for at in range(start, start + size)]
+    return sum(going) / len(going)
+
+
+@given(st.lists(st.integers(1, 2 * PAGE), min_size=2, max_size=12), st.data())
+def test_what_is_kept_pays_where_most_of_it_lies_in_pages_that_go(sizes: list[int], data: st.DataObject) -> None:
+    memory = PagedMemory(sum(sizes) + len(sizes) * ALIGNED + PAGE)
+    places = [memory.place(size) for size in sizes]
+    for place in places:
+        memory.fault(place)
+    owners = data.draw(st.lists(st.integers(-1, 3), min_size=len(sizes), max_size=len(sizes)))
+    groups = [[place for place, owner in zip(places, owners, strict=True) if owner == n] for n in range(4)]
+    groups = [group for group in groups if group]
+    needed = [place for place, owner in zip(places, owners, strict=True) if owner < 0]
+    pays = paying(memory, groups, needed)
+    stay = needed + [place for group, going in zip(groups, pays, strict=True) if not going for place in group]
+    for group, going in zip(groups, pays, strict=True):
+        if going:
+            assert _share(group, stay) >= 0.5
+        else:
+            assert _share(group, [place for place in stay if place not in group]) < 0.5 or _share(group, needed) < 0.5
+
+
+def test_whatever_is_kept_pays_where_a_memory_does_not_tell_its_pages() -> None:
+    memory = SimpleNamespace(base_addr=0)
+    assert paying(memory, [[(memory, 0, 8)], []], [(memory, 0, 8)]) == [True, True]
 
 
 def test_layers_are_told_apart_by_their_memory() -> None:

@@ -15,7 +15,7 @@ import nexfort_engine
 from nexfort_engine.config import CompileConfig
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-SWITCHES = ("gated_linear", "unpadded_attention")
+SWITCHES = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they
     options = {} if asked is None else {"options": {f"fuse.{name}": asked for name in SWITCHES}}
     compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options=options)
     found = compiled._nexfort_engine.builder.finder.options("cuda")
-    assert [found[f"nexfort.{name}"] for name in SWITCHES] == [reason is None] * 2
+    assert [found[f"nexfort.{name}"] for name in SWITCHES] == [reason is None] * len(SWITCHES)
     assert found["nexfort.few_keys_attention"] is (card == (9, 0) and hip is None)
     notes = [note for note in compiled.report.as_dict()["notes"] if "fuse." in note]
     if reason:
@@ -77,7 +77,7 @@ pretend(pytest.MonkeyPatch())
 config.use_static_cuda_launcher = config.static_launch_user_defined_triton_kernels = False
 spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
 spec.loader.exec_module(kernel := importlib.util.module_from_spec(spec))
-(made,) = (value for name, value in vars(kernel).items() if name.startswith("multiply_gated"))
+(made,) = (value for value in vars(kernel).values() if hasattr(value, "compile_results"))
 (result,) = made.compile_results
 assert isinstance(result.kernel, StaticallyLaunchedCudaKernel), result
 assert not config.use_static_cuda_launcher and not config.static_launch_user_defined_triton_kernels

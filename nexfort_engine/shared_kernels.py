@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels in Gluon, compiled once for all artefacts of a batch that call them.
+
+Such a kernel takes a second, and the same one is part of many artefacts, whose directories hold all that they need and
+which are lowered at once by workers of their own. Their text is the same in each (kernels/launching.py). So the first
+worker compiles it in a directory that all of a batch share, others wait for it, and each puts what came of it where its
+artefact is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .flags import replaced, scoped_env
+
+
+@contextmanager
+def compiled_once(folder: Path) -> Iterator[None]:
+    """Inside, which is where one graph at a time is lowered, Triton compiles such kernels in `folder` first.
+
+    Without Triton, or where files cannot be locked, it is as outside.
+    """
+    try:
+        import fcntl  # noqa: F401
+
+        import triton
+        from triton.experimental.gluon._runtime import GluonASTSource  # noqa: F401
+    except ImportError:
+        yield
+        return
+    with replaced(triton, "compile", _sharing(triton.compile, folder)):
+        yield
+
+
+def _sharing(compile: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """As triton.compile."""
+    import fcntl
+
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.cache import get_cache_manager
+
+    def shared(source: Any, *how: Any, **more: Any) -> Any:
+        if isinstance(source, GluonASTSource):
+            name = hashlib.sha256(repr((source.hash(), how, more)).encode()).hexdigest()
+            with (folder / f"{name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with scoped_env(TRITON_CACHE_DIR=str(folder)):
+                    made = compile(source, *how, **more)
+                    files = get_cache_manager(made.hash).get_group(f"{source.name[:150]}.json")
+            own = get_cache_manager(made.hash)
+            copies = {file: own.put(Path(place).read_bytes(), file) for file, place in (files or {}).items()}
+            own.put_group(f"{source.name[:150]}.json", copies)
+        return compile(source, *how, **more)  # which finds it there
+
+    return shared
