@@ -55,6 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "folding",
         "worker",
         "forked_kernels",
+        "shared_kernels",
         "pool",
         "artefact",
         "selfcheck",
