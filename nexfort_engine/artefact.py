@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,7 @@ class Binding:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
         self.kept: Kept | None = None  # prepared weights of the module
-        self.in_vain = False  # whether keeping them was found to make no room in the place of the others
+        self.in_vain: Hashable = None  # the `Lender.layout` in which keeping them was found to make no room
         self.state = ModuleState(module, artefact.reads, hidden)
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]

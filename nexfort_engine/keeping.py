@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from .artefact import Binding
 from .graphmemory import is_capturing
@@ -45,7 +46,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     device = weights[0].device
     if session.fetched and not region.engine.room(device):
         return None  # where not even the weights stay, there is no room for more
-    if not region.engine.lowering.keeps and (binding.in_vain or not region.engine.frees(device)):
+    if not region.engine.lowering.keeps and (_is_in_vain(region.engine, binding) or not region.engine.frees(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with region.engine.apart():
         tensors = binding.prepare(weights)
@@ -101,24 +102,35 @@ def hold_once(engine: Engine) -> None:
         _give_back(engine, engine.lender)
 
 
+def _is_in_vain(engine: Engine, binding: Binding) -> bool:
+    """Whether keeping was found to make no room, where the weights are now."""
+    return binding.in_vain is not None and engine.lender is not None and binding.in_vain == engine.lender.layout
+
+
 def _keep_what_pays(engine: Engine, lender: Lender) -> None:
-    """Let go of what is kept in the place of weights that would stay all the same, for good."""
-    rows = [
-        (binding, layers_in(region.module, [region.slots.slots[i] for i in kept.stand_ins]))
-        for region in engine.regions
-        for binding in region.bindings
-        if (kept := kept_of(region, binding)) is not None and kept.stand_ins
-    ]
+    """Let go of what is kept in the place of weights that would stay all the same, as long as they lie so.
+
+    Only once all is kept that can be: what makes room does it together with what lies beside it.
+    """
+    layout, rows = lender.layout, list[tuple[Binding, list[nn.Module]]]()
+    for region in engine.regions if layout is not None else ():
+        for binding in (one for one in region.bindings if one.prepares and not _is_in_vain(engine, one)):
+            if (kept := kept_of(region, binding)) is None:
+                return
+            rows.append((binding, layers_in(region.module, [region.slots.slots[i] for i in kept.stand_ins])))
     answers = lender.pays([layers for _, layers in rows]) if rows else []
     for (binding, _), pays in zip(rows, answers, strict=True):
         if not pays:
-            binding.kept, binding.in_vain = None, True
+            binding.kept, binding.in_vain = None, layout
 
 
 def _give_back(engine: Engine, lender: Lender) -> None:
     engine.held_twice = False
-    if not engine.lowering.keeps:
-        _keep_what_pays(engine, lender)
+    try:
+        if not engine.lowering.keeps:
+            _keep_what_pays(engine, lender)
+    except Exception as error:  # of the host; all of it stays kept
+        engine.report.note(f"what is kept of weights was not compared with what makes room for it ({named(error)})")
     found = [(region, binding) for region in engine.regions for binding in region.bindings]
     kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
     layers = layers_in(engine.root, engine.spared([binding for _, binding in found if binding.kept is not None]))

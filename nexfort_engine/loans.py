@@ -75,6 +75,10 @@ class Lender(Protocol):
     def frees(self, device: torch.device) -> bool:
         """Whether weights make room on a device when others are used in their place (`do_without`)."""
 
+    @property
+    def layout(self) -> Hashable:
+        """Where the network's weights lie, if not all of them make room by themselves (`pays`); None otherwise."""
+
     def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
         """Of groups of layers that could be done without, which would make room for what is used in their place."""
 

@@ -217,7 +217,7 @@ class Pool:
             "options": options,
             "device": device,
             "probes": str(self.probes or ""),
-            "kernels": self._forker.kernels.name if self._forker is not None else "",
+            "kernels": self._forker.kernels if self._forker is not None else "",
             "spread": self._workers >= _MANY,
         }
         self._queue.put((job, then, instead))
@@ -263,11 +263,12 @@ class _Forker:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self._shared = _folder()
+        self.kernels = self._shared.name if self._shared is not None else ""  # where its workers share kernels
         self._control, theirs = socket.socketpair()
         with theirs:
-            arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once())]
+            arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once()), self.kernels]
             self._process = _started(arguments, pass_fds=[theirs.fileno()])
-        self.kernels = tempfile.TemporaryDirectory(prefix="nexfort-kernels-")  # that its workers share
         self._users = 0
         self._wanted = threading.Event()  # one for each time that it is idle
 
@@ -316,7 +317,8 @@ class _Forker:
         self._control.close()
         if self._process.poll() is None:  # or its number may be another's by now
             _end(self._process)
-        self.kernels.cleanup()
+        if self._shared is not None:
+            self._shared.cleanup()
 
     def lines(self, count: int) -> list[_Line]:
         """Lines to so many new workers."""
@@ -329,6 +331,15 @@ class _Forker:
                 # the streams keep it open
                 lines.append(_Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
         return lines
+
+
+def _folder() -> tempfile.TemporaryDirectory[str] | None:
+    """A folder that goes with what holds it; None where there can be none. Workers may still write there then."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="nexfort-kernels-", ignore_cleanup_errors=True)
+    except OSError as error:
+        log.debug("Nexfort: there is no folder for kernels that workers share: %s", error)
+        return None
 
 
 def _spawned(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:

@@ -10,6 +10,7 @@ artefact is made.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 from .flags import replaced, scoped_env
 
+log = logging.getLogger("nexfort")
+
 
 @contextmanager
 def compiled_once(folder: Path) -> Iterator[None]:
     """Inside, which is where one graph at a time is lowered, Triton compiles such kernels in `folder` first.
 
-    Without Triton, or where files cannot be locked, it is as outside.
+    Without Triton, or where files cannot be locked or written, it is as outside.
     """
     try:
         import fcntl  # noqa: F401
@@ -45,15 +48,26 @@ def _sharing(compile: Callable[..., Any], folder: Path) -> Callable[..., Any]:
 
     def shared(source: Any, *how: Any, **more: Any) -> Any:
         if isinstance(source, GluonASTSource):
-            name = hashlib.sha256(repr((source.hash(), how, more)).encode()).hexdigest()
-            with (folder / f"{name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                with scoped_env(TRITON_CACHE_DIR=str(folder)):
-                    made = compile(source, *how, **more)
-                    files = get_cache_manager(made.hash).get_group(f"{source.name[:150]}.json")
-            own = get_cache_manager(made.hash)
-            copies = {file: own.put(Path(place).read_bytes(), file) for file, place in (files or {}).items()}
-            own.put_group(f"{source.name[:150]}.json", copies)
+            try:
+                made, files = compiled(source, how, more)
+                own = get_cache_manager(made.hash)
+                copies = {file: own.put(Path(place).read_bytes(), file) for file, place in files.items()}
+                own.put_group(_group(source), copies)
+            except OSError as error:  # no room there, or no locks: each compiles its own
+                log.debug("Nexfort: a kernel is not shared: %s", error)
         return compile(source, *how, **more)  # which finds it there
 
+    def compiled(source: Any, how: Any, more: Any) -> tuple[Any, dict[str, str]]:
+        name = hashlib.sha256(repr((source.hash(), how, more)).encode()).hexdigest()
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with scoped_env(TRITON_CACHE_DIR=str(folder)):
+                made = compile(source, *how, **more)
+                return made, get_cache_manager(made.hash).get_group(_group(source)) or {}
+
     return shared
+
+
+def _group(source: Any) -> str:
+    """What Triton calls all files of a kernel."""
+    return f"{source.name[:150]}.json"

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -225,10 +226,10 @@ def _make_patterns(device: str) -> None:
         _sfdp_init(of)
 
 
-def _fork(device: str, control: int, kernels: int) -> int:
+def _fork(device: str, control: int, kernels: int, shared: str) -> int:
     """One worker for each socket that comes over the socket `control`; ends when that is closed and they have ended.
 
-    kernels: how many processes all of them may have at once besides, for kernels.
+    kernels: how many processes all of them may have at once besides, for kernels. shared: a folder that goes with them.
     """
     try:
         _warm_up(device)
@@ -248,6 +249,8 @@ def _fork(device: str, control: int, kernels: int) -> int:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+    if shared:
+        shutil.rmtree(shared, ignore_errors=True)
     return 0
 
 
@@ -275,7 +278,7 @@ def main(arguments: list[str]) -> int:
     if hasattr(os, "nice") and arguments[:1] != [LINE]:  # that one was forked from one that did so
         os.nice(_NICENESS)
     if arguments[:1] == [FORK]:
-        return _fork(arguments[1], int(arguments[2]), int(arguments[3]))
+        return _fork(arguments[1], int(arguments[2]), int(arguments[3]), arguments[4])
     _import_compiler()
     if arguments[:1] == [LINE]:
         _serve_socket(int(arguments[1]))

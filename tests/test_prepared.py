@@ -259,6 +259,8 @@ class Host:
     def lends(self, _: nn.Module) -> bool:
         return False
 
+    layout = None
+
     def stay(self) -> None: ...
 
     def look(self, run: object) -> None: ...

@@ -72,6 +72,17 @@ def test_processes_that_want_one_at_once_compile_it_once(tmp_path: Path) -> None
     assert len({next(place.rglob("*.cubin")).read_bytes() for place in places}) == 1
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_where_nothing_can_be_shared_each_compiles_its_own(gone: bool, tmp_path: Path) -> None:
+    """The folder is gone, or is none."""
+    shared, seen = tmp_path / "shared", tmp_path / "seen"
+    if not gone:
+        shared.write_text("")
+    with compiled_once(shared):
+        _compile(tmp_path / "own", seen)
+    assert seen.read_text() == "compiled\n" and next((tmp_path / "own").rglob("*.cubin")).exists()
+
+
 def test_outside_of_it_triton_compiles_as_it_does(tmp_path: Path) -> None:
     before = triton.compile
     with compiled_once(tmp_path):
@@ -90,7 +101,7 @@ def test_artefacts_of_a_batch_share_what_they_have_in_common(tmp_path: Path, mon
     with pool.Pool(1, "cuda", None) as workers:
         forker = workers._forker
         assert forker is not None
-        shared = Path(forker.kernels.name)
+        shared = Path(forker.kernels)
         for number in range(2):
             (tmp_path / str(number)).mkdir()
             one = gpu_blocks.captured("widened")

@@ -78,7 +78,7 @@ def give_back(memory: Any, needed: list[Place]) -> int:
     length = _page_length(memory)
     if length is None:
         return 0
-    resident = {page for page, flags in enumerate(memory.get_residency()) if flags & 1}
+    resident = _resident(memory)
     wanted = resident.intersection(page for place in needed for page in _pages_of(place, length))
     if len(resident) - len(wanted) < _LEAST * len(resident):
         return 0
@@ -100,7 +100,7 @@ def give_back(memory: Any, needed: list[Place]) -> int:
 def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[bool]:
     """Which groups of places lie by half of their bytes or more in pages that would go with those of all that do.
 
-    needed: other places. All groups where the memory does not tell its pages' size.
+    needed: other places. All groups where the memory does not tell its pages' size, and none where too little would go.
     """
     length, found = _page_length(memory), [True] * len(groups)
     while length is not None:
@@ -111,7 +111,8 @@ def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[
             [pays and _pays(group, wanted, length) for pays, group in zip(found, groups, strict=True)],
         )
         if found == before:
-            break
+            resident = _resident(memory)
+            return found if len(resident - wanted) >= _LEAST * len(resident) else [False] * len(groups)
     return found
 
 
@@ -151,6 +152,10 @@ def _stretches(filled: list[tuple[Place, Any]]) -> list[tuple[Place, bytes]]:
     return [found for key, memory in memories.items() for found in _runs(memory, lengths[key] or 0, pages_of[key])]
 
 
+def _resident(memory: Any) -> set[int]:
+    return {page for page, flags in enumerate(memory.get_residency()) if flags & 1}
+
+
 def _pages_of(place: Place, length: int) -> range:
     """The pages that a place touches."""
     memory, address, size = place
@@ -176,4 +181,6 @@ def _page_length(memory: Any) -> int | None:
         length, rest = divmod(int(memory.loaded_size()), sum(flags & 1 for flags in memory.get_residency()))
     except (AttributeError, ZeroDivisionError):
         return None
-    return None if rest or length & (length - 1) else length  # another thread may have come between the two questions
+    return (
+        None if rest or not length or length & (length - 1) else length
+    )  # another thread may have come between the two questions

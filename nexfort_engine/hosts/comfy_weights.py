@@ -117,17 +117,27 @@ class ComfyWeights:
             management.soft_empty_cache()  # memory of the device, and not of torch's allocator
         return given
 
+    @property
+    def layout(self) -> Hashable:
+        """Under dynamic VRAM the memory in whose pages the layers have their places, if it is one."""
+        memories = {id(sub._v[0]): sub._v[0] for sub in self._paged()}
+        return next(iter(memories)) if len(memories) == 1 and is_dynamic(self._home.patcher) else None
+
     def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
-        """Under dynamic VRAM those whose places are for the most part in pages that no other layer needs; else all."""
-        model, own = self._model(), {id(layer) for layers in groups for layer in layers}
-        needed = [sub._v for sub in model.modules() if "_v" in sub.__dict__ and id(sub) not in own] if model else []
+        """Those whose places are for the most part in pages that no other layer needs."""
+        own = {id(layer) for layers in groups for layer in layers}
+        needed = [sub._v for sub in self._paged() if id(sub) not in own]
         places = [[layer._v for layer in layers if "_v" in layer.__dict__] for layers in groups]
-        memories = {id(place[0]): place[0] for group in places for place in group}
-        return paying(next(iter(memories.values())), places, needed) if len(memories) == 1 else [True] * len(groups)
+        memories = [place[0] for group in (needed, *places) for place in group]
+        return paying(memories[0], places, needed) if memories else [True] * len(groups)
+
+    def _paged(self) -> list[Any]:
+        """The layers that have a place in memory of dynamic VRAM."""
+        model = self._model()
+        return [sub for sub in (model.modules() if model is not None else ()) if sub.__dict__.get("_v") is not None]
 
     def _give_back(self, layers: list[nn.Module]) -> int:
-        model, idle = self._model(), set(map(id, layers))
-        paged = [sub for sub in (model.modules() if model is not None else ()) if "_v" in sub.__dict__]
+        idle, paged = set(map(id, layers)), self._paged()
         memories = {id(sub._v[0]): sub._v[0] for sub in paged if id(sub) in idle}
         needed = [sub._v for sub in paged if id(sub) not in idle]
         return sum(give_back(one, [place for place in needed if place[0] is one]) for one in memories.values())

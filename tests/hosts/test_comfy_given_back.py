@@ -86,6 +86,52 @@ def test_what_makes_no_room_is_laid_out_in_each_step(monkeypatch: pytest.MonkeyP
     assert kind.one in asked and not any(asked & names for names in own if kind.one not in names)
 
 
+def test_what_makes_room_is_judged_with_all_that_is_kept_and_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after a step that kept a part of it alone; a verdict holds in the memory that it was found in."""
+    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
+    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
+    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
+    for module in (comfy_home, comfy_weights):
+        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ComfyWeights, "pays", lambda _, groups: [False] * len(groups))
+        room = iter([False])
+        patch.setattr(keeping, "_has_room", lambda *_: next(room, True))
+        first, _ = roomy.sampled(steps=1)  # there is no room for what the first region keeps
+        assert kept(roomy.clone).count(0) == 1, "the others stay"
+        again, _ = roomy.sampled(steps=1)
+        assert not any(kept(roomy.clone)) and torch.equal(again, first), "all of them were judged, and are in vain"
+        roomy.sampled(steps=2)
+        assert not any(kept(roomy.clone))
+    monkeypatch.setattr(ComfyWeights, "layout", property(lambda _: "another memory"))
+    found, _ = roomy.sampled(steps=2)
+    assert all(kept(roomy.clone)) and torch.equal(found, roomy.sampled(steps=2)[0])
+
+
+def test_which_layers_pay_goes_by_the_pages_of_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its neighbours; a host that fails to say leaves all kept, with a note."""
+    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
+    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
+    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
+    for module in (comfy_home, comfy_weights):
+        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    roomy.sampled(steps=1)
+    lender = engine_of(roomy.clone).lender
+    groups = [[layer] for layer in roomy.layers if layer.seed_key.removeprefix("diffusion_model.") in roomy.kept]
+    roomy.memory.resident = set(range(roomy.memory._next // PAGE + 1))
+    pays = lender.pays(groups)
+    assert True in pays and lender.layout == id(roomy.memory)
+    for (layer,), going in zip(groups, pays, strict=True):
+        _, at, size = layer._v
+        own = sum(byte // PAGE not in roomy.others for byte in range(at, at + size))
+        assert not going or 2 * own >= size
+    monkeypatch.setattr(ComfyWeights, "layout", property(lambda _: 1 / 0))
+    changed = kind.changed(roomy.clone)
+    roomy.sampled(changed, steps=2)
+    assert all(kept(roomy.clone))
+    assert any("was not compared" in note for note in engine_of(roomy.clone).report.as_dict()["notes"])
+
+
 def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = roomy.memory
     first, _ = roomy.sampled()
