@@ -110,13 +110,15 @@ def _is_in_vain(engine: Engine, binding: Binding) -> bool:
 def _keep_what_pays(engine: Engine, lender: Lender) -> None:
     """Let go of what is kept in the place of weights that would stay all the same, as long as they lie so.
 
-    Only once all is kept that can be: what makes room does it together with what lies beside it.
+    Only once each region that can keep something does: what makes room does it together with what lies beside it.
     """
     layout, rows = lender.layout, list[tuple[Binding, list[nn.Module]]]()
     for region in engine.regions if layout is not None else ():
-        for binding in (one for one in region.bindings if one.prepares and not _is_in_vain(engine, one)):
-            if (kept := kept_of(region, binding)) is None:
-                return
+        preparing = [binding for binding in region.bindings if binding.prepares and not _is_in_vain(engine, binding)]
+        held = [(binding, kept) for binding in preparing if (kept := kept_of(region, binding)) is not None]
+        if preparing and not held:
+            return
+        for binding, kept in held:
             rows.append((binding, layers_in(region.module, [region.slots.slots[i] for i in kept.stand_ins])))
     answers = lender.pays([layers for _, layers in rows]) if rows else []
     for (binding, _), pays in zip(rows, answers, strict=True):
