@@ -224,6 +224,7 @@ def test_one_that_had_to_end_is_replaced(why: str, gone: list[Any], monkeypatch:
         now = pool._Forker._current._process
         assert now is not gone[0] and now.poll() is None
     os.killpg(now.pid, signal.SIGKILL)
+    assert _soon(lambda: now.poll() is not None), "the next test would be lent it"
 
 
 @forks
