@@ -187,6 +187,8 @@ def test_whatever_is_kept_pays_where_a_memory_does_not_tell_its_pages() -> None:
     assert paying(memory, [[(memory, 0, 8)], []], [(memory, 0, 8)]) == [True, True]
 
 
+@pytest.mark.comfy
+@pytest.mark.usefixtures("comfyui")
 def test_layers_are_told_apart_by_their_memory() -> None:
     model, memories = nn.Sequential(*(nn.ReLU() for _ in range(4))), [PagedMemory(20 * PAGE), PagedMemory(20 * PAGE)]
     for layer, memory in zip(model, (memories[0], memories[0], memories[1]), strict=False):
