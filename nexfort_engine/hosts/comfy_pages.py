@@ -106,13 +106,11 @@ def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[
     while length is not None:
         stay = [place for pays, group in zip(found, groups, strict=True) if not pays for place in group]
         wanted = {page for place in [*needed, *stay] for page in _pages_of(place, length)}
-        before, found = (
-            found,
-            [pays and _pays(group, wanted, length) for pays, group in zip(found, groups, strict=True)],
-        )
-        if found == before:
+        still = [pays and _pays(group, wanted, length) for pays, group in zip(found, groups, strict=True)]
+        if still == found:
             resident = _resident(memory)
             return found if len(resident - wanted) >= _LEAST * len(resident) else [False] * len(groups)
+        found = still
     return found
 
 
@@ -181,6 +179,5 @@ def _page_length(memory: Any) -> int | None:
         length, rest = divmod(int(memory.loaded_size()), sum(flags & 1 for flags in memory.get_residency()))
     except (AttributeError, ZeroDivisionError):
         return None
-    return (
-        None if rest or not length or length & (length - 1) else length
-    )  # another thread may have come between the two questions
+    # another thread may have come between the two questions
+    return None if rest or not length or length & (length - 1) else length

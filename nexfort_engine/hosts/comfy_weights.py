@@ -16,7 +16,7 @@ prepared, goes to main memory (offload.py, comfy_home.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -119,25 +119,26 @@ class ComfyWeights:
 
     @property
     def layout(self) -> Hashable:
-        """Under dynamic VRAM the memory in whose pages the layers have their places, if it is one."""
-        memories = {id(sub._v[0]): sub._v[0] for sub in self._paged()}
-        return next(iter(memories)) if len(memories) == 1 and is_dynamic(self._home.patcher) else None
+        """Under dynamic VRAM the memory in whose pages the layers have their places."""
+        return next((id(sub._v[0]) for sub in self._paged()), None) if is_dynamic(self._home.patcher) else None
 
     def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
-        """Those whose places are for the most part in pages that no other layer needs."""
+        """Those whose places are for the most part in pages that no other layer needs. All, in several memories."""
         own = {id(layer) for layers in groups for layer in layers}
         needed = [sub._v for sub in self._paged() if id(sub) not in own]
         places = [[layer._v for layer in layers if "_v" in layer.__dict__] for layers in groups]
-        memories = [place[0] for group in (needed, *places) for place in group]
-        return paying(memories[0], places, needed) if memories else [True] * len(groups)
+        memories = {id(place[0]): place[0] for group in (needed, *places) for place in group}
+        if len(memories) != 1:
+            return [True] * len(groups)
+        return paying(next(iter(memories.values())), places, needed)
 
-    def _paged(self) -> list[Any]:
+    def _paged(self) -> Iterator[Any]:
         """The layers that have a place in memory of dynamic VRAM."""
         model = self._model()
-        return [sub for sub in (model.modules() if model is not None else ()) if sub.__dict__.get("_v") is not None]
+        return (sub for sub in (model.modules() if model is not None else ()) if sub.__dict__.get("_v") is not None)
 
     def _give_back(self, layers: list[nn.Module]) -> int:
-        idle, paged = set(map(id, layers)), self._paged()
+        idle, paged = set(map(id, layers)), list(self._paged())
         memories = {id(sub._v[0]): sub._v[0] for sub in paged if id(sub) in idle}
         needed = [sub._v for sub in paged if id(sub) not in idle]
         return sum(give_back(one, [place for place in needed if place[0] is one]) for one in memories.values())

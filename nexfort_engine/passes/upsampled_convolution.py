@@ -68,7 +68,7 @@ def _is_fit(node: Node, image: Node) -> bool:
     like, weight = node.meta["val"], node.args[1].meta["val"]
     columns, channels, *places = map(fixed, weight.shape)
     same = like.device.type == _DEVICE and like.dtype in DTYPES and weight.dtype == like.dtype
-    inner = any(map(is_channels_last, (like, node.args[1].meta["val"])))
+    inner = any(map(is_channels_last, (like, weight)))
     if not same or places != [3, 3] or not inner or columns is None or channels is None:
         return False
     return channels % CHANNELS == 0 and bool(widths(columns)) and _is_plain(*node.args[3:], **node.kwargs)

@@ -32,6 +32,19 @@ def roomy(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Paged:
     return Paged(kind.made(monkeypatch), monkeypatch, kind)
 
 
+def _laid_out(patch: pytest.MonkeyPatch) -> tuple[Kind, Paged]:
+    """A network in full precision, in pages."""
+    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
+    return kind, Paged(kind.made(patch), patch, kind)
+
+
+def _make_dynamic(patch: pytest.MonkeyPatch) -> None:
+    """From here on pages are dynamic VRAM's, which on a CPU are none."""
+    patch.setattr(comfy_home, "FROM", ("cpu",))
+    for module in (comfy_home, comfy_weights):
+        patch.setattr(module, "is_dynamic", lambda _: True)
+
+
 def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> None:
     memory = roomy.memory
     first, asked = roomy.sampled(steps=1)
@@ -49,13 +62,10 @@ def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> 
 def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
+    kind, roomy = _laid_out(monkeypatch)
     first, asked = roomy.sampled()
     assert kind.one in asked and not any(kept(roomy.clone)) and not roomy.memory.given_back
-    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
-        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    _make_dynamic(monkeypatch)
     assert torch.equal(roomy.sampled()[0], first) and all(kept(roomy.clone)) and len(roomy.memory.given_back) == 1
     roomy.memory.take_away()
     again, asked = roomy.sampled()
@@ -64,11 +74,8 @@ def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_
 
 def test_what_makes_no_room_is_laid_out_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers lie in pages that others need, so a copy would be memory more; the others' pages go as before."""
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
-    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
-        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    kind, roomy = _laid_out(monkeypatch)
+    _make_dynamic(monkeypatch)
     asked_of: list[list[Any]] = []
 
     def pays(_: ComfyWeights, groups: list[list[Any]]) -> list[bool]:
@@ -88,11 +95,8 @@ def test_what_makes_no_room_is_laid_out_in_each_step(monkeypatch: pytest.MonkeyP
 
 def test_what_makes_room_is_judged_with_all_that_is_kept_and_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after a step that kept a part of it alone; a verdict holds in the memory that it was found in."""
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
-    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
-        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    _, roomy = _laid_out(monkeypatch)
+    _make_dynamic(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(ComfyWeights, "pays", lambda _, groups: [False] * len(groups))
         room = iter([False])
@@ -110,11 +114,8 @@ def test_what_makes_room_is_judged_with_all_that_is_kept_and_where_it_lies(monke
 
 def test_which_layers_pay_goes_by_the_pages_of_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its neighbours; a host that fails to say leaves all kept, with a note."""
-    kind = dataclasses.replace(KINDS["laid out"], config=CONFIG)
-    roomy = Paged(kind.made(monkeypatch), monkeypatch, kind)
-    monkeypatch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
-        monkeypatch.setattr(module, "is_dynamic", lambda _: True)
+    kind, roomy = _laid_out(monkeypatch)
+    _make_dynamic(monkeypatch)
     roomy.sampled(steps=1)
     lender = engine_of(roomy.clone).lender
     groups = [[layer] for layer in roomy.layers if layer.seed_key.removeprefix("diffusion_model.") in roomy.kept]
