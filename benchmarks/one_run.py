@@ -12,6 +12,7 @@ into results.csv.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -179,6 +180,7 @@ class Sampling:
     """
 
     def __init__(self, backbone: Any, size: str) -> None:
+        import comfy.sample  # noqa: F401  # as ComfyUI has it when it starts: no part of a first step
         import torch
 
         generator = torch.Generator().manual_seed(7)
@@ -205,6 +207,7 @@ class Sampling:
         import comfy.sample
         import torch
 
+        gc.collect()  # what was left before is no part of a step
         latent = self.backbone.latent(*size)
         noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         return comfy.sample.sample(

@@ -37,6 +37,7 @@ def collect(check: bool = True) -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "cpu": cpu_facts()[0],
+        "bytecode": _told(_bytecode),
         "torch": _told(_torch),
         "triton": package_version("triton"),
         "diffusers": package_version("diffusers"),
@@ -61,6 +62,16 @@ def _told(fact: Callable[[], Any]) -> Any:
         return fact()
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}"}
+
+
+def _bytecode() -> str:
+    """Whether torch is read as bytecode. From source a process that compiles takes 11 s to start and not 4."""
+    import torch
+
+    if torch.__cached__ and os.path.exists(torch.__cached__):
+        return "kept"
+    why = ", because PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else ""
+    return f"none{why}: each process reads torch from source, which makes every start slow. Run python -m compileall"
 
 
 def _torch() -> dict[str, Any]:

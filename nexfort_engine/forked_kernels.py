@@ -4,7 +4,8 @@
 Inductor hands a kernel to a pool of processes as soon as its code is written, where it has such a pool, and asks for
 the results at the end. Its own pool imports the compiler anew. Here a lowering worker, which has one thread and no
 device, forks a process for each kernel. All workers share tokens for those, as many as the machine has cores, in a
-pipe that is made before they are forked; where none is left a kernel is compiled in place.
+pipe that is made before they are forked; where none is left a kernel is compiled in place. So is one that another
+worker has begun with, which is found where it is asked for (shared_kernels.py): a fork costs half of what most take.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .flags import replaced
+from .shared_kernels import is_begun
 
 log = logging.getLogger("nexfort")
 
@@ -50,15 +52,15 @@ class Tokens:
 
 
 @contextmanager
-def kernels_in_forks(tokens: Tokens, place: Path) -> Iterator[None]:
+def kernels_in_forks(tokens: Tokens, place: Path, shared: Path | None = None) -> Iterator[None]:
     """Inside, kernels that Inductor asks for are compiled in processes forked from this one.
 
     Only where it has one thread and no device, and in the scope in which Inductor lowers. place: a directory for what
-    they give, as long as it is not read.
+    they give, as long as it is not read. shared: as for `compiled_once`, inside of which this is then.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kernels-", dir=place)))
-        forks = _Forks(tokens, folder)
+        forks = _Forks(tokens, folder, shared)
         stack.callback(forks.end)  # before the folder goes
         stack.enter_context(kernels_handed_to(forks))
         yield
@@ -118,8 +120,8 @@ def _at_once(work: Callable[[], Any]) -> Future[Any]:
 class _Forks:
     """What Inductor takes for its pool of processes. See kernels_handed_to."""
 
-    def __init__(self, tokens: Tokens, folder: Path) -> None:
-        self._tokens, self._folder = tokens, folder
+    def __init__(self, tokens: Tokens, folder: Path, shared: Path | None = None) -> None:
+        self._tokens, self._folder, self._shared = tokens, folder, shared
         self._ready = False  # whether there is a token for the next one
         self._results: list[_Result] = []
 
@@ -130,6 +132,8 @@ class _Forks:
 
     def submit(self, work: Callable[..., Any], *args: Any) -> _Result:
         """Begin with a piece of work; asked only when `ready`."""
+        if self._shared is not None and is_begun(repr(getattr(args[0], "args", args[0])), self._shared):
+            return _Result(self, None, None, lambda: work(*args))
         place = self._folder / str(len(self._results))
         try:
             child: int | None = os.fork()
@@ -162,9 +166,10 @@ class _Forks:
 
 
 class _Result:
-    """What a forked process gives; if it gave nothing, what its work gives here, or raises."""
+    """What a forked process gives; if it gave nothing or there is none, what its work gives here, or raises."""
 
-    def __init__(self, forks: _Forks, child: int | None, place: Path, instead: Callable[[], Any]) -> None:
+    def __init__(self, forks: _Forks, child: int | None, place: Path | None, instead: Callable[[], Any]) -> None:
+        """place: where it leaves that; None: nobody was asked."""
         self._forks, self._child, self._place, self._instead = forks, child, place, instead
 
     def wait(self) -> None:
@@ -176,6 +181,8 @@ class _Result:
     def result(self, timeout: float | None = None) -> Any:
         """As Future.result."""
         self.wait()
+        if self._place is None:
+            return self._instead()
         if not self._place.exists():
             return self._again()
         return pickle.loads(self._place.read_bytes())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import shutil
@@ -153,6 +154,8 @@ def _run(
     with later() as further:
         tracker.add(len(further))
         begin_all(deque(_largest_first(further)))
+    if running:
+        gc.collect()  # what captures leave is much, and would hold a later step up for a third of a second
     while running:
         ended = next((j for j in running if j.finished.is_set()), None)
         if ended is None:

@@ -91,7 +91,8 @@ def work(job: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     file = Path(job["file"])
     measures = lower.measures(job["options"])
-    once = compiled_once(Path(job["kernels"])) if job.get("kernels") else contextlib.nullcontext()
+    shared = Path(job["kernels"]) if job.get("kernels") else None
+    once = compiled_once(shared) if shared is not None else contextlib.nullcontext()
     with contextlib.nullcontext() if measures else flags.without_device(), once:
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
@@ -99,15 +100,15 @@ def work(job: dict[str, Any]) -> None:
         forks = job["spread"] and FORK in sys.argv and not (device.index or measures)
         each = in_forks if forks and not torch.cuda.is_initialized() else lower.in_turn
         if forks and _tokens is not None and device.type == "cuda":
-            each = functools.partial(_with_kernels_beside, each, _tokens, file.parent)
+            each = functools.partial(_with_kernels_beside, each, _tokens, file.parent, shared)
         lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
 
 
 def _with_kernels_beside(
-    each: Callable[[lower.Works], list[Any]], tokens: Tokens, place: Path, works: lower.Works
+    each: Callable[[lower.Works], list[Any]], tokens: Tokens, place: Path, shared: Path | None, works: lower.Works
 ) -> list[Any]:
     def one(work: Callable[[], Any]) -> Any:
-        with kernels_in_forks(tokens, place):
+        with kernels_in_forks(tokens, place, shared):
             return work()
 
     return each([functools.partial(one, work) for work in works])

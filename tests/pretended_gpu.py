@@ -16,6 +16,7 @@ import torch
 from nexfort_engine.config import CompileConfig
 
 FORKED = "NEXFORT_TEST_FORKED"  # names a file that gets a line for each process that a worker forks: which function did
+READ = "NEXFORT_TEST_READ"  # names a file that gets a line for each kernel that a graph calls, when it was read
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
     major=9,

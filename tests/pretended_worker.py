@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imported in a worker by a job that lists it among its modules: the worker has a pretended GPU for good.
 
-As with a real one, what is forked from a process that has asked for its device cannot have it.
+As with a real one, what is forked from a process that has asked for its device cannot have it. What is said of a kernel
+that a graph calls is compared with what Inductor reads in it.
 """
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pretended_gpu import FORKED, pretend
+from pretended_gpu import FORKED, READ, pretend
 
 from nexfort_engine.forked_kernels import _Result
+from nexfort_engine.kernels import launching
 from nexfort_engine.worker import FORK
 
 _asked = False
@@ -55,8 +58,29 @@ def _note_what_is_done_again() -> None:
     pytest.MonkeyPatch().setattr(_Result, "_again", noted)
 
 
+def _read_kernels() -> None:
+    from torch._higher_order_ops.triton_kernel_wrap import identify_mutated_tensors
+
+    said = launching._said
+
+    def read(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
+        def both(*given: Any) -> list[str]:
+            found, told = identify_mutated_tensors(*given), said(kernel, written)(*given)
+            if found != told:
+                raise AssertionError(f"{kernel.fn.__name__} writes to {found}, and what is said is {told}")
+            if READ in os.environ:
+                with Path(os.environ[READ]).open("a") as file:
+                    file.write(f"{kernel.fn.__name__}\n")
+            return told
+
+        return both
+
+    pytest.MonkeyPatch().setattr(launching, "_said", read)
+
+
 if FORK not in sys.argv:
     raise RuntimeError("the worker was not forked: it started anew")
 pretend(pytest.MonkeyPatch())
 _watch_device()
 _note_what_is_done_again()
+_read_kernels()

@@ -74,7 +74,16 @@ def test_doctor_prints_what_a_bug_report_needs(
     monkeypatch.setenv("NEXFORT_DISABLE", "1")
     code, text = run(capsys, "doctor", "--no-check")
     assert code == 0
-    for word in ("torch:", "triton:", "python:", "compilers:", "comfyui:", str(cache), "NEXFORT_DISABLE: 1"):
+    for word in (
+        "torch:",
+        "bytecode:",
+        "triton:",
+        "python:",
+        "compilers:",
+        "comfyui:",
+        str(cache),
+        "NEXFORT_DISABLE: 1",
+    ):
         assert word in text
     facts = json.loads(run(capsys, "doctor", "--json", "--no-check")[1])
     assert facts["cache"]["writable"] is True and facts["cache"]["path"] == str(cache)
@@ -90,6 +99,21 @@ def test_doctor_tells_an_unusable_cache_and_a_wrong_comfyui(
     assert facts["cache"]["writable"] is False and str(cache) in facts["cache"]["problem"]
     assert "COMFYUI_PATH is" in facts["comfyui"]["problem"]
     assert "problem" in doctor.as_text(facts)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("switched_off", [True, False])
+def test_doctor_says_where_torch_is_read_from_source_at_each_start(
+    kept: bool, switched_off: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "torch.pyc"
+    if kept:
+        file.touch()
+    monkeypatch.setattr("torch.__cached__", str(file))
+    monkeypatch.setattr(sys, "dont_write_bytecode", switched_off)
+    told = doctor.collect(check=False)["bytecode"]
+    assert (told == "kept") is kept and (kept or "compileall" in told)
+    assert ("PYTHONDONTWRITEBYTECODE" in told) is (switched_off and not kept)
 
 
 def test_doctor_survives_whatever_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

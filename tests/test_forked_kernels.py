@@ -59,6 +59,28 @@ def test_no_more_at_once_than_there_are_tokens_and_one_that_was_kept_comes_back(
     assert _free(tokens) == 2
 
 
+def test_one_that_another_has_begun_with_is_found_where_it_is_asked_for(tokens: Tokens, tmp_path: Path) -> None:
+    """By who asks, without a process; the next one has its token still."""
+    shared, places = tmp_path / "shared", [tmp_path / "1", tmp_path / "2"]
+    for place in (shared, *places):
+        place.mkdir()
+    first, second = (_Forks(tokens, place, shared) for place in places)
+    assert first.ready() and second.ready()
+    assert first.submit(_where, 1).result()[1] != os.getpid()
+    assert second.submit(_where, 1).result() == (1, os.getpid()) and _free(tokens) == 1
+    assert second.submit(_where, 2).result()[1] != os.getpid(), "another kernel"
+    for forks in (first, second):
+        forks.end()
+    assert _free(tokens) == 2
+
+
+def test_where_nobody_can_say_what_is_begun_with_each_has_its_own(tokens: Tokens, tmp_path: Path) -> None:
+    for number in range(2):
+        forks = _Forks(tokens, tmp_path, tmp_path / "gone")
+        assert forks.ready() and forks.submit(_where, number).result()[1] != os.getpid()
+        forks.end()
+
+
 def _end_unless(here: int) -> int:
     if os.getpid() != here:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -20,9 +21,9 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
+from nexfort_engine import build, finding, lower, pool
 from nexfort_engine import compile as nexfort_compile
 from nexfort_engine import compiled as compiled_module
-from nexfort_engine import finding, lower, pool
 from nexfort_engine.flags import snapshot, without_device
 
 OPTIONS: dict[str, object] = {"max_autotune": False}
@@ -155,6 +156,42 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     with torch.no_grad():
         wider(torch.ones(2, 8))
     assert pool._expected is None, "after a first step nobody waits any more"
+
+
+_left: list[Any] = []
+
+
+class _Leaving(torch.nn.Linear):
+    """Leaves garbage behind whenever its code runs, as a trace does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        class Garbage:  # a class holds itself
+            pass
+
+        _left.append(weakref.ref(Garbage))
+        return super().forward(x)
+
+
+def test_what_captures_leave_is_gone_before_the_step_goes_on(
+    gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would be collected in a later one. Workers are at work meanwhile."""
+    monkeypatch.setenv(pool.VARIABLE, "1")
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "store"))
+    _left.clear()
+    gone_then: list[bool] = []
+    compiled = nexfort_compile(_Leaving(4, 4).eval().requires_grad_(False))
+    gc.disable()
+    try:
+        lower_all = build.lower_all
+        monkeypatch.setattr(
+            build, "lower_all", lambda *a: (lower_all(*a), gone_then.append(all(one() is None for one in _left)))
+        )
+        with torch.no_grad():
+            compiled(torch.ones(2, 4))
+    finally:
+        gc.enable()
+    assert compiled.report.as_dict()["artefacts_compiled"] == 1 and _left and gone_then == [True]
 
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked from one process here")

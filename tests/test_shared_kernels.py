@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel in Gluon that several artefacts call is compiled once, and each has all of it."""
+"""A kernel that several artefacts call is compiled once, and each has all of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import queue
 from pathlib import Path
+from typing import Any
 
 import gpu_blocks
 import pytest
@@ -20,22 +21,41 @@ from nexfort_engine.shared_kernels import compiled_once
 triton = pytest.importorskip("triton", reason="the kernels are Triton's")
 
 
-def _compile(place: Path, seen: Path, programs: int = 132) -> None:
-    """Compile a kernel for an artefact that is made at `place`; what was not found is noted in a file."""
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
+def _in_gluon(programs: int) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from nexfort_engine.kernels.gluon_convolution import convolve_in_groups as kernel
+
+    constants = {"BIASED": False, "SIDE": 3, "N": 128, "R": 0, "STAGES": 6, "PROGRAMS": programs, "scratch": None}
+    kinds = dict.fromkeys(("images", "height", "width", "channels", "columns"), "i32")
+    kinds |= dict.fromkeys(constants, "constexpr")
+    return GluonASTSource(kernel, {name: kinds.get(name, "*fp16") for name in kernel.arg_names}, constants)
+
+
+def _in_triton(block: int) -> Any:
+    from triton.compiler.compiler import ASTSource
+
+    from nexfort_engine.kernels.triton_innermost_weight import lay_innermost as kernel
+
+    constants = {"PLACES": 9, "WIDE": 16, "BLOCK": block}
+    kinds = {"weight": "*fp16", "laid": "*fp16", "channels": "i32"} | dict.fromkeys(constants, "constexpr")
+    return ASTSource(kernel, kinds, constants)
+
+
+SOURCES = {"gluon": (_in_gluon, 132, 100), "triton": (_in_triton, 128, 64)}  # a source, and two forms of it
+
+
+def _compile(place: Path, seen: Path, kind: str = "gluon", other: bool = False) -> None:
+    """Compile a kernel for an artefact that is made at `place`; what was not found is noted in a file."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
 
     def look(*, cache_hit: bool, **_: object) -> None:
         with seen.open("a") as file:
             file.write("" if cache_hit else "compiled\n")
 
-    constants = {"BIASED": False, "SIDE": 3, "N": 128, "R": 0, "STAGES": 6, "PROGRAMS": programs, "scratch": None}
-    kinds = dict.fromkeys(("images", "height", "width", "channels", "columns"), "i32")
-    kinds |= dict.fromkeys(constants, "constexpr")
-    source = GluonASTSource(kernel, {name: kinds.get(name, "*fp16") for name in kernel.arg_names}, constants)
+    source_of, *forms = SOURCES[kind]
+    source = source_of(forms[other])
     knobs.compilation.listener, before = look, knobs.compilation.listener
     try:
         with scoped_env(TRITON_CACHE_DIR=str(place)):
@@ -45,7 +65,8 @@ def _compile(place: Path, seen: Path, programs: int = 132) -> None:
         knobs.compilation.listener = before
 
 
-def test_processes_that_want_one_at_once_compile_it_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+def test_processes_that_want_one_at_once_compile_it_once(kind: str, tmp_path: Path) -> None:
     shared, seen = tmp_path / "shared", tmp_path / "seen"
     shared.mkdir()
     places = [tmp_path / str(number) for number in range(3)]
@@ -55,14 +76,14 @@ def test_processes_that_want_one_at_once_compile_it_once(tmp_path: Path) -> None
             child = os.fork()
             if not child:
                 try:
-                    _compile(place, seen)
+                    _compile(place, seen, kind)
                     os._exit(0)
                 finally:
                     os._exit(1)
             children.append(child)
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
         assert seen.read_text() == "compiled\n"
-        _compile(tmp_path / "other", seen, programs=100)
+        _compile(tmp_path / "other", seen, kind, other=True)
         assert seen.read_text() == "compiled\n" * 2, "another form of it"
     for place in places:
         (cubin,) = place.rglob("*.cubin")
@@ -109,6 +130,7 @@ def test_artefacts_of_a_batch_share_what_they_have_in_common(tmp_path: Path, mon
             workers.submit(*given, answers.put, lambda: "the worker did not do it")
         assert [answers.get(timeout=300) for _ in range(2)] == [None, None]
         assert len(list(shared.rglob("convolve_in_groups.cubin"))) == 2, "two forms, for both"
+        assert len(list(shared.rglob("moments_of_chunks_0.cubin"))) == 1, "one for both"
     with pool._Forker._lock:
         forker._end()
     assert not shared.exists()
