@@ -31,7 +31,7 @@ from .flags import backend_scope, disabled
 from .images import lie_innermost, outermost
 from .keeping import hold_once, spared
 from .loans import Lender
-from .lower import import_ahead
+from .lower import import_ahead, import_tracing_ahead
 from .modulestate import Slot, structure
 from .prepared import Version
 from .regions import find_regions
@@ -143,6 +143,7 @@ class Engine:
         if there:
             threading.Thread(target=self.store.ahead, args=(there,), name="nexfort-ahead", daemon=True).start()
         else:
+            import_tracing_ahead()
             pool.expect(device.type, self.store.root)
 
     def stored(self, device: torch.device) -> list[str]:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,19 @@ class LoweringFailed(Exception):
 
 
 _importing: threading.Thread | None = None
+_importing_late: threading.Thread | None = None
+# imported by torch.export when it comes to a first graph
+_LATE = (
+    "sympy.physics.units",
+    "torch._export.passes._node_metadata_hook",
+    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
+    "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._inductor.compiler_bisector",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.fx.experimental.validator",
+)
 
 
 def import_ahead() -> None:
@@ -84,6 +97,22 @@ def import_ahead() -> None:
     _importing.start()
 
 
+def import_tracing_ahead() -> None:
+    """Import what a first trace needs as well, behind `import_ahead`. Once a process."""
+    global _importing_late
+    if _importing_late is None:
+        _importing_late = threading.Thread(target=_import_late, name="nexfort-import-late", daemon=True)
+        _importing_late.start()
+
+
+def _import_late() -> None:
+    if _importing is not None:
+        _importing.join()
+    for name in _LATE:
+        with suppress(ImportError):  # not every version has them
+            importlib.import_module(name)
+
+
 def _hash_ahead() -> None:
     """What a first load asks once a process; more than a second, nearly all of it without Python's lock."""
     try:
@@ -100,9 +129,10 @@ def _hash_ahead() -> None:
 
 
 def wait_for_import() -> None:
-    """Let `import_ahead` end: two threads that import Inductor at once may see half of one of its modules."""
-    if _importing is not None:
-        _importing.join()
+    """Let what is imported ahead be there: two threads that import Inductor may see half of one of its modules."""
+    for thread in (_importing, _importing_late):
+        if thread is not None:
+            thread.join()
 
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:

@@ -115,10 +115,14 @@ def _run(
 ) -> None:
     running: list[Job] = []
 
+    def count(job: Job) -> None:
+        if not job.seconds:
+            job.seconds = time.perf_counter() - job.began
+            tracker.step(job.name, job.seconds)
+
     def collect(job: Job) -> None:
-        job.seconds = time.perf_counter() - job.began
+        count(job)
         job.done(job)
-        tracker.step(job.name, job.seconds)
 
     def begin(job: Job) -> list[Job]:
         """Capture one and have it lowered; what its capture shows to be needed besides."""
@@ -139,9 +143,8 @@ def _run(
                 _left.append(job)
                 raise
             collect(job)
-        for finished in [j for j in running if j.finished.is_set()]:
-            running.remove(finished)
-            collect(finished)
+        for finished in (j for j in running if j.finished.is_set()):
+            count(finished)  # it is loaded when nothing is left to be captured and this thread has time
         return shown
 
     def begin_all(waiting: deque[Job]) -> None:
