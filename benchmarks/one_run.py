@@ -201,13 +201,13 @@ class Sampling:
                 times.append(now - last[0])
             last[0] = now
 
+        gc.collect()  # what was left before is no part of a step
         return self._sample(model, steps, size or self.size, after)
 
     def _sample(self, model: Any, steps: int, size: Any, after: Callable[..., None]) -> Any:
         import comfy.sample
         import torch
 
-        gc.collect()  # what was left before is no part of a step
         latent = self.backbone.latent(*size)
         noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
         return comfy.sample.sample(
@@ -226,6 +226,7 @@ class Sampling:
                 card.settle()
                 ends.append(time.perf_counter())
 
+        gc.collect()
         self._sample(model, steps, self.size, after)
         return (ends[-1] - ends[0]) / (steps - 1)
 
@@ -233,11 +234,16 @@ class Sampling:
         """Seconds of one picture of one step."""
         from . import card
 
+        gc.collect()
         card.settle()
         began = time.perf_counter()
-        self(model, 1, size)
+        self._sample(model, 1, size or self.size, _nothing)
         card.settle()
         return time.perf_counter() - began
+
+
+def _nothing(*_: Any) -> None:
+    """After a step."""
 
 
 def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, Any]:

@@ -70,8 +70,9 @@ def _bytecode() -> str:
 
     if torch.__cached__ and os.path.exists(torch.__cached__):
         return "kept"
-    why = ", because PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else ""
-    return f"none{why}: each process reads torch from source, which makes every start slow. Run python -m compileall"
+    why = ", and Python is told to write none (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else ""
+    packages = os.path.dirname(os.path.dirname(torch.__file__))
+    return f"none{why}: each process reads torch from source; {sys.executable} -m compileall -q {packages} ends that"
 
 
 def _torch() -> dict[str, Any]:

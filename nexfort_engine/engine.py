@@ -29,9 +29,9 @@ from .cudagraph import StepGraphs
 from .dispatch import Region
 from .flags import backend_scope, disabled
 from .images import lie_innermost, outermost
+from .importing import import_ahead, import_tracing_ahead
 from .keeping import hold_once, spared
 from .loans import Lender
-from .lower import import_ahead, import_tracing_ahead
 from .modulestate import Slot, structure
 from .prepared import Version
 from .regions import find_regions

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .flags import replaced
-from .shared_kernels import is_begun
+from .shared_kernels import begins
 
 log = logging.getLogger("nexfort")
 
@@ -132,7 +132,7 @@ class _Forks:
 
     def submit(self, work: Callable[..., Any], *args: Any) -> _Result:
         """Begin with a piece of work; asked only when `ready`."""
-        if self._shared is not None and is_begun(repr(getattr(args[0], "args", args[0])), self._shared):
+        if self._shared is not None and not begins(repr(getattr(args[0], "args", args[0])), self._shared):
             return _Result(self, None, None, lambda: work(*args))
         place = self._folder / str(len(self._results))
         try:
@@ -182,14 +182,23 @@ class _Result:
         """As Future.result."""
         self.wait()
         if self._place is None:
-            return self._instead()
+            self._forks.rest()
+            return self._here()
         if not self._place.exists():
             return self._again()
         return pickle.loads(self._place.read_bytes())
 
     def _again(self) -> Any:
         log.debug("Nexfort: a kernel was not compiled in a process of its own, and is compiled here")
-        return self._instead()
+        return self._here()
+
+    def _here(self) -> Any:
+        """What its work gives here, as if another process had done it: a graph has a kernel once."""
+        from torch._inductor.triton_bundler import TritonBundler
+
+        # who asked puts the kernel in when it has it, and in this process the work would as well
+        with replaced(TritonBundler, "_entries", None):
+            return self._instead()
 
 
 def _be(work: Callable[[], Any], place: Path, tokens: Tokens) -> NoReturn:

@@ -15,10 +15,8 @@ import importlib
 import json
 import logging
 import shutil
-import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,82 +55,6 @@ def in_turn(works: Works) -> list[list[str]]:
 
 class LoweringFailed(Exception):
     """Inductor could not make an artefact that can be stored. The text is the reason for the report."""
-
-
-_importing: threading.Thread | None = None
-_importing_late: threading.Thread | None = None
-# imported by torch.export when it comes to a first graph
-_LATE = (
-    "sympy.physics.units",
-    "torch._export.passes._node_metadata_hook",
-    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
-    "torch._export.passes.replace_autocast_with_hop_pass",
-    "torch._export.passes.replace_set_grad_with_hop_pass",
-    "torch._inductor.compiler_bisector",
-    "torch.export._trace",
-    "torch.export._unlift",
-    "torch.fx.experimental.validator",
-)
-
-
-def import_ahead() -> None:
-    """Import Inductor on a thread of its own: two seconds that a first step need not wait for. Once a process.
-
-    What it calls its cache's keys follows on another, which nobody waits for: hashes of torch's and Triton's files.
-    """
-    global _importing
-    if _importing is not None:
-        return
-
-    def work() -> None:
-        # in the scope, because importing Inductor writes to the environment and starts compiler processes
-        try:
-            with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
-                from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
-            threading.Thread(target=_hash_ahead, name="nexfort-hashes", daemon=True).start()
-        except (ImportError, OSError) as error:  # an old torch, a full disk: the first call says what is the matter
-            log.debug("Nexfort: importing Inductor ahead failed: %s", error)
-
-    _importing = threading.Thread(target=work, name="nexfort-import", daemon=True)
-    _importing.start()
-
-
-def import_tracing_ahead() -> None:
-    """Import what a first trace needs as well, behind `import_ahead`. Once a process."""
-    global _importing_late
-    if _importing_late is None:
-        _importing_late = threading.Thread(target=_import_late, name="nexfort-import-late", daemon=True)
-        _importing_late.start()
-
-
-def _import_late() -> None:
-    if _importing is not None:
-        _importing.join()
-    for name in _LATE:
-        with suppress(ImportError):  # not every version has them
-            importlib.import_module(name)
-
-
-def _hash_ahead() -> None:
-    """What a first load asks once a process; more than a second, nearly all of it without Python's lock."""
-    try:
-        from torch._inductor.codecache import torch_key
-
-        torch_key()
-        if torch.cuda.is_available():
-            from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
-
-            if HAS_TRITON:
-                triton_key()
-    except (ImportError, OSError):  # another version, a file that is gone: the first load says what is the matter
-        log.debug("Nexfort: hashing ahead failed", exc_info=True)
-
-
-def wait_for_import() -> None:
-    """Let what is imported ahead be there: two threads that import Inductor may see half of one of its modules."""
-    for thread in (_importing, _importing_late):
-        if thread is not None:
-            thread.join()
 
 
 def lower(captured: Captured, payload: Path, options: Mapping[str, object]) -> None:

@@ -28,6 +28,7 @@ import torch
 from . import lower, pool, readset
 from .cache.store import Entry, Store
 from .capture import Captured
+from .importing import wait_for_import
 from .progress import Tracker
 from .report import named
 from .session import entered
@@ -84,6 +85,7 @@ def lower_all(
     once all are captured, while workers lower them, and left when what it gives is captured too: jobs for the same
     device that are made with them.
     """
+    wait_for_import()  # another network of this process may have begun it when this one was being loaded
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
@@ -143,8 +145,12 @@ def _run(
                 _left.append(job)
                 raise
             collect(job)
-        for finished in (j for j in running if j.finished.is_set()):
-            count(finished)  # it is loaded when nothing is left to be captured and this thread has time
+        for finished in [j for j in running if j.finished.is_set()]:
+            if finished.entry is not None and finished.entry.persistent:
+                count(finished)  # it is loaded when nothing is left to be captured and this thread has time
+            else:  # a reason, or what nobody finds again should the host cancel
+                running.remove(finished)
+                collect(finished)
         return shown
 
     def begin_all(waiting: deque[Job]) -> None:
@@ -157,13 +163,14 @@ def _run(
     with later() as further:
         tracker.add(len(further))
         begin_all(deque(_largest_first(further)))
-    if running:
+    if running and gc.isenabled():  # it is off while another thread captures a CUDA graph
         gc.collect()  # what captures leave is much, and would hold a later step up for a third of a second
     while running:
         ended = next((j for j in running if j.finished.is_set()), None)
         if ended is None:
             _wait(running[0], cancel, tracker, once=True)
             continue
+        cancel()
         running.remove(ended)
         collect(ended)
 

@@ -39,15 +39,15 @@ def compiled_once(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_begun(text: str, folder: Path) -> bool:
-    """Whether somebody else of a batch that shares `folder` has begun with this kernel; who asks first does so now."""
+def begins(text: str, folder: Path) -> bool:
+    """Note that a kernel is begun with, in a batch that shares `folder`. False: somebody has begun with it before."""
     try:
         (folder / f"{hashlib.sha256(text.encode()).hexdigest()}.begun").touch(exist_ok=False)
     except FileExistsError:
-        return True
-    except OSError:  # no room there: each compiles its own
         return False
-    return False
+    except OSError:  # no room there: each compiles its own
+        return True
+    return True
 
 
 def _sharing(compile: Callable[..., Any], folder: Path) -> Callable[..., Any]:

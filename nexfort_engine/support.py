@@ -18,7 +18,7 @@ from torch import nn
 from .cache.beside import recall, remember
 from .cache.key import environment_parts, primary_key
 from .cpu_probe import cpp_compiler
-from .lower import wait_for_import
+from .importing import wait_for_import
 from .report import first_line
 
 OLDEST = (2, 11)

@@ -31,6 +31,7 @@ import torch
 from . import flags, lower
 from .capture import Captured
 from .forked_kernels import Tokens, kernels_in_forks
+from .importing import import_all
 from .report import named
 from .shared_kernels import compiled_once
 
@@ -181,9 +182,7 @@ def _import_compiler() -> None:
     import torch._inductor.standalone_compile
     import torch.export._trace  # noqa: F401
 
-    for name in _LATE:
-        with contextlib.suppress(ImportError):  # not every version has them
-            importlib.import_module(name)
+    import_all(_LATE)
 
 
 def _warm_up(device: str) -> None:

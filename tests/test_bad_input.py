@@ -31,7 +31,7 @@ from patchers import patcher_around, sample
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import engine, finding, lower, support
+from nexfort_engine import engine, finding, importing, lower, support
 from nexfort_engine.cache import ground
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
@@ -323,10 +323,10 @@ def test_importing_ahead_says_nothing_where_inductor_is_another_one(monkeypatch:
 
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
-    monkeypatch.setattr(lower, "_importing", None)
+    monkeypatch.setattr(importing, "_threads", {})
     monkeypatch.delattr(torch._inductor, "CompiledArtifact")  # older than torch 2.8
-    lower.import_ahead()
-    lower.wait_for_import()
+    importing.import_ahead()
+    importing.wait_for_import()
     assert not said
 
 

@@ -366,10 +366,10 @@ def test_a_first_trace_imports_nothing_that_was_not_imported_ahead(tmp_path: Pat
     """While the model is loaded, where the store has nothing for it."""
     code = """
 import sys, torch, nexfort_engine
-from nexfort_engine import lower, lowering
+from nexfort_engine import importing, lowering
 block = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Conv2d(8, 8, 3)).eval()
 compiled = nexfort_engine.compile(block.requires_grad_(False))
-lower.wait_for_import()
+importing.wait_for_import()
 capture, seen = lowering._captured, []
 def noted(job):
     before = set(sys.modules)

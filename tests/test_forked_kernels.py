@@ -67,8 +67,10 @@ def test_one_that_another_has_begun_with_is_found_where_it_is_asked_for(tokens: 
     first, second = (_Forks(tokens, place, shared) for place in places)
     assert first.ready() and second.ready()
     assert first.submit(_where, 1).result()[1] != os.getpid()
-    assert second.submit(_where, 1).result() == (1, os.getpid()) and _free(tokens) == 1
-    assert second.submit(_where, 2).result()[1] != os.getpid(), "another kernel"
+    found = second.submit(_where, 1)
+    assert _free(tokens) == 1
+    assert found.result() == (1, os.getpid()) and _free(tokens) == 2, "who compiles it here keeps no token"
+    assert second.ready() and second.submit(_where, 2).result()[1] != os.getpid(), "another kernel"
     for forks in (first, second):
         forks.end()
     assert _free(tokens) == 2

@@ -38,7 +38,7 @@ from gpu_blocks import (
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 from pretended_gpu import FORKED
 
-from nexfort_engine import flags, lower, pool
+from nexfort_engine import flags, importing, lower, pool
 from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions, names
 from nexfort_engine.config import CompileConfig
@@ -221,6 +221,12 @@ def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pyt
     noted = (tmp_path / "forked").read_text().splitlines()
     assert noted.count("submit") >= min(2, len(os.sched_getaffinity(0))) and "again" not in noted
     assert len({kernel["name"] for kernel in kernels}) == len(kernels) >= 2
+    before = (tmp_path / "forked").read_text().splitlines().count("submit")
+    (tmp_path / "again").mkdir()
+    again = _kernels(_lowered(tmp_path / "again", ["feed_forward"], OPTIONS)["feed_forward"])
+    assert [kernel["name"] for kernel in again] == [kernel["name"] for kernel in kernels]
+    noted = (tmp_path / "forked").read_text().splitlines()
+    assert noted.count("submit") == before and "again" not in noted, "another of the batch had begun with all of them"
 
 
 def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
@@ -561,9 +567,9 @@ def test_what_a_first_load_asks_is_hashed_ahead_and_nobody_waits(monkeypatch: py
     monkeypatch.setattr(codecache, "torch_key", lambda: key("torch"))
     monkeypatch.setattr(triton_compat, "triton_key", lambda: key("triton"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(lower, "_importing", None)
-    lower.import_ahead()
-    lower.wait_for_import()
+    monkeypatch.setattr(importing, "_threads", {})
+    importing.import_ahead()
+    importing.wait_for_import()
     hashing = [thread for thread in threading.enumerate() if thread.name == "nexfort-hashes"]
     go.set()
     for thread in hashing:

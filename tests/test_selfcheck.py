@@ -11,7 +11,7 @@ import pytest
 import torch
 from subjects import graphs_as_they_are
 
-from nexfort_engine import capture, lower, selfcheck, support
+from nexfort_engine import capture, importing, lower, selfcheck, support
 from nexfort_engine.flags import snapshot
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_it_passes_on_this_cpu_and_leaves_nothing_set() -> None:
-    lower.wait_for_import()
+    importing.wait_for_import()
     import torch._inductor.compile_fx  # importing it writes to the environment
     import torch.utils.cpp_extension  # and this imports setuptools, which extends sys.path in newer versions
 

@@ -68,14 +68,16 @@ def launch(
 ) -> None:
     """Have a kernel called that writes to the arguments of these names alone.
 
-    gluon: one in Gluon to be called in its place, with the same arguments. Inductor cannot read such a kernel. Where
-    it has descriptors written, its last argument but for constants is `scratch`, which has room for them. forms: of it;
-    the constants of one are among the arguments.
+    gluon: one in Gluon to be called in its place, with the same arguments. Where it has descriptors written, its last
+    argument but for constants is `scratch`, which has room for them. forms: of it; the constants of one are among the
+    arguments.
     """
     from torch._higher_order_ops import triton_kernel_wrap
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
     from torch._inductor import ir
 
+    unknown = set(written) - (arguments.keys() & set(kernel.arg_names))
+    assert not unknown, f"{kernel} has no arguments {sorted(unknown)}, which it is said to write to"
     made = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
     number = kernel_side_table.add_kernel(kernel)
     # Inductor would compile the kernel halfway, an eighth of the time that a block of convolutions takes

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiler imported ahead: seconds that a first step need not wait for, on threads beside what loads the model."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import torch
+
+from .flags import inductor_scope
+
+log = logging.getLogger("nexfort")
+
+# imported by torch.export when it comes to a first graph
+_TRACING = (
+    "sympy.physics.units",
+    "torch._export.passes._node_metadata_hook",
+    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
+    "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._inductor.compiler_bisector",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch.fx.experimental.validator",
+)
+_INDUCTOR, _LATE = "nexfort-import", "nexfort-import-late"
+
+_threads: dict[str, threading.Thread] = {}
+
+
+def import_ahead() -> None:
+    """Import Inductor. Once a process.
+
+    What it calls its cache's keys follows on another thread, which nobody waits for: hashes of torch's and Triton's
+    files.
+    """
+    _once(_INDUCTOR, _import_inductor)
+
+
+def import_tracing_ahead() -> None:
+    """Import what a first trace needs as well, behind `import_ahead`. Once a process."""
+    _once(_LATE, lambda: import_all(_TRACING))
+
+
+def wait_for_import() -> None:
+    """Let what is imported ahead be there: two threads that import Inductor may see half of one of its modules."""
+    for thread in list(_threads.values()):
+        thread.join()
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import modules; not every version of torch has all of them."""
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _once(name: str, work: Callable[[], None]) -> None:
+    if name not in _threads:
+        thread = threading.Thread(target=_work, args=(work, _threads.get(_INDUCTOR)), name=name, daemon=True)
+        thread.start()
+        _threads[name] = thread  # who finds it may wait for it
+
+
+def _work(work: Callable[[], None], behind: threading.Thread | None) -> None:
+    if behind is not None:
+        behind.join()
+    # in the scope, because importing Inductor writes to the environment and starts compiler processes
+    try:
+        with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
+            work()
+    except (ImportError, OSError) as error:  # an old torch, a full disk: the first call says what is the matter
+        log.debug("Nexfort: importing the compiler ahead failed: %s", error)
+
+
+def _import_inductor() -> None:
+    from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
+
+    threading.Thread(target=_hash_ahead, name="nexfort-hashes", daemon=True).start()
+
+
+def _hash_ahead() -> None:
+    """What a first load asks once a process; more than a second, nearly all of it without Python's lock."""
+    try:
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
+        if torch.cuda.is_available():
+            from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+            if HAS_TRITON:
+                triton_key()
+    except (ImportError, OSError):  # another version, a file that is gone: the first load says what is the matter
+        log.debug("Nexfort: hashing ahead failed", exc_info=True)
