@@ -7,7 +7,8 @@ One step runs eager and is watched; what multiplies in it is then run alone, in 
 launches are queued, as long as a picture takes, because a card at its limit of power lowers its clock. Nothing that is
 between is counted: no norm, no activation, no embedding. Prints a JSON line: milliseconds a step, and how many of them
 each kind takes alone. What is shorter in the same precision has better kernels or fewer products: cuDNN chooses those
-of convolutions by rule, as in eager. Inputs that are one tensor are found in the card's caches more often than a step's.
+of convolutions by rule, as in eager. Inputs that are one tensor are found in the card's caches more often than the
+step's own.
 """
 
 from __future__ import annotations
