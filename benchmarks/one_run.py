@@ -33,7 +33,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the backbone's")
     parser.add_argument("--latent", default="", help="file for the final latent")
-    parser.add_argument("--sweep", default="", help="more sizes after it, HxW,HxW: first and steady step of each")
+    parser.add_argument("--sweep", default="", help="more sizes after it, HxW,HxW: first, steady and queued step of each")
     parser.add_argument(
         "--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM, its default on NVIDIA"
     )
@@ -215,7 +215,7 @@ class Sampling:
             latent, callback=after, disable_pbar=True, seed=1,
         )  # fmt: skip
 
-    def queued(self, model: Any, steps: int) -> float:
+    def queued(self, model: Any, steps: int, size: Any = None) -> float:
         """Seconds a step where only the first and the last are waited for."""
         from . import card
 
@@ -227,7 +227,7 @@ class Sampling:
                 ends.append(time.perf_counter())
 
         gc.collect()
-        self._sample(model, steps, self.size, after)
+        self._sample(model, steps, size or self.size, after)
         return (ends[-1] - ends[0]) / (steps - 1)
 
     def first(self, model: Any, size: Any = None) -> float:
@@ -298,12 +298,13 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
 
 
 def sweep(sampling: Sampling, model: Any, size: str) -> list[float]:
-    """Seconds of the first step and milliseconds of the steady step at another size."""
+    """Seconds of the first step, milliseconds of the steady step and of those that are queued, at another size."""
     height_width = tuple(map(int, size.split("x")))
     first = sampling.first(model, height_width)
     times: list[float] = []
     sampling(model, 6, height_width, times)
-    return [round(first, 3), round(sorted(times)[len(times) // 2] * 1e3, 2)]
+    steady = sorted(times)[len(times) // 2]
+    return [round(first, 3), round(steady * 1e3, 2), round(sampling.queued(model, 6, height_width) * 1e3, 2)]
 
 
 def lora_change(sampling: Sampling, model: Any) -> list[float]:
