@@ -33,7 +33,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the backbone's")
     parser.add_argument("--latent", default="", help="file for the final latent")
-    parser.add_argument("--sweep", default="", help="more sizes after it, HxW,HxW: first, steady and queued step of each")
+    parser.add_argument(
+        "--sweep", default="", help="more sizes after it, HxW,HxW: first, steady and queued step of each"
+    )
     parser.add_argument(
         "--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM, its default on NVIDIA"
     )

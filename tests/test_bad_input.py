@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from patchers import patcher_around, sample
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import engine, finding, importing, lower, support
+from nexfort_engine import engine, finding, lower, support
 from nexfort_engine.cache import ground
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
@@ -316,18 +315,6 @@ def test_with_an_old_torch_one_line_and_the_eager_result(
     (line,) = lines()
     sentence(line, "Nexfort: running eager:", version)
     assert not cache.exists()
-
-
-def test_importing_ahead_says_nothing_where_inductor_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor
-
-    said: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    monkeypatch.setattr(importing, "_threads", {})
-    monkeypatch.delattr(torch._inductor, "CompiledArtifact")  # older than torch 2.8
-    importing.import_ahead()
-    importing.wait_for_import()
-    assert not said
 
 
 # ---- a cache directory that cannot be written ------------------------------------------------------------------

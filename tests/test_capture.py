@@ -7,7 +7,6 @@ conditions refuse the call; where the block itself refuses it, they must.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -360,30 +359,3 @@ def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
     flat = Flat()
     flatten_call((x(3), (5, 6), {"scale": 2.0}), {}, flat)
     assert again.misfit(flat) is None
-
-
-def test_a_first_trace_imports_nothing_that_was_not_imported_ahead(tmp_path: Path) -> None:
-    """While the model is loaded, where the store has nothing for it."""
-    code = """
-import sys, torch, nexfort_engine
-from nexfort_engine import importing, lowering
-block = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Conv2d(8, 8, 3)).eval()
-compiled = nexfort_engine.compile(block.requires_grad_(False))
-importing.wait_for_import()
-capture, seen = lowering._captured, []
-def noted(job):
-    before = set(sys.modules)
-    found = capture(job)
-    seen.append(sorted(set(sys.modules) - before))
-    return found
-lowering._captured = noted
-compiled(torch.randn(2, 8, 12, 12))
-print(*seen)
-"""
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(tmp_path), "NEXFORT_WORKERS": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from gpu_blocks import (
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 from pretended_gpu import FORKED
 
-from nexfort_engine import flags, importing, lower, pool
+from nexfort_engine import flags, lower, pool
 from nexfort_engine.capture import Captured
 from nexfort_engine.conditions import Conditions, names
 from nexfort_engine.config import CompileConfig
@@ -548,30 +547,3 @@ def _kernels(payload: Path) -> list[dict[str, Any]]:
                 if artifact.filename.endswith(".json") and not artifact.filename.startswith("__grp__")
             ]
     return found
-
-
-# ---- before there is anything to lower -------------------------------------------------------------------------------
-
-
-def test_what_a_first_load_asks_is_hashed_ahead_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import codecache
-    from torch._inductor.runtime import triton_compat
-
-    asked, go = [], threading.Event()
-
-    def key(name: str) -> str:
-        asked.append((name, threading.current_thread().name))
-        assert go.wait(60)
-        return name
-
-    monkeypatch.setattr(codecache, "torch_key", lambda: key("torch"))
-    monkeypatch.setattr(triton_compat, "triton_key", lambda: key("triton"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importing, "_threads", {})
-    importing.import_ahead()
-    importing.wait_for_import()
-    hashing = [thread for thread in threading.enumerate() if thread.name == "nexfort-hashes"]
-    go.set()
-    for thread in hashing:
-        thread.join(60)
-    assert asked == [("torch", "nexfort-hashes"), ("triton", "nexfort-hashes")]
