@@ -77,8 +77,9 @@ def kernels_handed_to(pool: Any) -> Iterator[None]:
         from torch._inductor import config
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+        from torch._inductor.triton_bundler import TritonBundler
 
-        define = PythonWrapperCodegen.define_kernel
+        define, _ = PythonWrapperCodegen.define_kernel, TritonBundler._entries
         known = all(hasattr(AsyncCompile, name) for name in ("process_pool", "use_process_pool", "submit", "triton"))
     except (ImportError, AttributeError):
         known = False
