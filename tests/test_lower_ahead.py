@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gpu_blocks import (
     BLOCKS,
     COMPUTED,
-    CONVOLVED,
-    FROZEN,
     GATED,
     INNERMOST,
     LAYERS,
@@ -30,15 +25,12 @@ from gpu_blocks import (
     PAYING,
     PROMPTED,
     STACKS,
-    UPSAMPLED,
     captured,
-    lowered,
 )
-from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
+from lowering_ahead import TESTS, code_of, kernels_of, lowered_ahead
 from pretended_gpu import FORKED
 
-from nexfort_engine import flags, lower, pool
-from nexfort_engine.capture import Captured
+from nexfort_engine import lower, pool
 from nexfort_engine.conditions import Conditions, names
 from nexfort_engine.config import CompileConfig
 
@@ -46,45 +38,29 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
-TESTS = Path(__file__).resolve().parent
-
 
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each block lowered by one forked worker, which has never seen a device."""
-    return _lowered(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
-
-
-def _lowered(
-    folder: Path,
-    kinds: list[str],
-    options: dict[str, object],
-    capture: Callable[[str], Captured] = captured,
-    module: str = "pretended_worker",
-) -> dict[str, Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(TESTS))
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
-        patch.setattr(pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
-        return lowered(folder, module, kinds, options, capture)
+    return lowered_ahead(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads: dict[str, Path]) -> None:
     assert len(list((payloads[kind] / "aotautograd").iterdir())) == 1
-    kernels = _kernels(payloads[kind])
+    kernels = kernels_of(payloads[kind])
     assert len(kernels) >= 3
     assert {kernel["target"]["arch"] for kernel in kernels} == {90}
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, payloads: dict[str, Path]) -> None:
-    names = [kernel["name"] for kernel in _kernels(payloads[kind])]
+    names = [kernel["name"] for kernel in kernels_of(payloads[kind])]
     assert sorted(names) == sorted(set(names))
 
 
 def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
-    call = _code(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
+    call = code_of(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product" in call
     assert "4096" not in call
     assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
@@ -108,18 +84,18 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
 
 
 def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]) -> None:
-    call = _code(payloads["long"]).partition("def call(")[2].partition("runner = ")[0]
+    call = code_of(payloads["long"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product" not in call and "8192" not in call
     assert call.count("narrow_keys_values_0.run(") == call.count("attend_in_groups_1.run(") == 1
-    kernels = [kernel for kernel in _kernels(payloads["long"]) if kernel["name"].startswith("attend")]
+    kernels = [kernel for kernel in kernels_of(payloads["long"]) if kernel["name"].startswith("attend")]
     assert [kernel["num_warps"] for kernel in kernels] == [12], "four that copy, and two times four that compute"
-    few = _code(payloads["wide"]).partition("def call(")[2].partition("runner = ")[0]
+    few = code_of(payloads["wide"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product_flash_attention" in few and "attend_" not in few, "of 1024 tokens it is torch's"
 
 
 def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: dict[str, Path]) -> None:
     payload = payloads["feed_forward"]
-    before, code = _code(payload / "before"), _code(payload)
+    before, code = code_of(payload / "before"), code_of(payload)
     assert code.count("extern_kernels._scaled_mm(") + code.count("aten._scaled_mm.default(") == 2
     assert "float8e4nv" in code and "extern_kernels.addmm(" not in code
     assert before.count(".run(") == 2 and "float8e4nv" in before, "one kernel for each weight"
@@ -130,8 +106,8 @@ def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads
 def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_prepared(tmp_path: Path) -> None:
     """By cuBLAS, with inputs from the kernel before; the one behind scales what comes out."""
     options = CompileConfig.parse({"mode": "O3", "options": {"quant.int8": True}}).lowering_options("cuda")
-    payload = _lowered(tmp_path, ["feed_forward"], options)["feed_forward"]
-    before, call = _code(payload / "before"), _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    payload = lowered_ahead(tmp_path, ["feed_forward"], options)["feed_forward"]
+    before, call = code_of(payload / "before"), code_of(payload).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("extern_kernels._int_mm(") == call.count("addmm(") == 1, "the first is estimated not to pay"
     assert call.count(".run(") == 2 and "_scaled_mm" not in call, "gated and narrowed, with rows of zeros; scaled"
     assert before.count(".run(") == 1 and "int8" in before
@@ -139,14 +115,14 @@ def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_pr
 
 
 def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: dict[str, Path]) -> None:
-    call = _code(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
+    call = code_of(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1
     assert call.count("extern_kernels.addmm(") == 4 and call.count(".run(") == 3, "a norm, the gated one's, a sum"
 
 
 def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None:
     """4096 numbers of a GELU, brought to fp8, on two warps."""
-    code = _code(payloads["feed_forward"])
+    code = code_of(payloads["feed_forward"])
     kernels = code.split("async_compile.triton(")
     (row,) = (kernel for kernel in kernels if "'num_warps': 2" in kernel)
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "reciprocal" in row
@@ -159,7 +135,7 @@ def test_what_a_norm_adds_up_first_is_read_once_too(mode: str, warps: int, tmp_p
     Not so where the result is brought to fp8, for which they would wait for each other once more.
     """
     options = CompileConfig.parse(mode).lowering_options("cuda")
-    kernels = _code(_lowered(tmp_path, ["joined"], options)["joined"]).split("async_compile.triton(")[1:]
+    kernels = code_of(lowered_ahead(tmp_path, ["joined"], options)["joined"]).split("async_compile.triton(")[1:]
     (norm,) = (kernel for kernel in kernels if "layer_norm" in kernel.partition(",")[0])
     assert f"'XBLOCK': 1, 'num_warps': {warps}" in norm and "R0_BLOCK: tl.constexpr = 2048" in norm
 
@@ -167,7 +143,7 @@ def test_what_a_norm_adds_up_first_is_read_once_too(mode: str, warps: int, tmp_p
 @pytest.mark.parametrize(("kind", "block"), [("residual", "'C_BLOCK': 4, "), ("innermost", "'C_BLOCK': 32, ")])
 def test_a_group_norm_is_three_launches(kind: str, block: str, payloads: dict[str, Path]) -> None:
     """Moments of its chunks, a factor for each channel, the result; the first reads what lies side by side."""
-    code = _code(payloads[kind])
+    code = code_of(payloads[kind])
     call = code.partition("def call(")[2].partition("runner = ")[0]
     assert call.count("moments_of_chunks_") == call.count("factors_of_groups_") == 2
     assert block in code.partition("moments_of_chunks_0 = ")[2].partition("def moments_of_chunks_0")[0]
@@ -175,14 +151,14 @@ def test_a_group_norm_is_three_launches(kind: str, block: str, payloads: dict[st
 
 
 def test_kernels_that_transpose_an_image_have_a_tile_of_their_own(payloads: dict[str, Path]) -> None:
-    kernels = _code(payloads["residual"]).split("async_compile.triton(")
+    kernels = code_of(payloads["residual"]).split("async_compile.triton(")
     tiles = [kernel for kernel in kernels if "'YBLOCK': 64, 'XBLOCK': 32, 'num_warps': 4" in kernel]
     assert len(tiles) == 2, "the first norm's result, and the sum at the end"
 
 
 @pytest.mark.parametrize("kind", ["residual", "innermost"])
 def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: dict[str, Path]) -> None:
-    sizes = re.findall(r"empty_strided_cuda\(\(s\d+, ([^)]*)\), .*torch.float32\)", _code(payloads[kind]))
+    sizes = re.findall(r"empty_strided_cuda\(\(s\d+, ([^)]*)\), .*torch.float32\)", code_of(payloads[kind]))
     assert sizes and not [text for text in sizes if not re.fullmatch(r"[\d, ]+", text)], sizes
 
 
@@ -194,8 +170,8 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     layer = max(set(repeated), key=repeated.count)
     assert repeated.count(layer) >= LAYERS - 1
     assert "2147483647" in (payload / "limits.json").read_text(), "what is asked of sizes in a piece"
-    alone = _code(payloads["wide"]).count(".run(")
-    assert _code(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
+    alone = code_of(payloads["wide"]).count(".run(")
+    assert code_of(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
 
 
 @pytest.mark.parametrize("before", [[], ["feed_forward"]], ids=["first", "second"])
@@ -205,7 +181,7 @@ def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_devic
     """Those of what is prepared too; a worker that has asked for it lowers them one after another."""
     monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
     monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there does not know the variable
-    payload = _lowered(tmp_path, [*before, "stack"], OPTIONS)["stack"]
+    payload = lowered_ahead(tmp_path, [*before, "stack"], OPTIONS)["stack"]
     pieces = [len(list(place.glob("piece_*"))) or 1 for place in (payload, payload / "before")]
     assert (payload / "folded.json").exists() and pieces[0] > 1
     forked = (tmp_path / "forked").read_text().splitlines()
@@ -216,28 +192,28 @@ def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pyt
     """In processes of their own, as many as the machine has cores; each is in the artefact once, those as well."""
     monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
     monkeypatch.setattr(pool._Forker, "_current", None)  # one that is there does not know the variable
-    kernels = _kernels(_lowered(tmp_path, ["feed_forward"], OPTIONS)["feed_forward"])
+    kernels = kernels_of(lowered_ahead(tmp_path, ["feed_forward"], OPTIONS)["feed_forward"])
     noted = (tmp_path / "forked").read_text().splitlines()
     assert noted.count("submit") >= min(2, len(os.sched_getaffinity(0))) and "again" not in noted
     assert len({kernel["name"] for kernel in kernels}) == len(kernels) >= 2
     before = (tmp_path / "forked").read_text().splitlines().count("submit")
     (tmp_path / "again").mkdir()
-    again = _kernels(_lowered(tmp_path / "again", ["feed_forward"], OPTIONS)["feed_forward"])
+    again = kernels_of(lowered_ahead(tmp_path / "again", ["feed_forward"], OPTIONS)["feed_forward"])
     assert [kernel["name"] for kernel in again] == [kernel["name"] for kernel in kernels]
     noted = (tmp_path / "forked").read_text().splitlines()
     assert noted.count("submit") == before and "again" not in noted, "another of the batch had begun with all of them"
 
 
 def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
-    payload = _lowered(tmp_path, [*PROMPTED], CompileConfig.parse("O2").lowering_options("cuda"))["prompted"]
-    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    payload = lowered_ahead(tmp_path, [*PROMPTED], CompileConfig.parse("O2").lowering_options("cuda"))["prompted"]
+    call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("multiply_rows_0.run(") == 1 and call.count("extern_kernels.mm(") == 6, "three times q and out"
     assert not re.search(r"empty_strided_cuda\(\([^)]*192", call), "the prompt is read as it lies"
 
 
 def test_attention_in_8_bits_is_told_how_its_tensors_lie(tmp_path: Path) -> None:
     """Those too of which Inductor says something else before it lays them out: tokens before heads, as the input."""
-    call = _code(_lowered(tmp_path, [*COMPUTED], OPTIONS)["computed_heads"]).partition("def call(")[2]
+    call = code_of(lowered_ahead(tmp_path, [*COMPUTED], OPTIONS)["computed_heads"]).partition("def call(")[2]
     made = dict(re.findall(r"(buf\d+) = empty_strided_cuda\(\(s\d+, 10, s\d+, 64\), \(([^()]*)\)", call))
     (keys,) = re.findall(r"narrow_keys_values_\d+\.run\((.*)\)", call)
     (queries,) = re.findall(r"attend_in_groups_\d+\.run\((.*)\)", call)
@@ -250,13 +226,13 @@ def test_attention_in_8_bits_is_told_how_its_tensors_lie(tmp_path: Path) -> None
 
 def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) -> None:
     """By torch's own launcher, which gives the kernel the memory that Triton would give it."""
-    payloads = _lowered(tmp_path, [*GATED], CompileConfig.parse("O2").lowering_options("cuda"))
-    code = _code(payloads["gated"])
+    payloads = lowered_ahead(tmp_path, [*GATED], CompileConfig.parse("O2").lowering_options("cuda"))
+    code = code_of(payloads["gated"])
     call = code.partition("def call(")[2].partition("runner = ")[0]
     assert len(re.findall(r"multiply_gated_in_groups_[01]\.run\(", call)) == call.count("multiply_gated") == 2
     assert call.count("extern_kernels.mm(") + call.count("extern_kernels.addmm(") == 2, "those behind the gates"
     assert len(re.findall(r"multiply_gated_in_groups_[01] = gluon_autotune\(", code)) == 2, "one has no bias"
-    call = _code(payloads["shifted"]).partition("def call(")[2].partition("runner = ")[0]
+    call = code_of(payloads["shifted"]).partition("def call(")[2].partition("runner = ")[0]
     assert re.search(r"multiply_gated_in_groups_\d\.run\((reinterpret_tensor\()?buf", call), (
         "a copy: it begins anywhere"
     )
@@ -264,8 +240,8 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) 
 
 def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(tmp_path: Path) -> None:
     """What is packed of the weight is prepared, the input brought to fp8 by one kernel, and that is all."""
-    for kind, payload in _lowered(tmp_path, [*PAYING], OPTIONS).items():
-        code = _code(payload)
+    for kind, payload in lowered_ahead(tmp_path, [*PAYING], OPTIONS).items():
+        code = code_of(payload)
         call = code.partition("def call(")[2].partition("runner = ")[0]
         assert call.count(".run(") == 2 and "_scaled_mm" not in call and "extern_kernels" not in call, call
         (launch,) = re.findall(r"multiply_gated_in_groups_\d\.run\((.*)\)", call)
@@ -279,114 +255,23 @@ def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(tmp_path: Path) ->
 def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) -> None:
     """As it was in the captured call: Inductor hands on what it was told to lie so."""
     options = CompileConfig.parse("O2").lowering_options("cuda")
-    payload = _lowered(tmp_path, ["unaligned"], options, lambda _: captured("gated", behind=1))["unaligned"]
-    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
+    payload = lowered_ahead(tmp_path, ["unaligned"], options, lambda _: captured("gated", behind=1))["unaligned"]
+    call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
     launches = re.findall(
         r"multiply_gated_in_groups_\d\.run\((?:reinterpret_tensor\()?(\w+)[^,]*,(?: \(.*?\),)* (\w+),", call
     )
     assert len(launches) == 2 and all(weight.startswith("buf") for _, weight in launches), call
 
 
-@pytest.mark.parametrize("mode", ["O2", "freezing", "untold"])
-def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
-    """Each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie.
-
-    Untold: where nobody says when weights change, kernels of the step copy them.
-    """
-    config = CompileConfig.parse(None).untold() if mode == "untold" else CompileConfig.parse(mode)
-    options = config.lowering_options("cuda")
-    payload = _lowered(tmp_path, [*FROZEN], options)["shortened"]
-    call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
-    weights = re.findall(r"extern_kernels.convolution\(buf\d+, (.*?), stride=", call)
-    assert len(weights) == 4 and sum(weight.startswith("arg") for weight in weights) == (
-        1 if mode == "untold" else 4
-    ), "1x1"
-    assert len(re.findall(r"lay_innermost_\d+\.run\(", call)) == (2 if mode == "untold" else 0), (
-        "one that is read twice"
-    )
-    if mode == "untold":
-        laid = r"reinterpret_tensor\(buf\d+, \(128, (\d+), 3, 3\), \(\d+, 1, \d+, \1\), 0\)"
-        assert sum(re.fullmatch(laid, weight) is not None for weight in weights) == 3
-        assert not (payload / "before").exists()
-        return
-    told = json.loads((payload / "preparation.json").read_text())
-    assert told["takes"] == [2, 8] and told["gives"] == 2 and not {2, 8} & set(told["keeps"])
-    before = _code(payload / "before").partition("def call(")[2].partition("runner = ")[0]
-    assert before.count(".run(") == before.count("empty_strided_cuda((128, 3, 3, ") == 2
-
-
-def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_call(tmp_path: Path) -> None:
-    """In the place of cuDNN's, with no launch more; other numbers of channels are left to it."""
-    launches = {}
-    for own in (True, False):
-        (tmp_path / str(own)).mkdir()
-        options = CompileConfig.parse({"options": {"fuse.convolution": own}}).lowering_options("cuda")
-        for kind, payload in _lowered(tmp_path / str(own), [*FROZEN], options).items():
-            call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
-            forms = re.findall(r"if form == (\d+):\n(?:.*\n){2}.*convolve_in_groups_\d+\.run\(", call)
-            rules = re.findall(r"form = None if False else part_of\(\(s\d+\), \(s\d+\), \(s\d+\), 320, 1, 132, ", call)
-            otherwise = re.findall(
-                r"else:\n +torch\.ops\.aten\.cudnn_convolution\.out\(.*, out=buf\d+\.permute\(", call
-            )
-            others = len(re.findall(r"(?<!convolve_in_groups)_\d+\.run\(", call))
-            launches[kind, own] = (forms, len(rules), len(otherwise), call.count("extern_kernels.convolution("), others)
-    assert launches["widened", True][:4] == (["320", "160"] * 2, 2, 2, 0)
-    assert launches["widened", False][:4] == ([], 0, 0, 2)
-    assert launches["widened", True][4] == launches["widened", False][4]
-    assert launches["shortened", True] == launches["shortened", False], "128 channels"
-
-
-def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(tmp_path: Path) -> None:
-    """A kernel adds weights, one convolves; where the other image's sizes are others in a call cuDNN does."""
-    launches = {}
-    for own in (True, False):
-        (tmp_path / str(own)).mkdir()
-        options = CompileConfig.parse({"options": {"fuse.upsampled_convolution": own}}).lowering_options("cuda")
-        code = _code(_lowered(tmp_path / str(own), [*UPSAMPLED], options)["upsampled"])
-        launches[own] = code.partition("def call(")[2].partition("runner = ")[0]
-    ours = launches[True]
-    assert ours.count("sum_places_0.run(") == 2
-    assert re.search(
-        r"form = None if \(\(2\*s\d+\), \(2\*s\d+\)\) != \(2 \* \(s\d+\), 2 \* \(s\d+\)\) else part_of", ours
-    )
-    assert re.search(
-        r"form = None if \(\(s\d+\), \(s\d+\)\) != \(2 \* \(2\*s\d+\), 2 \* \(2\*s\d+\)\) else part_of", ours
-    )
-    assert ours.count("cudnn_convolution.out(torch.ops.aten.upsample_nearest2d.default(") == 2
-    assert ours.count(".add_(arg") == 1, "one has a bias"
-    doubled = r"empty_strided_cuda\(\(s\d+, 320, 2\*s\d+, 2\*s\d+\)"
-    assert re.search(doubled, launches[False]) and not re.search(doubled, ours)
-
-
-def test_what_tunes_kernels_is_python_where_a_call_decides_between_them(tmp_path: Path) -> None:
-    """As with max-autotune: the text that runs them once, and that of the artefact."""
-    options = CompileConfig.parse("O2").lowering_options("cuda")
-    payload = _lowered(tmp_path, [*UPSAMPLED], options, module="tuning_worker")["upsampled"]
-    code = _code(payload)
-    assert code.count("def part_of(") == 1 and "\ndef part_of(" in code and code.count("form = None if ") == 2
-
-
-def test_images_that_the_card_cannot_copy_from_are_copied_before(tmp_path: Path) -> None:
-    """One that begins anywhere, and rows whose channels are what is left, where the weight says how many there are."""
-    options = CompileConfig.parse("O2").lowering_options("cuda")
-    payloads = _lowered(tmp_path, [*CONVOLVED, *UPSAMPLED], options)
-    given = {}
-    for kind, payload in payloads.items():
-        call = _code(payload).partition("def call(")[2].partition("runner = ")[0]
-        (given[kind], *_) = re.findall(r"convolve_in_groups_\d+\.run\((?:reinterpret_tensor\()?(arg|buf)\d+", call)
-        assert re.search(r"convolve_in_groups_\d+\.run\(.*, 320, \d+, buf\d+, 132, 1, 1, stream=stream0\)", call)
-    assert given == {"convolved_rows": "buf", "convolved_behind": "buf", "upsampled": "arg"}
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Blocks whose attention is measured."""
-    return _lowered(tmp_path_factory.mktemp("measured"), ["transformer", *MASKED, *STACKS], MEASURED)
+    return lowered_ahead(tmp_path_factory.mktemp("measured"), ["transformer", *MASKED, *STACKS], MEASURED)
 
 
 def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str, Path]) -> None:
     """On tensors as they lie in memory; a mask for all heads and rows is not spread out for it."""
-    plain, masked = _code(measured["transformer"]), _code(measured["masked"])
+    plain, masked = code_of(measured["transformer"]), code_of(measured["masked"])
     assert "_scaled_dot_product" not in plain + masked
     assert plain.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 1
     assert masked.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 2
@@ -399,125 +284,10 @@ def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str
 def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Path]) -> None:
     told = json.loads((measured["stack"] / "folded.json").read_text())
     calls = [
-        _code(measured["stack"] / f"piece_{piece}").count("= torch.ops.nexfort.attention") for piece, _ in told["calls"]
+        code_of(measured["stack"] / f"piece_{piece}").count("= torch.ops.nexfort.attention")
+        for piece, _ in told["calls"]
     ]
     assert sum(calls) == LAYERS and told["pieces"] < LAYERS
-
-
-# ---- rotary operators of ComfyUI's blocks ----------------------------------------------------------------------------
-
-
-def _of_host(folder: Path, kinds: list[str], mode: str, *, fused: bool = True) -> dict[str, Path]:
-    config = CompileConfig.parse({"mode": mode, "options": {"fuse.rotary": fused}})
-    return _lowered(folder, kinds, config.lowering_options("cuda"), host_captured)
-
-
-@pytest.fixture(scope="module")
-def turned(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """ComfyUI's blocks without their rotary operators."""
-    return _of_host(tmp_path_factory.mktemp("turned"), list(HOST_BLOCKS), "O2")
-
-
-def _launches(payload: Path) -> int:
-    """Kernels of Inductor's and calls of the rotary operators in one call of a payload's code."""
-    calls = "".join(piece.partition("runner = ")[0] for piece in _code(payload).split("def call(")[1:])
-    return calls.count(".run(") + calls.count("= torch.ops.comfy_kitchen.")
-
-
-@pytest.mark.comfy
-def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Path], tmp_path: Path) -> None:
-    """One that has a norm in it is a kernel either way."""
-    assert not [kind for kind, payload in turned.items() if "comfy_kitchen" in _code(payload)]
-    fused = {kind: _launches(payload) for kind, payload in turned.items()}
-    assert fused == {"flux_double": 11, "flux_single": 5, "wan": 7, "z_image": 8}, "its two gates by themselves"
-    before = _of_host(tmp_path, ["flux_double", "wan"], "O2", fused=False)
-    assert {kind: _launches(payload) for kind, payload in before.items()} == {"flux_double": 14, "wan": 10}
-
-
-@pytest.mark.comfy
-def test_rotary_operators_are_fused_in_low_precision_too(comfyui: Path, tmp_path: Path) -> None:
-    """With attention in 8 bits behind, and weights that are prepared."""
-    payloads = _of_host(tmp_path, ["flux_single", "wan"], "O3")
-    assert {kind: _launches(payload) for kind, payload in payloads.items()} == {"flux_single": 7, "wan": 13}
-    for payload in payloads.values():
-        assert "comfy_kitchen" not in _code(payload)
-        assert _code(payload).count("async_compile.triton('attend_in_groups") == 1, (
-            "one for what looks at itself and the text"
-        )
-
-
-@pytest.mark.comfy
-def test_attention_of_others_is_called_between_kernels_and_costs_none(comfyui: Path, tmp_path: Path) -> None:
-    """What it is given is what the kernels before it wrote, and goes on to be written over."""
-    config = CompileConfig.parse("O2")
-    payloads = _lowered(tmp_path, ["wan"], config.lowering_options("cuda"), with_attention_of_others)
-    call = _code(payloads["wan"]).partition("def call(")[2].partition("runner = ")[0]
-    assert call.count("= torch.ops.nexfort.substitute.default(") == 2 and "_scaled_dot_product" not in call
-    assert call.count("[True, True, True], [") == 2, "its own and the prompt's: nobody else reads query, key and value"
-    assert _launches(payloads["wan"]) == 7, "as many as without"
-
-
-@pytest.mark.comfy
-@pytest.mark.parametrize("kind", HOST_BLOCKS)
-def test_sizes_that_were_taken_to_be_equal_are_conditions(kind: str, turned: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "payload"
-    shutil.copytree(turned[kind], folder)
-    manifest = {"conditions": host_captured(kind).conditions.as_json()}
-    lower.take_limits(folder, manifest)
-    taken = Conditions(**manifest["conditions"])
-    shapes = [list(one[0]) for one in HOST_BLOCKS[kind]()[1] if one is not None]
-    table = next(shape for shape in shapes if len(shape) == 6)
-    assert taken.broken(shapes) is None, "the captured call"
-    (at,) = (i for i in (1, 2) if table[i] > 1)
-    for change in (1, -1):
-        table[at] += change
-        assert "==" in (taken.broken(shapes) or ""), "another length of the table alone"
-        table[at] -= change
-    table[at] += 8
-    shapes[0][1] += 8
-    assert taken.broken(shapes) is None and taken.broken([[1, *shape[1:]] for shape in shapes]) is None
-
-
-# ---- modulation ------------------------------------------------------------------------------------------------------
-
-
-def _row_kernels(payload: Path) -> list[str]:
-    """Those that keep whole rows, one each."""
-    return [text for text in _code(payload).split("async_compile.triton(") if "config={'XBLOCK': 1, " in text]
-
-
-@pytest.mark.comfy
-def test_a_gate_s_function_is_computed_once_and_not_for_each_row(turned: dict[str, Path]) -> None:
-    assert "tanh(" in _code(turned["z_image"])
-    assert not [text for text in _row_kernels(turned["z_image"]) if "tanh(" in text]
-
-
-@pytest.mark.comfy
-def test_what_is_made_of_a_prompt_alone_is_lowered_by_itself(turned: dict[str, Path]) -> None:
-    """Two of Wan's layers, and the norm behind one; where text is turned with the image there is nothing."""
-    part, whole = _code(turned["wan"] / "prompt_0"), _code(turned["wan"])
-    assert part.count("extern_kernels.addmm(") == 2 and whole.count("extern_kernels.addmm(") == 9
-    assert "_fused_rms_norm" in part and "attention" not in part
-    assert not list(turned["flux_double"].glob("prompt*"))
-
-
-@pytest.mark.comfy
-@pytest.mark.parametrize("mode", ["O2", "O3"])
-def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path, mode: str, tmp_path: Path) -> None:
-    """Places in a sixth of a size would be read one number at a time, and in fp8 all warps wait for each other."""
-    payload = _of_host(tmp_path, ["pixart"], mode)["pixart"]
-    assert "6912*" in _code(payload) and "// 6" not in _code(payload)
-    norms = [text for text in _row_kernels(payload) if "native_layer_norm" in text.partition(",")[0]]
-    assert len(norms) == 2 and all("'num_warps': 1," in text for text in norms)
-
-
-def _code(payload: Path) -> str:
-    """The Python that Inductor wrote for a payload, for all of its pieces in turn, last what it makes of a prompt."""
-    own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
-    own.sort(key=lambda file: (file.relative_to(payload).parts[0].startswith("prompt_"), file))
-    texts = [text for file in own if "def call(" in (text := file.read_text())]
-    assert len(texts) == max(1, len(list(payload.glob("piece_*")))) + len(list(payload.glob("prompt_*")))
-    return "".join(texts)
 
 
 def test_what_is_done_before_a_fork_asks_no_device() -> None:
@@ -529,21 +299,3 @@ def test_what_is_done_before_a_fork_asks_no_device() -> None:
     )
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=TESTS.parent, env=variables)
-
-
-def _kernels(payload: Path) -> list[dict[str, Any]]:
-    """What Triton says of the kernels that are inside the stored graph."""
-    found = []
-    (folder,) = (payload / "fxgraph").glob("*/*")
-    for file in folder.iterdir():
-        with flags.inductor_scope(payload, OPTIONS):
-            graph = pickle.loads(file.read_bytes())
-        for bundled in graph._triton_bundle.kernel_artifacts:
-            names = [artifact.filename for artifact in bundled.artifacts]
-            assert sum(name.endswith(".cubin") for name in names) == 1, names
-            found += [
-                json.loads(artifact.payload)
-                for artifact in bundled.artifacts
-                if artifact.filename.endswith(".json") and not artifact.filename.startswith("__grp__")
-            ]
-    return found
