@@ -80,12 +80,15 @@ def alone(calls: list[Call], steps: int) -> float:
     """Milliseconds a step of these calls as one graph, when as many are queued. Of nothing: 0."""
     if not calls:
         return 0.0
-    for _, func, args, kwargs in calls:
-        func(*args, **kwargs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for _, func, args, kwargs in calls:
             func(*args, **kwargs)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
     graph.replay()
     card.settle()
     began = time.perf_counter()

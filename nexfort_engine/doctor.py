@@ -68,7 +68,7 @@ def _bytecode() -> str:
     """Whether torch is read as bytecode. From source a process that compiles takes 11 s to start and not 4."""
     import torch
 
-    if torch.__cached__ and os.path.exists(torch.__cached__):
+    if os.path.exists(importlib.util.cache_from_source(torch.__file__)):
         return "kept"
     why = ", and Python is told to write none (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else ""
     packages = os.path.dirname(os.path.dirname(torch.__file__))

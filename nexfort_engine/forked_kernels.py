@@ -79,8 +79,9 @@ def kernels_handed_to(pool: Any) -> Iterator[None]:
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
         from torch._inductor.triton_bundler import TritonBundler
 
-        define, _ = PythonWrapperCodegen.define_kernel, TritonBundler._entries
-        known = all(hasattr(AsyncCompile, name) for name in ("process_pool", "use_process_pool", "submit", "triton"))
+        define = PythonWrapperCodegen.define_kernel
+        names = ("process_pool", "use_process_pool", "submit", "triton")
+        known = all(hasattr(AsyncCompile, name) for name in names) and hasattr(TritonBundler, "_entries")
     except (ImportError, AttributeError):
         known = False
     if not known:
@@ -133,6 +134,7 @@ class _Forks:
 
     def submit(self, work: Callable[..., Any], *args: Any) -> _Result:
         """Begin with a piece of work; asked only when `ready`."""
+        # Inductor's work is given a partial of its name and text
         if self._shared is not None and not begins(repr(getattr(args[0], "args", args[0])), self._shared):
             return _Result(self, None, None, lambda: work(*args))
         place = self._folder / str(len(self._results))

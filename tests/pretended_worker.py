@@ -23,6 +23,13 @@ _asked = False
 _lost = False
 
 
+def _note(variable: str, what: str) -> None:
+    """A line in the file that a variable of the environment names, if it names one."""
+    if variable in os.environ:
+        with Path(os.environ[variable]).open("a") as file:
+            file.write(f"{what}\n")
+
+
 def _watch_device() -> None:
     answer = torch.cuda.current_device
 
@@ -36,9 +43,7 @@ def _watch_device() -> None:
     def forked() -> None:
         global _lost
         _lost = _asked
-        if FORKED in os.environ:
-            with Path(os.environ[FORKED]).open("a") as file:
-                file.write(f"{sys._getframe(1).f_code.co_name}\n")
+        _note(FORKED, sys._getframe(1).f_code.co_name)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "current_device", current_device)
@@ -50,9 +55,7 @@ def _note_what_is_done_again() -> None:
     again = _Result._again
 
     def noted(result: _Result) -> Any:
-        if FORKED in os.environ:
-            with Path(os.environ[FORKED]).open("a") as file:
-                file.write("again\n")
+        _note(FORKED, "again")
         return again(result)
 
     pytest.MonkeyPatch().setattr(_Result, "_again", noted)
@@ -68,9 +71,7 @@ def _read_kernels() -> None:
             found, told = identify_mutated_tensors(*given), said(kernel, written)(*given)
             if found != told:
                 raise AssertionError(f"{kernel.fn.__name__} writes to {found}, and what is said is {told}")
-            if READ in os.environ:
-                with Path(os.environ[READ]).open("a") as file:
-                    file.write(f"{kernel.fn.__name__}\n")
+            _note(READ, kernel.fn.__name__)
             return told
 
         return both

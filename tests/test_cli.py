@@ -110,7 +110,7 @@ def test_doctor_says_where_torch_is_read_from_source_at_each_start(
     file = tmp_path / "torch.pyc"
     if kept:
         file.touch()
-    monkeypatch.setattr("torch.__cached__", str(file))
+    monkeypatch.setattr("importlib.util.cache_from_source", lambda _: str(file))
     monkeypatch.setattr(sys, "dont_write_bytecode", switched_off)
     told = doctor.collect(check=False)["bytecode"]
     packages = Path(torch.__file__).parents[1]

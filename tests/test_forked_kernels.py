@@ -60,7 +60,7 @@ def test_no_more_at_once_than_there_are_tokens_and_one_that_was_kept_comes_back(
 
 
 def test_one_that_another_has_begun_with_is_found_where_it_is_asked_for(tokens: Tokens, tmp_path: Path) -> None:
-    """By who asks, without a process; the next one has its token still."""
+    """By who asks, without a process or a token."""
     shared, places = tmp_path / "shared", [tmp_path / "1", tmp_path / "2"]
     for place in (shared, *places):
         place.mkdir()
