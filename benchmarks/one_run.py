@@ -12,9 +12,12 @@ into results.csv.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the backbone's")
     parser.add_argument("--latent", default="", help="file for the final latent")
     parser.add_argument(
-        "--sweep", default="", help="more sizes after it, HxW,HxW: first, steady and queued step of each"
+        "--sweep", default="", help="more sizes after it, HxW,HxW: first, second, steady and queued step of each"
     )
     parser.add_argument(
         "--dynamic-vram", action="store_true", help="with ComfyUI's dynamic VRAM, its default on NVIDIA"
@@ -232,6 +235,31 @@ class Sampling:
         self._sample(model, steps, size or self.size, after)
         return (ends[-1] - ends[0]) / (steps - 1)
 
+    def each(self, model: Any, steps: int, size: Any) -> list[float]:
+        """Seconds of each step, waited for, from where the sampler begins."""
+        from comfy.k_diffusion import sampling
+
+        from . import card
+
+        ends: list[float] = []
+
+        @functools.wraps(sampling.sample_euler)
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            settled()
+            return euler(*args, **kwargs)
+
+        def settled(*_: Any) -> None:
+            card.settle()
+            ends.append(time.perf_counter())
+
+        gc.collect()
+        euler, sampling.sample_euler = sampling.sample_euler, begun
+        try:
+            self._sample(model, steps, size, settled)
+        finally:
+            sampling.sample_euler = euler
+        return [after - before for before, after in itertools.pairwise(ends)]
+
     def first(self, model: Any, size: Any = None) -> float:
         """Seconds of one picture of one step."""
         from . import card
@@ -299,14 +327,15 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
     return found
 
 
-def sweep(sampling: Sampling, model: Any, size: str) -> list[float]:
-    """Seconds of the first step, milliseconds of the steady step and of those that are queued, at another size."""
+def sweep(sampling: Sampling, model: Any, size: str) -> dict[str, float]:
+    """Milliseconds of the first step at another size, of the second (which captures the graph), of a steady and a
+    queued one; with the median of the first step once that size is known, which is what it takes without either."""
     height_width = tuple(map(int, size.split("x")))
-    first = sampling.first(model, height_width)
-    times: list[float] = []
-    sampling(model, 6, height_width, times)
-    steady = sorted(times)[len(times) // 2]
-    return [round(first, 3), round(steady * 1e3, 2), round(sampling.queued(model, 6, height_width) * 1e3, 2)]
+    first, second, *later = sampling.each(model, 6, height_width)
+    found = {"first_ms": first, "second_ms": second, "steady_ms": statistics.median(later)}
+    found["again_first_ms"] = statistics.median(sampling.each(model, 1, height_width)[0] for _ in range(3))
+    found["queued_ms"] = sampling.queued(model, 6, height_width)
+    return {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
 
 
 def lora_change(sampling: Sampling, model: Any) -> list[float]:

@@ -6,6 +6,7 @@ Right is what the host's word covers and the device has room for, and nothing th
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     if not region.engine.lowering.keeps and (_is_in_vain(region.engine, binding) or not region.engine.frees(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with region.engine.apart():
-        tensors = binding.prepare(weights)
+        tensors = _made(binding, weights)
         standing = stand_ins(region, binding, weights)
     at = None if region.parts is not None else sorted(binding.prepared_of | standing.keys())
     made = Kept.of(tensors, version, region.slots.read(), standing, at)
@@ -61,6 +62,30 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
     else:
         region.engine.report.note("prepared weights are not kept: too little memory of the device is free")
     return made
+
+
+def _made(binding: Binding, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a binding prepares, in memory that no step computes in.
+
+    An allocator has segments for each stream and gives back whole ones. Made on the stream of a step, which goes on
+    beside it, tensors that stay would lie in segments that layers compute in, and these stayed with them.
+    """
+    device = weights[0].device
+    if device.type != "cuda":
+        return binding.prepare(weights)
+    here, aside = torch.cuda.current_stream(device), _stream(device)
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        tensors = binding.prepare(weights)
+    here.wait_stream(aside)
+    for tensor in tensors:
+        tensor.record_stream(here)  # where they are read: their memory is nobody else's before that is done
+    return tensors
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _has_room(engine: Engine, tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:

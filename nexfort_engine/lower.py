@@ -35,6 +35,7 @@ from .parting import part
 from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
 from .prompted import PromptedCode, take_out_prompts
+from .timing import by_the_device
 
 log = logging.getLogger("nexfort")
 
@@ -178,7 +179,8 @@ def _inductor(
     rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
     pairs = pairs_read_once() if own.get("rotary") else nullcontext()
     known = known_to_inductor(convolutions=own.get("convolution") is True)
-    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known:
+    clock = by_the_device() if measures(options) else nullcontext()
+    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known, clock:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)

@@ -34,6 +34,7 @@ from .forked_kernels import Tokens, kernels_in_forks
 from .importing import import_all
 from .report import named
 from .shared_kernels import compiled_once
+from .timing import taking_turns
 
 # imported by Inductor and Triton when they come to a first kernel
 _LATE = (
@@ -94,7 +95,8 @@ def work(job: dict[str, Any]) -> None:
     measures = lower.measures(job["options"])
     shared = Path(job["kernels"]) if job.get("kernels") else None
     once = compiled_once(shared) if shared is not None else contextlib.nullcontext()
-    with contextlib.nullcontext() if measures else flags.without_device(), once:
+    turns = taking_turns(shared) if shared is not None else contextlib.nullcontext()
+    with turns if measures else flags.without_device(), once:
         graph, constants, lasting = unpack(file.read_bytes())
         file.unlink()
         # in the last two cases this process uses a device; what asked for one in passing can be forked to compile only

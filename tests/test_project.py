@@ -56,6 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "worker",
         "forked_kernels",
         "shared_kernels",
+        "timing",
         "importing",
         "pool",
         "artefact",

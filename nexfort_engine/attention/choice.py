@@ -10,9 +10,7 @@ and the kind is not known. Nothing waits for the device but the measuring of a k
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,18 +22,14 @@ import torch
 
 from ..graphmemory import is_capturing
 from ..report import named
+from ..timing import Clock, clocked
 from .kernels import OWN, Call, Kernel, own
 from .remembered import Row, Table, without
 
 TIE = 1.03
-RUNS = 7  # of each kernel; the median counts
 _NEAR = 4  # roundings of the dtype between two kernels, of the norm: of weights and of results, by both
 _QUANTISED = 0.1  # of the norm, as verify.py has it for what is of low precision by design
 _MOST = 4096  # remembered calls by exact sizes; beyond it that memory starts afresh
-_ASLEEP = 2_000_000  # cycles of the device, about a millisecond: runs queue meanwhile, and none waits for its launch
-
-# median microseconds of each of some functions, run in turn on a device
-Clock = Callable[[Sequence[Callable[[], object]], torch.device], list[float]]
 
 
 class Hears(Protocol):
@@ -233,34 +227,6 @@ def laid(result: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
             return wanted.copy_(result)
         step *= sizes[dim]
     return result
-
-
-def clocked(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Median microseconds of each, by the device's own clock where it is CUDA's. Waits for the device."""
-    if device.type != "cuda":
-        return [1e6 * statistics.median(times) for times in zip(*[_seconds(runs) for _ in range(RUNS)], strict=True)]
-    with torch.cuda.device(device):
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2 * len(runs))] for _ in range(RUNS)]
-        for row in marks:
-            torch.cuda._sleep(_ASLEEP)
-            for run, begin, end in zip(runs, row[::2], row[1::2], strict=True):
-                begin.record()
-                run()
-                end.record()
-        torch.cuda.current_stream().synchronize()
-        spans = [
-            [1e3 * begin.elapsed_time(end) for begin, end in zip(row[::2], row[1::2], strict=True)] for row in marks
-        ]
-    return [statistics.median(times) for times in zip(*spans, strict=True)]
-
-
-def _seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
-    found = []
-    for run in runs:
-        began = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - began)
-    return found
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -21,10 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nexfort_engine
 from nexfort_engine import attention
-from nexfort_engine.attention.choice import Chooser, Told, clocked, laid, measure
+from nexfort_engine.attention.choice import Chooser, Told, laid, measure
 from nexfort_engine.attention.kernels import KERNELS, Call, nvidia, own
 from nexfort_engine.attention.remembered import file_name
 from nexfort_engine.report import Report
+from nexfort_engine.timing import clocked
 
 pytestmark = pytest.mark.gpu
 ORDER = (0, 2, 1, 3)
