@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from .artefact import Binding
-from .constants import is_function, tensors_in, written
+from .constants import Watch, is_function, tensors_in, written
 from .flags import noted_triton_launches
 from .prepared import Kept
 from .prompted import Answer, Run, answered_by
@@ -43,7 +43,7 @@ class _Aside:
     results: Sequence[torch.Tensor]
 
 
-class Asides(TorchDispatchMode):
+class Asides(Watch, TorchDispatchMode):
     """Inside the block operators run as they do anyway, but for asides that are known: those are answered.
 
     slots: copies of the call's tensors that last, by their places; the step is run on them. most: bytes of results that

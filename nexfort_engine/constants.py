@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _pop_mode_temporarily as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 MASKS = (torch.bool, torch.uint8)
@@ -36,6 +37,10 @@ _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 _NUMBERS = (bool, int, float, complex)
 _HOST = "cpu"
+
+
+class Watch:
+    """A mode of the engine's own, that need not see again what an artefact does which is known to be quiet."""
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Sent:
         return constant.stride() == self.stride and torch.equal(bits(constant), bits(own))
 
 
-class Constants(TorchDispatchMode):
+class Constants(Watch, TorchDispatchMode):
     """Inside the block every operator runs as it does anyway, and it is known which tensors are constants.
 
     A storage is one or none, because what is written to one tensor changes all that share its memory. What becomes of a
@@ -69,6 +74,7 @@ class Constants(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reason: str | None = None
+        self._stirred = 0  # operators that took or gave something in main memory, or of which nothing is known
         self._held: dict[int, Any] = {}  # the storages, held on to, or another would have the place of one that is gone
         self._literals = ExitStack()
 
@@ -85,6 +91,21 @@ class Constants(TorchDispatchMode):
     def note(self, reason: str) -> None:
         """Keep a reason, if it is the first."""
         self.reason = self.reason or reason
+
+    @contextmanager
+    def around(self, artefact: Any) -> Iterator[None]:
+        """A region's artefact runs inside; unwatched, if it is known to be quiet, because watching takes as long again.
+
+        Quiet is one of whose operators none took or gave anything in main memory, and none is a reason against a graph,
+        when it was watched. It calls the same ones at all sizes.
+        """
+        if artefact.quiet:
+            with _out_of_sight():
+                yield
+            return
+        before, known = self._stirred, self.reason is None
+        yield
+        artefact.quiet = known and self.reason is None and self._stirred == before
 
     def hold(self, tensor: torch.Tensor) -> None:
         """The tensor was made of numbers alone."""
@@ -104,6 +125,7 @@ class Constants(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
+            self._stirred += 1
             for tensor in tensors_in((args, kwargs)):
                 self.let_go(tensor)
             result = func(*args, **kwargs)
@@ -112,14 +134,17 @@ class Constants(TorchDispatchMode):
         if _is_composite(func):  # they come here whole in inference mode, with the copies that they make inside
             with self._inside():
                 return func.decompose(*args, **kwargs)
+        self._stirred += any(map(_is_here, tensors_in((args, kwargs))))
         args, kwargs, result = self._sending(func, args, kwargs)
         if result is not None:
             return result
         taken = tensors_in((args, kwargs))
         known = is_function(func, kwargs) and all(map(self.holds, taken))
         result = func(*args, **kwargs)
+        given = tensors_in(result)
+        self._stirred += any(map(_is_here, given))
         if known:
-            for tensor in tensors_in(result):
+            for tensor in given:
                 self.hold(tensor)
         else:
             for tensor in written(func, args, kwargs):
@@ -210,7 +235,7 @@ class Answering(Constants):
         return torch.empty_like(tensor, **request)
 
 
-class _Literals(TorchFunctionMode):
+class _Literals(Watch, TorchFunctionMode):
     """Sees what operators do not show: which numbers a literal is made of, and that one on the GPU is copied there."""
 
     def __init__(self, constants: Constants) -> None:
@@ -263,6 +288,17 @@ def unwatched() -> Iterator[None]:
     """Inside the block this thread's operators are nobody's: what is made there is no part of the step."""
     own = isinstance(_get_current_function_mode(), _Literals)
     with _disable_current_modes(), _pop_mode_temporarily() if own else nullcontext():
+        yield
+
+
+@contextmanager
+def _out_of_sight() -> Iterator[None]:
+    """Inside the block the engine's own modes see nothing; those of others do, and what lies below them."""
+    with ExitStack() as stack:
+        while isinstance(_get_current_dispatch_mode(), Watch):
+            stack.enter_context(_pop_dispatch_mode())
+        while isinstance(_get_current_function_mode(), Watch):
+            stack.enter_context(_pop_mode_temporarily())
         yield
 
 

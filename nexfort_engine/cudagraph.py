@@ -171,6 +171,7 @@ class StepGraphs:
             try:
                 session.asides = asides = self._asides(call)
                 with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watched:
+                    session.watched = watched
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
                     result = plain(*args, **kwargs)
@@ -186,7 +187,7 @@ class StepGraphs:
             except Refused as refusal:
                 return self._refuse(key, f"the backbone: {refusal}", call, plain)
             finally:
-                session.asides = None
+                session.asides = session.watched = None
         else:
             return self._refuse(key, "the backbone uses too many options", call, plain)
         if asides is not None and asides.reason:  # what was written to may have been an answer by then
@@ -308,7 +309,7 @@ class StepGraphs:
 
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
-            with asides or nullcontext(), answering, JoinedAsRows():
+            with asides or nullcontext(), JoinedAsRows(), answering:
                 return _write(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there
@@ -317,11 +318,11 @@ class StepGraphs:
                 slot.copy_(tensor)
             if asides is not None:
                 asides.graph, _ = self._captured(asides.program())
-            session.capturing, session.asides = True, asides
+            session.capturing, session.asides, session.watched = True, asides, answering
             try:
                 graph, fits = self._captured(run)
             finally:
-                session.capturing, session.asides = False, None
+                session.capturing, session.asides, session.watched = False, None, None
             if answering.reason:
                 raise Refused(answering.reason)
             if asides is not None and asides.reason:

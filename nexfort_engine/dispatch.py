@@ -147,12 +147,10 @@ class Region:
         try:
             if binding.prepares and kept is None:
                 kept = prepared(self, binding, weights, session)
-            if session.asides is None:
-                return binding.run(weights, flat, tensors, kept)
-            # what is fetched may lie where others' weights did
-            settled = not session.fetched and self.version() is not None and (kept is not None or not binding.prepares)
-            whole = settled and binding.plain and not binding.artefact.sites and self._is_told(binding)
-            return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
+            if session.watched is None or binding.artefact.sites:
+                return self._ran(binding, weights, flat, tensors, kept, session)
+            with session.watched.around(binding.artefact):
+                return self._ran(binding, weights, flat, tensors, kept, session)
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
         except Exception as error:
@@ -166,6 +164,22 @@ class Region:
             # whatever it was, the step must complete; the region stays eager from here on and says why
             self.latch(f"its artefact failed: {named(error)}")
             return self.inside(plain, args, kwargs, session)
+
+    def _ran(
+        self,
+        binding: Binding,
+        weights: list[torch.Tensor],
+        flat: Flat,
+        tensors: Any,
+        kept: Kept | None,
+        session: Session,
+    ) -> Any:
+        if session.asides is None:
+            return binding.run(weights, flat, tensors, kept)
+        # what is fetched may lie where others' weights did
+        settled = not session.fetched and self.version() is not None and (kept is not None or not binding.prepares)
+        whole = settled and binding.plain and not binding.artefact.sites and self._is_told(binding)
+        return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
     def _is_told(self, binding: Binding) -> bool:
         """Whether the host says when anything changes that an artefact reads: not of buffers, nor of strengths."""

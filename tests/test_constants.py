@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from nexfort_engine.constants import Answering, Constants, Remembering, unwatched
 from nexfort_engine.rehearsal import Rehearsal
@@ -314,13 +315,99 @@ def test_nothing_is_seen_where_nobody_watches() -> None:
         assert torch.arange(4).tolist() == [0, 1, 2, 3]
 
 
+class Artefact:
+    """What is remembered of one."""
+
+    quiet = False
+
+
+def _on_the_gpu() -> torch.Tensor:
+    return torch.cat([X * 2.0, X.view(4, 3).t() + torch.empty_like(X)])
+
+
+@pytest.mark.parametrize(
+    "kind", [Remembering, Rehearsal, lambda: Answering([])], ids=["first", "rehearsed", "captured"]
+)
+def test_an_artefact_that_stays_on_the_gpu_is_watched_once(kind: Callable[[], Constants]) -> None:
+    artefact, seen = Artefact(), list[int]()
+    with torch.device(AWAY), kind() as watching:
+        for _ in range(2):
+            with watching.around(artefact):
+                _on_the_gpu()
+                seen.append(len(_get_current_dispatch_mode_stack()))
+        assert len(_get_current_dispatch_mode_stack()) == 1 and len(_get_current_function_mode_stack()) == 2
+        assert artefact.quiet and watching.reason is None
+        torch.arange(4, device="cpu").to(AWAY)  # what comes after it is watched as ever
+    assert seen == [1, 0]
+    assert watching.reason is not None if isinstance(watching, Answering) else len(watching.sent) == 1
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda: torch.arange(4),
+        lambda: torch.arange(4).to(AWAY),
+        lambda: OUTSIDE.to(AWAY),
+        lambda: X * OUTSIDE[:1].view(()),
+        lambda: torch.tensor([1.0], device=AWAY),
+        lambda: X[[0, 1]],
+        lambda: OUTSIDE.sum().item(),
+        lambda: torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (X,)),
+    ],
+    ids=["made", "copied", "from outside", "number", "literal", "looked up", "read", "of another order"],
+)
+def test_an_artefact_that_does_not_is_watched_each_time(does: Callable[[], Any]) -> None:
+    artefact = Artefact()
+    with Remembering() as watching:
+        for _ in range(2):
+            with watching.around(artefact):
+                _on_the_gpu()
+                does()
+    assert not artefact.quiet
+
+
+def test_what_follows_a_reason_against_a_graph_is_not_known_to_be_quiet() -> None:
+    artefact = Artefact()
+    with Rehearsal() as watching:
+        OUTSIDE.sum().item()
+        with watching.around(artefact):
+            _on_the_gpu()
+    assert watching.reason and not artefact.quiet
+
+
+def test_an_artefact_that_fails_is_not_known_to_be_quiet() -> None:
+    artefact = Artefact()
+    with Remembering() as watching, pytest.raises(ZeroDivisionError), watching.around(artefact):
+        _on_the_gpu()
+        1 / 0
+    assert not artefact.quiet
+    artefact.quiet = True
+    with Remembering() as watching:
+        with pytest.raises(ZeroDivisionError), watching.around(artefact):
+            1 / 0
+        torch.arange(4).to(AWAY)
+    assert len(watching.sent) == 1
+
+
+def test_modes_of_others_see_what_a_quiet_artefact_does() -> None:
+    class Theirs(TorchDispatchMode):
+        saw = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.saw += 1
+            return func(*args, **(kwargs or {}))
+
+    artefact = Artefact()
+    artefact.quiet = True
+    with Theirs() as theirs, Remembering() as watching, watching.around(artefact):
+        X.neg()
+    assert theirs.saw == 1
+
+
 def test_modes_are_gone_afterwards_also_when_it_fails() -> None:
     for kind in (Remembering, Rehearsal, lambda: Answering([])):
         with pytest.raises(ZeroDivisionError), kind():
             1 / 0
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
     assert not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack()
 
 
