@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .modulestate import ABSENT, Slot, modules_of
+from .modulestate import ABSENT, Slot
 from .parts import is_plain
 
 StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be lent
@@ -135,8 +135,7 @@ class Layers:
         self.lender, self._module = lender, module
         places = {name: i for i, name in enumerate(names)}
         self._all: list[tuple[nn.Module, dict[str, int]]] = []
-        tree = list(modules_of(module))
-        for path, sub in tree:
+        for path, sub in module.named_modules():
             if lender.lends(sub):
                 own = {name: places[f"{path}.{name}" if path else name] for name in _weights_of(sub)}
                 self._all.append((sub, own))
@@ -144,7 +143,7 @@ class Layers:
         self._owns = [layer.__dict__ for layer, _ in self._all for _ in lender.signs]
         self._names = [name for _ in self._all for name in lender.signs]
         lent = {id(layer) for layer, _ in self._all}
-        others = [sub.__dict__ for _, sub in tree if id(sub) not in lent]
+        others = [sub.__dict__ for sub in module.modules() if id(sub) not in lent]
         self._strangers = [own for own in others for _ in lender.signs]
         self._their_names = [name for _ in others for name in lender.signs]
         self._by_class = any(getattr(type(layer), name, None) for layer, _ in self._all for name in lender.signs)

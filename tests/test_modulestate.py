@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -25,7 +23,6 @@ from nexfort_engine.modulestate import (  # noqa: E402
     describe,
     foreign,
     matches_text,
-    modules_of,
     rows_of,
     structure,
 )
@@ -98,15 +95,6 @@ def test_weights_are_read_as_they_are_now() -> None:
     assert slots.read()[2] is block.inner.linear.weight and slots.read()[1] is block.inner.loose
     del block.inner.loose
     assert slots.read()[1] is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
-def test_modules_are_found_as_torch_finds_them(edges: list[tuple[int, int]]) -> None:
-    """Also where one stands in several places, or in itself, or where none stands."""
-    modules = [nn.Module() for _ in range(10)]
-    for number, (above, below) in enumerate(edges):
-        modules[above].add_module(f"at{number}", modules[below] if number % 7 else None)
-    assert list(modules_of(modules[0])) == list(modules[0].named_modules())
 
 
 def test_the_structure_knows_classes_and_shapes_and_no_values() -> None:
