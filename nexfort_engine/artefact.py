@@ -120,7 +120,7 @@ class Artefact:
         self.writes: list[list[Any]] = manifest["writes"]
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.images: bool = manifest["images"]  # they lie with channels innermost
-        self.quiet = False  # whether its operators need not be watched again (constants.py)
+        self.unwatched = False  # whether its operators need not be watched again (constants.py)
         self.code: Loaded | None = None
         self.entry: Entry | None = None  # where its code is, if it comes from the store
 

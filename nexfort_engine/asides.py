@@ -62,6 +62,7 @@ class Asides(Watch, TorchDispatchMode):
         self.reason: str | None = None
         self.graph: Any = None  # torch.cuda.CUDAGraph of the program
         self.bytes, self._most, self._apart = 0, most, apart
+        self.answered = 0  # calls that were not run, since their results were known
         self._known: dict[Hashable, _Aside] = {}
         self._observes, self._inside = True, False
         self._watching = ExitStack()
@@ -228,6 +229,8 @@ class Asides(Watch, TorchDispatchMode):
                 return known.results
             self.bytes += size
             self._known[key] = known
+        else:
+            self.answered += 1
         for result in known.results:
             self._hold(result)
         return known.results

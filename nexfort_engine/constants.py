@@ -14,7 +14,7 @@ number, and what is computed of either is no constant.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ _HOST = "cpu"
 
 
 class Watch:
-    """A mode of the engine's own, that need not see again what an artefact does which is known to be quiet."""
+    """A mode of the engine's own, which has seen what an artefact does whose operators need not be watched again."""
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Constants(Watch, TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    _learns = False  # whether what it sees an artefact do is what it does
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,19 +94,21 @@ class Constants(Watch, TorchDispatchMode):
         self.reason = self.reason or reason
 
     @contextmanager
-    def around(self, artefact: Any) -> Iterator[None]:
-        """A region's artefact runs inside; unwatched, if it is known to be quiet, because watching takes as long again.
+    def around(self, artefact: Any, answered: Callable[[], int] = int) -> Iterator[None]:
+        """A region's artefact runs inside, unwatched where that is right: watching takes as long as running it.
 
-        Quiet is one of whose operators none took or gave anything in main memory, and none is a reason against a graph,
-        when it was watched. It calls the same ones at all sizes.
+        It is right where none of its operators took or gave anything in main memory or was a reason against a graph:
+        whatever they call at other sizes stays on the GPU too. That is learnt where all of it runs and is seen.
+        answered: how many calls that an artefact would make were answered so far without being run.
         """
-        if artefact.quiet:
+        if artefact.unwatched:
             with _out_of_sight():
                 yield
             return
-        before, known = self._stirred, self.reason is None
+        before = self._stirred, answered()
         yield
-        artefact.quiet = known and self.reason is None and self._stirred == before
+        seen = self._learns and _get_current_dispatch_mode() is self
+        artefact.unwatched = seen and self.reason is None and before == (self._stirred, answered())
 
     def hold(self, tensor: torch.Tensor) -> None:
         """The tensor was made of numbers alone."""
@@ -199,6 +202,8 @@ class Constants(Watch, TorchDispatchMode):
 
 class Remembering(Constants):
     """Inside the block copies of constants are remembered: `sent`."""
+
+    _learns = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -164,32 +164,37 @@ class StepGraphs:
         flat = call.flat
         admitted: dict[Path, Any] = {}
         before: dict[Path, torch.Tensor] = {}
+        reason: str | None = None
         for _ in range(_MOST_ADMISSIONS):
             reads = ReadSet(admitted)
             session.used, session.looked_up = [], []
             session.ran_eager = session.fetched = session.spares = session.others = False
             try:
                 session.asides = asides = self._asides(call)
-                with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watched:
-                    session.watched = watched
+                with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watching:
+                    session.watching = watching
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
                     result = plain(*args, **kwargs)
                 break
             except ValueUsed as used:
-                try:
-                    value = readset.admit(flat.mappings, used.path)
-                except Refused as refusal:
-                    return self._refuse(key, f"the backbone: {refusal}", call, plain)
-                admitted[used.path] = value
-                if isinstance(value, torch.Tensor):
-                    before[used.path] = value.clone()
+                path = used.path
             except Refused as refusal:
-                return self._refuse(key, f"the backbone: {refusal}", call, plain)
+                reason = f"the backbone: {refusal}"
+                break
             finally:
-                session.asides = session.watched = None
+                session.asides = session.watching = None
+            try:
+                admitted[path] = value = readset.admit(flat.mappings, path)
+            except Refused as refusal:
+                reason = f"the backbone: {refusal}"
+                break
+            if isinstance(value, torch.Tensor):
+                before[path] = value.clone()
         else:
-            return self._refuse(key, "the backbone uses too many options", call, plain)
+            reason = "the backbone uses too many options"
+        if reason is not None:
+            return self._refuse(key, reason, call, plain)
         if asides is not None and asides.reason:  # what was written to may have been an answer by then
             return self._without_asides(key, asides, call, plain)
         try:
@@ -216,11 +221,11 @@ class StepGraphs:
             self.engine.report.note("no CUDA graph: code of others runs inside its blocks")
         elif session.fetched or not residence.settle(flat.tensors[0].device):
             self.engine.report.note(_ELSEWHERE)
-        elif watched.reason:
+        elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
-            self._fails(key, watched.reason)
+            self._fails(key, watching.reason)
         else:
-            self._expect(key, call, reads, result, session, residence, kept, watched.sent, asides)
+            self._expect(key, call, reads, result, session, residence, kept, watching.sent, asides)
         return result
 
     def _expect(
@@ -309,7 +314,7 @@ class StepGraphs:
 
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
-            with asides or nullcontext(), JoinedAsRows(), answering:
+            with asides or nullcontext(), JoinedAsRows(), answering:  # which steps aside only where it is the last
                 return _write(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there
@@ -318,11 +323,11 @@ class StepGraphs:
                 slot.copy_(tensor)
             if asides is not None:
                 asides.graph, _ = self._captured(asides.program())
-            session.capturing, session.asides, session.watched = True, asides, answering
+            session.capturing, session.asides, session.watching = True, asides, answering
             try:
                 graph, fits = self._captured(run)
             finally:
-                session.capturing, session.asides, session.watched = False, None, None
+                session.capturing, session.asides, session.watching = False, None, None
             if answering.reason:
                 raise Refused(answering.reason)
             if asides is not None and asides.reason:

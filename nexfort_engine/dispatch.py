@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -147,10 +148,11 @@ class Region:
         try:
             if binding.prepares and kept is None:
                 kept = prepared(self, binding, weights, session)
-            if session.watched is None or binding.artefact.sites:
-                return self._ran(binding, weights, flat, tensors, kept, session)
-            with session.watched.around(binding.artefact):
-                return self._ran(binding, weights, flat, tensors, kept, session)
+            run = partial(self._ran, binding, weights, flat, tensors, kept, session)
+            if session.watching is None or binding.artefact.sites:
+                return run()
+            with session.watching.around(binding.artefact, partial(getattr, session.asides, "answered", 0)):
+                return run()
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
         except Exception as error:

@@ -75,9 +75,11 @@ def _made(binding: Binding, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         return binding.prepare(weights)
     here, aside = torch.cuda.current_stream(device), _stream(device)
     aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        tensors = binding.prepare(weights)
-    here.wait_stream(aside)
+    try:
+        with torch.cuda.stream(aside):
+            tensors = binding.prepare(weights)
+    finally:
+        here.wait_stream(aside)  # what reads the weights is done before they go back, also where there was no memory
     for tensor in tensors:
         tensor.record_stream(here)  # where they are read: their memory is nobody else's before that is done
     return tensors

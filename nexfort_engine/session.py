@@ -40,7 +40,7 @@ class Session:
         self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
         # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
         self.lasting: dict[int, tuple[Any, Hashable]] = {}
-        self.watched: Any = None  # what looks at its operators, while a step is observed or captured
+        self.watching: Any = None  # what looks at its operators, while a step is observed or captured
         self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
 
 

@@ -3,18 +3,19 @@
 
 A search picks the fastest of some kernels. Two things make chance of it: the processor, which launches some more slowly
 than a short one runs, all the more while as many workers as it has cores lower graphs; and what other workers time on
-the same GPU at once. So what is timed is queued behind a pause, and workers take turns. They trace, write and compile
-kernels beside each other as ever.
+the same GPU at once. So what is timed is queued behind a pause, and workers that were forked take turns. They trace,
+write and compile kernels beside each other as ever.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 
 from .flags import replaced
 
+log = logging.getLogger("nexfort")
+
 RUNS = 7  # of each; the median counts
 _ASLEEP = 2_000_000  # cycles of the device, about a millisecond: runs queue meanwhile, and none waits for its launch
-_LOOK = 0.002  # seconds between two looks at whether it is one's turn; a kernel is timed for some 10 ms
 
 _turn: Callable[[], AbstractContextManager[Any]] = nullcontext  # for Inductor to time something
 
@@ -66,6 +68,9 @@ def by_the_device() -> Iterator[None]:
 
     Its own way empties the GPU's cache before each run. In a step what a kernel reads was mostly just written.
     """
+    if not torch.cuda.is_available():  # a device of another kind: as Inductor has it
+        yield
+        return
     from torch._inductor.runtime.benchmarking import benchmarker
 
     def milliseconds(_self: Any, run: Callable[[], Any], *_how: Any, **_more: Any) -> float:
@@ -79,9 +84,18 @@ def by_the_device() -> Iterator[None]:
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Inside, Inductor times nothing while another process that is given `folder` does."""
-    from filelock import FileLock
+    """Inside, Inductor times nothing while another process that is given `folder` does; where files can be locked."""
+    with replaced(sys.modules[__name__], "_turn", functools.partial(_locked, folder / "timing.lock")):
+        yield
 
-    turn = functools.partial(FileLock(folder / "timing.lock").acquire, poll_interval=_LOOK)
-    with replaced(sys.modules[__name__], "_turn", turn):
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with ExitStack() as held:
+        try:
+            import fcntl
+
+            fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
+        except (ImportError, OSError) as error:  # no such locks, or no room there: it times beside others
+            log.debug("Nexfort: kernels are timed beside those of others: %s", error)
         yield

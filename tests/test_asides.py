@@ -107,6 +107,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
     return found
 
 
+def test_a_region_that_was_answered_is_watched_when_it_runs(store: Store) -> None:
+    """All of it is in main memory here, which no graph bears."""
+    steps = Steps(store)
+    for prompt, named in ((1, True), (1, True), (1, True), (2, True), (3, False), (3, False), (3, False)):
+        steps(prompt, named=named)
+        assert not any(binding.artefact.unwatched for region in steps.engine.regions for binding in region.bindings)
+
+
 def test_it_is_made_once_for_a_prompt(store: Store, replays: list[Graph]) -> None:
     steps = Steps(store)
     for _ in range(6):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -318,16 +319,14 @@ def test_nothing_is_seen_where_nobody_watches() -> None:
 class Artefact:
     """What is remembered of one."""
 
-    quiet = False
+    unwatched = False
 
 
 def _on_the_gpu() -> torch.Tensor:
     return torch.cat([X * 2.0, X.view(4, 3).t() + torch.empty_like(X)])
 
 
-@pytest.mark.parametrize(
-    "kind", [Remembering, Rehearsal, lambda: Answering([])], ids=["first", "rehearsed", "captured"]
-)
+@pytest.mark.parametrize("kind", [Remembering, Rehearsal])
 def test_an_artefact_that_stays_on_the_gpu_is_watched_once(kind: Callable[[], Constants]) -> None:
     artefact, seen = Artefact(), list[int]()
     with torch.device(AWAY), kind() as watching:
@@ -336,10 +335,26 @@ def test_an_artefact_that_stays_on_the_gpu_is_watched_once(kind: Callable[[], Co
                 _on_the_gpu()
                 seen.append(len(_get_current_dispatch_mode_stack()))
         assert len(_get_current_dispatch_mode_stack()) == 1 and len(_get_current_function_mode_stack()) == 2
-        assert artefact.quiet and watching.reason is None
+        assert artefact.unwatched and watching.reason is None
         torch.arange(4, device="cpu").to(AWAY)  # what comes after it is watched as ever
-    assert seen == [1, 0]
-    assert watching.reason is not None if isinstance(watching, Answering) else len(watching.sent) == 1
+    assert seen == [1, 0] and len(watching.sent) == 1
+
+
+def test_only_what_runs_and_is_seen_is_learnt() -> None:
+    artefact, answered = Artefact(), itertools.count()
+    with Remembering() as watching:
+        with watching.around(artefact, lambda: next(answered)):
+            _on_the_gpu()  # or rather, what it made before
+        with unwatched(), watching.around(artefact):
+            torch.arange(4).to(AWAY)
+    with watching.around(artefact):  # a step that is refused runs when nobody watches any more
+        torch.arange(4).to(AWAY)
+    with Answering([]) as answering, answering.around(artefact):
+        _on_the_gpu()
+    assert not artefact.unwatched
+    artefact.unwatched = True
+    with Answering([]) as answering, answering.around(artefact):
+        assert not _get_current_dispatch_mode_stack()
 
 
 @pytest.mark.parametrize(
@@ -363,25 +378,25 @@ def test_an_artefact_that_does_not_is_watched_each_time(does: Callable[[], Any])
             with watching.around(artefact):
                 _on_the_gpu()
                 does()
-    assert not artefact.quiet
+    assert not artefact.unwatched
 
 
-def test_what_follows_a_reason_against_a_graph_is_not_known_to_be_quiet() -> None:
+def test_what_follows_a_reason_against_a_graph_is_watched_again() -> None:
     artefact = Artefact()
     with Rehearsal() as watching:
         OUTSIDE.sum().item()
         with watching.around(artefact):
             _on_the_gpu()
-    assert watching.reason and not artefact.quiet
+    assert watching.reason and not artefact.unwatched
 
 
-def test_an_artefact_that_fails_is_not_known_to_be_quiet() -> None:
+def test_an_artefact_that_fails_is_watched_again() -> None:
     artefact = Artefact()
     with Remembering() as watching, pytest.raises(ZeroDivisionError), watching.around(artefact):
         _on_the_gpu()
         1 / 0
-    assert not artefact.quiet
-    artefact.quiet = True
+    assert not artefact.unwatched
+    artefact.unwatched = True
     with Remembering() as watching:
         with pytest.raises(ZeroDivisionError), watching.around(artefact):
             1 / 0
@@ -389,7 +404,7 @@ def test_an_artefact_that_fails_is_not_known_to_be_quiet() -> None:
     assert len(watching.sent) == 1
 
 
-def test_modes_of_others_see_what_a_quiet_artefact_does() -> None:
+def test_modes_of_others_see_what_an_unwatched_artefact_does() -> None:
     class Theirs(TorchDispatchMode):
         saw = 0
 
@@ -398,7 +413,7 @@ def test_modes_of_others_see_what_a_quiet_artefact_does() -> None:
             return func(*args, **(kwargs or {}))
 
     artefact = Artefact()
-    artefact.quiet = True
+    artefact.unwatched = True
     with Theirs() as theirs, Remembering() as watching, watching.around(artefact):
         X.neg()
     assert theirs.saw == 1

@@ -15,7 +15,7 @@ from pretended_graph import Graph, pretend
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import constants
+from nexfort_engine import constants, finding
 
 pytestmark = pytest.mark.usefixtures("artefact_cache")
 T = torch.Tensor
@@ -71,10 +71,10 @@ class Steps:
     def number(self, size: int = 8) -> T:
         return torch.randn(size, generator=self.generator)
 
-    def __call__(self, options: Options, copied: bool = False) -> None:
+    def __call__(self, options: Options, copied: bool = False, x: T = X) -> None:
         theirs = {k: v.clone() for k, v in options.items()} if copied else dict(options)
         with self.mode():
-            wanted, found = self.module(X, theirs), self.compiled(X, options)
+            wanted, found = self.module(x, theirs), self.compiled(x, options)
         assert torch.allclose(found, wanted, atol=1e-4), float((found - wanted).abs().max())
         if copied:
             assert all(torch.equal(options[key], theirs[key]) for key in theirs), "what it writes to is the caller's"
@@ -90,6 +90,7 @@ class Steps:
 @pytest.fixture(autouse=True)
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
+    monkeypatch.setattr(finding, "_loaded", weakref.WeakValueDictionary())  # what is known of them
 
 
 def both(network: Any, x: T, options: Options) -> T:
@@ -217,6 +218,42 @@ def test_other_copies_refuse_the_graph(own: Any, reason: str) -> None:
     for _ in range(4):
         step({})
     assert step.graphs() == 0 and reason in step.notes()
+
+
+def _artefacts(step: Steps) -> list[Any]:
+    return [binding.artefact for region in step.compiled._nexfort_engine.regions for binding in region.bindings]
+
+
+@pytest.mark.usefixtures("whole_numbers_elsewhere")
+def test_artefacts_that_stay_on_the_gpu_are_watched_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of other sizes what regions do is not looked at any more; what the network itself does is."""
+    seen, own = list[str](), constants.Constants._sending
+
+    def noted(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(func._schema.name)
+        return own(self, func, args, kwargs)
+
+    monkeypatch.setattr(constants.Constants, "_sending", noted)
+    step = Steps(positioned)
+    for rows, products in ((2, 1), (1, 0), (4, 0)):  # one artefact serves both blocks
+        seen.clear()
+        for _ in range(4):
+            step({"a": step.number()}, x=X.repeat(2, 1, 1)[:rows])
+        assert seen.count("aten::addmm") == products and seen.count("aten::cos") >= 2
+        assert all(artefact.unwatched for artefact in _artefacts(step))
+    assert step.graphs() == len(Graph.made) == 3 and not step.notes()
+
+
+def test_artefacts_in_main_memory_are_watched_whatever_is_refused() -> None:
+    def own(network: Any, x: T, options: Options) -> T:
+        return x * (2.0 if options.get("kind") else 3.0)
+
+    step = Steps(own)
+    for options in ({"kind": object()}, {}, {"kind": object()}):
+        for _ in range(3):
+            step(dict(options))
+    assert "no CUDA graph" in step.notes() and not step.graphs()
+    assert _artefacts(step) and not any(artefact.unwatched for artefact in _artefacts(step))
 
 
 @pytest.mark.usefixtures("whole_numbers_elsewhere")

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from probe import Probe
+from torch import nn
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from nexfort_engine import timing
+from nexfort_engine import lower, timing, worker
+from nexfort_engine.config import CompileConfig
 
 
 def test_the_clock_of_a_cpu_tells_slow_from_fast() -> None:
@@ -33,7 +38,8 @@ def _time_something(folder: Path, notes: Path) -> None:
             file.write(f"{began} {time.monotonic()}\n")
         return [2000.0]
 
-    timing.clocked, torch.cuda.current_device = clock, lambda: 0  # of a process that ends
+    # of a process that ends
+    timing.clocked, torch.cuda.current_device, torch.cuda.is_available = clock, lambda: 0, lambda: True
     ran: list[int] = []
     with timing.taking_turns(folder), timing.by_the_device():
         for _ in range(3):
@@ -59,11 +65,38 @@ def test_processes_that_share_a_folder_time_one_after_another(tmp_path: Path) ->
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
-def test_inductor_times_in_its_own_way_outside() -> None:
+def test_inductor_times_in_its_own_way_outside_and_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     before = type(benchmarker).benchmark_gpu
-    with timing.by_the_device():
-        assert type(benchmarker).benchmark_gpu is not before
-    assert type(benchmarker).benchmark_gpu is before
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        with timing.by_the_device():
+            assert (type(benchmarker).benchmark_gpu is not before) == there
+        assert type(benchmarker).benchmark_gpu is before
+
+
+def test_where_no_file_can_be_locked_nobody_waits(tmp_path: Path) -> None:
+    with timing.taking_turns(tmp_path / "missing"), timing._turn():
+        assert not (tmp_path / "missing").exists()
+    with timing.taking_turns(tmp_path), timing._turn():
+        assert (tmp_path / "timing.lock").exists()
+    assert timing._turn is contextlib.nullcontext
+
+
+@pytest.mark.parametrize("mode", ["O2", "max-autotune"])
+def test_a_worker_that_searches_takes_turns(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        turns.append(timing._turn)
+        yield
+
+    monkeypatch.setattr(lower, "by_the_device", noted)
+    (tmp_path / "graph").write_bytes(worker.pack(Probe(nn.Tanh(), torch.randn(2, 8)).captured))
+    places = {"file": str(tmp_path / "graph"), "payload": str(tmp_path / "payload"), "kernels": str(tmp_path)}
+    job = {"modules": [], "probes": None, "device": "cpu", "spread": False}
+    worker.work({**job, **places, "options": CompileConfig.parse(mode).inductor_options("cpu")})
+    assert len(turns) == (mode == "max-autotune") and contextlib.nullcontext not in turns
 
 
 @pytest.mark.gpu
