@@ -194,20 +194,31 @@ class Sampling:
         self.size = tuple(map(int, size.split("x"))) if size else backbone.size
 
     def __call__(self, model: Any, steps: int, size: Any = None, times: list[float] | None = None) -> Any:
-        """The latent after so many steps; `times` gets the seconds of each but the first."""
+        """The latent after so many steps; `times` gets the seconds of each, from where the sampler begins."""
+        from comfy.k_diffusion import sampling
+
         from . import card
 
-        last = [0.0]
+        ends: list[float] = []
 
-        def after(_step: int, _x0: Any, _x: Any, _total: int) -> None:
+        def settled(*_: Any) -> None:
             card.settle()
-            now = time.perf_counter()
-            if times is not None and last[0]:
-                times.append(now - last[0])
-            last[0] = now
+            ends.append(time.perf_counter())
+
+        @functools.wraps(sampling.sample_euler)
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            settled()
+            return euler(*args, **kwargs)
 
         gc.collect()  # what was left before is no part of a step
-        return self._sample(model, steps, size or self.size, after)
+        euler, sampling.sample_euler = sampling.sample_euler, begun
+        try:
+            result = self._sample(model, steps, size or self.size, settled)
+        finally:
+            sampling.sample_euler = euler
+        if times is not None:
+            times += [after - before for before, after in itertools.pairwise(ends)]
+        return result
 
     def _sample(self, model: Any, steps: int, size: Any, after: Callable[..., None]) -> Any:
         import comfy.sample
@@ -234,31 +245,6 @@ class Sampling:
         gc.collect()
         self._sample(model, steps, size or self.size, after)
         return (ends[-1] - ends[0]) / (steps - 1)
-
-    def each(self, model: Any, steps: int, size: Any) -> list[float]:
-        """Seconds of each step, waited for, from where the sampler begins."""
-        from comfy.k_diffusion import sampling
-
-        from . import card
-
-        ends: list[float] = []
-
-        @functools.wraps(sampling.sample_euler)
-        def begun(*args: Any, **kwargs: Any) -> Any:
-            settled()
-            return euler(*args, **kwargs)
-
-        def settled(*_: Any) -> None:
-            card.settle()
-            ends.append(time.perf_counter())
-
-        gc.collect()
-        euler, sampling.sample_euler = sampling.sample_euler, begun
-        try:
-            self._sample(model, steps, size, settled)
-        finally:
-            sampling.sample_euler = euler
-        return [after - before for before, after in itertools.pairwise(ends)]
 
     def first(self, model: Any, size: Any = None) -> float:
         """Seconds of one picture of one step."""
@@ -291,6 +277,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
     card.count_anew()
     times: list[float] = []
     out = sampling(model, args.steps, times=times)
+    del times[:1]  # of the first the sampler's own beginning is a part
     found = {
         "backbone": backbone.name,
         "way": args.way,
@@ -331,9 +318,12 @@ def sweep(sampling: Sampling, model: Any, size: str) -> dict[str, float]:
     """Milliseconds of the first step at another size, of the second (which captures the graph), of a steady and a
     queued one; with the median of the first step once that size is known, which is what it takes without either."""
     height_width = tuple(map(int, size.split("x")))
-    first, second, *later = sampling.each(model, 6, height_width)
-    found = {"first_ms": first, "second_ms": second, "steady_ms": statistics.median(later)}
-    found["again_first_ms"] = statistics.median(sampling.each(model, 1, height_width)[0] for _ in range(3))
+    times, known = list[float](), list[float]()
+    sampling(model, 6, height_width, times)
+    for _ in range(3):
+        sampling(model, 1, height_width, known)
+    found = {"first_ms": times[0], "second_ms": times[1], "steady_ms": statistics.median(times[2:])}
+    found["again_first_ms"] = statistics.median(known)
     found["queued_ms"] = sampling.queued(model, 6, height_width)
     return {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
 

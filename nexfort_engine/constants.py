@@ -137,11 +137,13 @@ class Constants(Watch, TorchDispatchMode):
         if _is_composite(func):  # they come here whole in inference mode, with the copies that they make inside
             with self._inside():
                 return func.decompose(*args, **kwargs)
-        self._stirred += any(map(_is_here, tensors_in((args, kwargs))))
+        taken, asked = tensors_in((args, kwargs)), args
+        self._stirred += any(map(_is_here, taken))
         args, kwargs, result = self._sending(func, args, kwargs)
         if result is not None:
             return result
-        taken = tensors_in((args, kwargs))
+        if args is not asked:  # with copies of some
+            taken = tensors_in((args, kwargs))
         known = is_function(func, kwargs) and all(map(self.holds, taken))
         result = func(*args, **kwargs)
         given = tensors_in(result)
