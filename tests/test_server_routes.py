@@ -9,12 +9,14 @@ never loaded; what routes do to real ones is tested in test_server.py.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import packed
 import pytest
+import raw_http
 import served
 
 from nexfort_engine.cache.store import Store
@@ -44,6 +46,9 @@ FOREIGN = [
     {"Origin": "null"},
     {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site"},
+    {"Host": "evil.example"},  # a name that leads here, as that of a page whose owner changed where it leads
+    {"Host": "evil.example", "Origin": "http://evil.example"},
+    {"Host": "127.0.0.1.evil.example:8188"},
 ]
 JSON = "application/json"
 MALFORMED: list[tuple[bytes, str, int]] = [
@@ -266,6 +271,87 @@ def test_values_of_another_kind_are_refused(server: ComfyServer) -> None:
     assert ask(server, "POST", "/nexfort/cache/prune", both)[0] == 400
 
 
+# ---- what comes as no client of ours sends it --------------------------------------------------------------
+
+PRUNE = "/nexfort/cache/prune"
+NOTHING = b'{"max_bytes": 1000000000000}'  # drops nothing
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_body_may_come_in_any_parts(server: ComfyServer) -> None:
+    begin = raw_http.posted(server.port, PRUNE, NOTHING)
+    for at in range(len(NOTHING) + 1):
+        assert raw_http.ask(server.port, begin, NOTHING[:at], NOTHING[at:])[0] == 200, at
+    whole = begin + NOTHING
+    for at in (1, len(begin) - 3, len(begin) - 1):  # the head in parts
+        assert raw_http.ask(server.port, whole[:at], whole[at:])[0] == 200, at
+    assert raw_http.ask(server.port, begin, *(bytes([one]) for one in NOTHING))[0] == 200
+    chunked = raw_http.posted(server.port, PRUNE, b"", Transfer_Encoding="chunked").replace(
+        b"Content-Length: 0\r\n", b""
+    )
+    parts = [raw_http.chunk(NOTHING[:9]), raw_http.chunk(NOTHING[9:]), raw_http.chunk(b"")]
+    assert raw_http.ask(server.port, chunked + b"".join(parts))[0] == 200
+    assert raw_http.ask(server.port, chunked, *parts)[0] == 200
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_body_is_read_to_its_end_before_it_is_believed(server: ComfyServer) -> None:
+    """What begins as a sound body and goes on as something else is refused, wherever it was parted."""
+    clear = b'{"confirm": true}'
+    for more in (b"x", b"{}", b'{"ids": []}', b"\x00", clear):
+        begin = raw_http.posted(server.port, "/nexfort/cache/clear", clear + more)
+        for parts in ((clear + more,), (clear, more), (clear[:5], clear[5:], more)):
+            assert raw_http.ask(server.port, begin, *parts)[0] == 400, (more, parts)
+        chunked = begin.replace(b"Content-Length: %d" % len(clear + more), b"Transfer-Encoding: chunked")
+        parts = (raw_http.chunk(clear), raw_http.chunk(more), raw_http.chunk(b""))
+        assert raw_http.ask(server.port, chunked, *parts)[0] == 400, more
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_large_bodies_are_refused_however_they_come(server: ComfyServer) -> None:
+    large = b" " * 5000 + NOTHING
+    assert raw_http.ask(server.port, raw_http.posted(server.port, PRUNE, large), large[:100], large[100:])[0] == 413
+    claimed = raw_http.posted(server.port, PRUNE, b"", Content_Length=str(10**12))
+    assert raw_http.ask(server.port, claimed)[0] == 413
+    chunked = raw_http.posted(server.port, PRUNE, b"", Transfer_Encoding="chunked").replace(
+        b"Content-Length: 0\r\n", b""
+    )
+    parts = [raw_http.chunk(b" " * 1000)] * 6
+    assert raw_http.ask(server.port, chunked, *parts)[0] == 413
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_packed_bodies_are_refused(server: ComfyServer) -> None:
+    for kind, bits in (("gzip", 31), ("deflate", 15)):
+        for what in (NOTHING, b" " * 50_000_000):
+            body = _packed(what, bits)
+            begin = raw_http.posted(server.port, PRUNE, body, Content_Encoding=kind)
+            status, answer = raw_http.ask(server.port, begin, body)
+            assert status == 415 and "expected" in answer["error"], (kind, answer)
+
+
+def _packed(what: bytes, bits: int) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, bits)
+    return packer.compress(what) + packer.flush()
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_body_that_does_not_come_is_not_waited_for_without_end(server: ComfyServer) -> None:
+    begin = raw_http.posted(server.port, PRUNE, NOTHING, Content_Length="100")
+    status, answer = raw_http.ask(server.port, begin, NOTHING)
+    assert status == 408 and "expected" in answer["error"]
+    assert ask(server, "GET", "/nexfort/nodes")[0] == 200
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_request_has_one_host(server: ComfyServer) -> None:
+    here = f"127.0.0.1:{server.port}"
+    for hosts in ([], [here, "evil.example"], ["evil.example", here], [here, here], [""], ["evil.example@127.0.0.1"]):
+        for path in GETS:
+            status, _ = raw_http.ask(server.port, raw_http.head(path, [("Host", host) for host in hosts], "GET"))
+            assert status == 400, (hosts, path)
+
+
 def test_no_answer_tells_a_place(server: ComfyServer, comfyui: Path) -> None:
     said = [ask(server, "GET", path) for path in GETS]
     said += [ask(server, "POST", path, data, kind) for path in POSTS for data, kind, _ in MALFORMED]
@@ -283,6 +369,19 @@ def test_own_pages_and_programs_are_answered(server: ComfyServer) -> None:
             assert ask(server, "GET", path, **headers)[0] == 200
         status, answer = ask(server, "POST", "/nexfort/cache/prune", b'{"max_bytes": 1000000000000}', **headers)
         assert (status, answer["removed"]) == (200, 0)
+
+
+def test_each_name_of_this_server_is_answered(server: ComfyServer) -> None:
+    over_https = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"}
+    for name in ("localhost", "LOCALHOST", "[::1]", "192.168.1.7", "[2001:db8::7]", "studio.localhost"):
+        for port in ("", ":8188"):
+            for headers in ({}, {"Origin": f"http://{name}{port}"}):
+                assert ask(server, "GET", "/nexfort/nodes", Host=name + port, **headers)[0] == 200, (name, headers)
+                status, answer = ask(server, "POST", PRUNE, NOTHING, Host=name + port, **headers)
+                assert status == 200, (name, headers, answer)
+    proxied = {"Host": "comfy.example", **over_https}
+    assert ask(server, "GET", "/nexfort/nodes", **proxied)[0] == 200
+    assert ask(server, "POST", PRUNE, NOTHING, Origin="https://comfy.example", **proxied)[0] == 200
 
 
 def test_each_change_is_made(server: ComfyServer) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import by_path
@@ -74,6 +77,102 @@ def test_own_pages_and_programs_are_answered(requests: types.ModuleType, headers
 )
 def test_pages_of_others_are_refused(requests: types.ModuleType, headers: list[tuple[str, str]]) -> None:
     assert refused(requests, *headers)
+
+
+HTTPS = [("Sec-Fetch-Site", "same-origin"), ("Sec-Fetch-Mode", "cors"), ("Sec-Fetch-Dest", "empty")]
+
+
+def host_status(requests: types.ModuleType, *headers: tuple[str, str]) -> int:
+    """The status with which a request with these headers is refused for its host; 200 where it is not."""
+    try:
+        requests.refuse_other_hosts(multidict.CIMultiDict(headers))
+    except requests.RefusedError as error:
+        assert "expected" in str(error)
+        return int(error.status)
+    return 200
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets ComfyUI's arguments and the names that are allowed."""
+
+    def configure(allowed: str = "", **arguments: str) -> None:
+        monkeypatch.setitem(
+            sys.modules, "comfy.cli_args", types.SimpleNamespace(args=types.SimpleNamespace(**arguments))
+        )
+        monkeypatch.setenv("NEXFORT_ALLOWED_HOSTS", allowed)
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "10.0.0.7:8188", "[::1]:8188", "[fd00::7]", "localhost", "LocalHost.:80", "a.localhost", ""],
+)
+def test_addresses_and_names_of_this_machine_are_known(requests: types.ModuleType, host: str) -> None:
+    assert host_status(requests, ("Host", host or socket.gethostname())) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8188", "localhost.evil.example", "127.0.0.1.evil.example", "evillocalhost"),
+        *("evil", "1.2.3", "[::1].evil.example", "127.0.0.1:8188.evil.example"),
+    ],
+)
+def test_other_names_are_refused(requests: types.ModuleType, host: str) -> None:
+    for headers in ([], [("Origin", f"http://{host}")], HTTPS[:1], [*HTTPS, ("Origin", f"http://{host}")]):
+        assert host_status(requests, ("Host", host), *headers) in (400, 403), headers
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [[], ["127.0.0.1", "127.0.0.1"], [""], [":8188"], ["a b"], ["evil.example@127.0.0.1"], ["127.0.0.1/x"], ["[::1"]],
+)
+def test_what_is_no_host_is_refused(requests: types.ModuleType, hosts: list[str]) -> None:
+    assert host_status(requests, *(("Host", host) for host in hosts), *HTTPS) == 400
+
+
+def test_a_name_that_was_reached_over_https_is_known(requests: types.ModuleType) -> None:
+    """Behind a proxy. No page of others is reached so: nobody has a certificate of a name that leads here."""
+    assert host_status(requests, ("Host", "comfy.example"), *HTTPS) == 200
+    assert host_status(requests, ("Host", "comfy.example"), *HTTPS, ("Origin", "https://comfy.example")) == 200
+
+
+def test_the_user_s_own_names_are_known(requests: types.ModuleType, configured: Callable[..., None]) -> None:
+    named, other, below = (("Host", name) for name in ("comfy.example:8188", "evil.example", "a.comfy.example"))
+    configured()
+    assert [host_status(requests, host) for host in (named, other, below)] == [403, 403, 403]
+    configured("studio, Comfy.Example")
+    assert [host_status(requests, host) for host in (named, other, below)] == [200, 403, 403]
+    configured(".comfy.example,.")
+    assert [host_status(requests, host) for host in (named, other, below)] == [403, 403, 200]
+    configured(listen="127.0.0.1,comfy.example")
+    assert [host_status(requests, host) for host in (named, other, below)] == [200, 403, 403]
+    configured(enable_cors_header="http://comfy.example:8188")
+    assert [host_status(requests, host) for host in (named, other, below)] == [200, 403, 403]
+    configured(enable_cors_header="*")
+    assert [host_status(requests, host) for host in (named, other, below)] == [403, 403, 403]
+
+
+def test_pages_that_the_user_named_are_answered(requests: types.ModuleType, configured: Callable[..., None]) -> None:
+    """Where a proxy puts this server's address in the place of its own name, or a page of another server asks."""
+    page, port, other = (
+        [HOST, ("Origin", origin), ("Sec-Fetch-Site", site)]
+        for origin, site in (
+            ("https://comfy.example", "same-origin"),
+            ("http://comfy.example:3000", "cross-site"),
+            ("https://evil.example", "cross-site"),
+        )
+    )
+    configured()
+    assert [refused(requests, *headers) for headers in (page, port, other)] == [True, True, True]
+    configured("comfy.example")
+    assert [refused(requests, *headers) for headers in (page, port, other)] == [False, True, True]
+    configured(enable_cors_header="http://comfy.example:3000")
+    assert [refused(requests, *headers) for headers in (page, port, other)] == [True, False, True]
+    configured(enable_cors_header="*")
+    assert [refused(requests, *headers) for headers in (page, port, other)] == [True, True, True]
 
 
 def test_ids_are_whole_and_each_counts_once(requests: types.ModuleType) -> None:
