@@ -135,6 +135,13 @@ class ComfyServer:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """The id of the server's process; ComfyError where it was not started."""
+        if self._process is None:
+            raise ComfyError("the server does not run: start it first")
+        return self._process.pid
+
     def _launch(self, scratch: Path) -> None:
         self.port = _free_port()
         self._process = subprocess.Popen(
