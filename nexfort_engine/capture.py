@@ -159,7 +159,7 @@ def _captured(
 
 def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
     example = trace.example
-    tensors = [torch.empty_strided(s, st, dtype=dt, device=dev) for s, st, dt, dev in example.tensors]
+    tensors = [_without_data(*meta) for meta in example.tensors]
     scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
     for _ in range(_MAX_ADMISSIONS):
         options = [look_tensor(example.mappings, p) for p in trace.paths]
@@ -181,6 +181,15 @@ def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.Exported
                 raise
             trace.strengths.clear()
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
+
+
+def _without_data(
+    size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor whose memory went at once. A trace looks at sizes alone, and a call may be given most of a video."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _trace(trace: Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
@@ -207,6 +216,8 @@ def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
     except BaseException:
         wait([future])  # an interrupt of the caller: settings must not be put back while it traces
         raise
+    finally:
+        del future  # its error holds on to this frame, and both to all that was traced
 
 
 @functools.cache

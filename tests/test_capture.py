@@ -7,8 +7,10 @@ conditions refuse the call; where the block itself refuses it, they must.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 from nexfort_engine import artefact as artefacts
 from nexfort_engine import capture as capture_module
 from nexfort_engine.capture import Example, capture, spec_key
+from nexfort_engine.modulestate import WeightSlots
 from nexfort_engine.readset import Refused
 from nexfort_engine.signature import Flat, flatten_call, tensor_meta
 
@@ -230,6 +233,39 @@ def test_a_capture_does_not_depend_on_the_mode_it_is_made_in(mode: Any) -> None:
     with mode():
         probe = Probe(block, x())
     assert probe.agrees(x(3, 4))
+
+
+def test_an_example_takes_no_memory_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, trace = list[int](), capture_module._trace
+
+    def traced(one: Any, args: Any, dims: Any) -> Any:
+        given.extend(tensor.untyped_storage().nbytes() for tensor in args[1])
+        return trace(one, args, dims)
+
+    monkeypatch.setattr(capture_module, "_trace", traced)
+    probe = Probe(block_of(lambda b, h, more: b.linear(h) + more[0].mT), x(), [x().mT])
+    assert probe.agrees(x(3), [x(3).mT]) and given == [0, 0]
+
+
+@pytest.mark.parametrize("error", [Refused, ValueError])
+def test_what_a_failed_capture_was_given_goes_with_it(error: type[Exception]) -> None:
+    def fails(block: nn.Module, h: T) -> T:
+        raise error("not this one")
+
+    block, flat = block_of(fails), Flat()
+    example = Example.of(flatten_call((x(),), {}, flat), flat)
+    weights = [torch.zeros_like(weight) for weight in WeightSlots(block).read()]
+    gone, told = list(map(weakref.ref, weights)), ""
+    gc.disable()
+    try:
+        try:
+            capture(block, example, weights=weights)
+        except error as failed:
+            told = str(failed)
+        del weights
+        assert told == "not this one" and [ref() for ref in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
 
 
 def test_captures_in_threads_that_end_do_not_crash_the_process() -> None:
