@@ -146,15 +146,18 @@ class Known:
     """What an engine knows that would be as true of another network of the same kind. It holds no module.
 
     artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
-    out. reported: the artefacts that the report has. changing: by class, how often a block was refused because it
-    changes what it is given. images: no code is known that cannot take them with channels innermost.
+    out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and
+    how the last time. compiled: classes of which some block was not. off: kinds of call that do not
+    pay (worth.py). images: no code is known that cannot take them with channels innermost.
     """
 
     artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
     refusals: dict[str, list[Refusal]] = field(default_factory=dict)
     made: Counter[str] = field(default_factory=Counter)
     reported: set[str] = field(default_factory=set)
-    changing: Counter[str] = field(default_factory=Counter)
+    often: dict[tuple[str, str], tuple[int, Refusal]] = field(default_factory=dict)
+    compiled: set[str] = field(default_factory=set)
+    off: dict[Any, Any] = field(default_factory=dict)
     images: bool = True
 
 

@@ -34,9 +34,11 @@ from .lowering import WATCH, Job, Later, await_left, lower_all, no_later
 from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
 from .quant import precision, products
+from .readset import Refused
 from .report import named
 from .session import Session
 from .signature import Flat, changeable, normalised
+from .worth import ForGood
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -47,9 +49,9 @@ log = logging.getLogger("nexfort")
 # every run
 MOST_VARIANTS = 8
 _MOST_STORED = 64
-# Blocks of one class that are tried although they change a list that they are given. A video's autoencoder hands such
-# blocks another list each time, and each try is a capture.
-_MOST_CHANGING = 3
+# Blocks of one class that are tried although others of it were refused for one and the same reason, and none was not. A
+# video's autoencoder hands blocks that change a list another one each time. Each try is a capture.
+_MOST_ALIKE = 3
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 
@@ -67,7 +69,7 @@ class Builder:
         self.background = Background(engine) if engine.config.background else None
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
-        self._made, self._reported, self._changing = known.made, known.reported, known.changing
+        self._made, self._reported, self._often = known.made, known.reported, known.often
         self._tried: Counter[tuple[str, str]] = Counter()
         self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
         self._primaries: dict[tuple[int, Any, Any, bool], tuple[Any, str]] = {}
@@ -79,6 +81,7 @@ class Builder:
         for check, reason in region.declined.get(key, ()):
             if check(flat.mappings):
                 self.engine.report.eager(region.path, reason)
+                session.lost.append((region, reason))
                 return None
         if not self._has_lock(session):
             return None
@@ -90,7 +93,7 @@ class Builder:
             binding, refusal = self._find_or_make(wanted, session)
         finally:
             LOCK.release()
-        if session.behind:
+        if session.behind or session.aside:
             return None
         if binding is not None:
             region.remember(key, binding)
@@ -98,6 +101,7 @@ class Builder:
             return binding
         region.declined.setdefault(key, []).append(refusal)
         self.engine.report.eager(region.path, refusal[1])
+        session.lost.append((region, refusal[1]))
         return None
 
     def _has_lock(self, session: Session) -> bool:
@@ -124,6 +128,8 @@ class Builder:
             binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self.may_make(wanted, misfit):
             found = self.planner.calls(session)
+            if not self.planner.pays(found, session):
+                return None, _PENDING
             before, wanted = wanted, self.wanted(wanted.region, wanted.example.spec, wanted.flat)
             misfit = misfit if wanted.primary == before.primary else None  # a plan may find how images lie
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
@@ -137,6 +143,12 @@ class Builder:
         if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
+
+    def called(self, found: list[Wanted]) -> Iterator[tuple[Region, str | None]]:
+        """What a plan saw of regions: each call's, and why it cannot be compiled, as far as that is known."""
+        for wanted in found:
+            refusal = self._refused(wanted)
+            yield wanted.region, refusal[1] if refusal is not None else None
 
     def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
         """Have it made beside this step, which goes on eager. False: it is to be made now.
@@ -321,6 +333,8 @@ class Builder:
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
+        if (refusal := self._refused(wanted)) is not None:  # because of one that was captured a moment ago
+            raise Refused(refusal[1])
         weights, layers = None, region.layers
         if layers is not None:
             weights = layers.examples(region.slots.read(), wanted.device)
@@ -358,6 +372,7 @@ class Builder:
             self._refuse(wanted, None, f"its artefact does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
+        self.engine.known.compiled.add(_code_of(wanted))
         self._made[wanted.primary] += 1
         self.finder.share(artefact, entry)
         self._reported.add(entry.id)
@@ -373,16 +388,28 @@ class Builder:
         for check, reason in self.refusals.get(wanted.primary, ()):
             if check(wanted.flat.mappings):
                 return check, reason
-        if self._changing[_code_of(wanted)] >= _MOST_CHANGING and any(changeable(wanted.example.spec)):
-            return (lambda _: True), CHANGES_GIVEN
+        return self._refused_often(wanted)
+
+    def _refused_often(self, wanted: Wanted) -> Refusal | None:
+        """As others of its class were, one after another."""
+        code = _code_of(wanted)
+        none_is_compiled = code not in self.engine.known.compiled
+        for (of, _), (count, (check, reason)) in list(self._often.items()):
+            alike = any(changeable(wanted.example.spec)) if reason == CHANGES_GIVEN else none_is_compiled
+            if of == code and alike and count >= _MOST_ALIKE and check(wanted.flat.mappings):
+                return check, reason
         return None
 
     def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
-        check = checker(guards or [])
-        self.refusals.setdefault(wanted.primary, []).append((check, reason))
-        if reason == CHANGES_GIVEN:
-            self._changing[_code_of(wanted)] += 1
+        refusal = checker(guards or []), ForGood.of(reason, guards)
+        self.refusals.setdefault(wanted.primary, []).append(refusal)
+        place = (_code_of(wanted), reason)
+        self._often[place] = (self._often.get(place, (0, refusal))[0] + 1, refusal)
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+    def changes_given(self, wanted: Wanted) -> None:
+        """A plan saw that the block changes a list or an object that it is given."""
+        self._refuse(wanted, None, CHANGES_GIVEN)
 
 
 class _Others:

@@ -183,9 +183,7 @@ def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.Exported
     raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
 
 
-def _without_data(
-    size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _without_data(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor whose memory went at once. A trace looks at sizes alone, and a call may be given most of a video."""
     tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)

@@ -32,6 +32,7 @@ from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, normalised, tensor_meta
 from .substitutes import Strayed, raised_by, still_there
+from .worth import ForGood
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -95,7 +96,7 @@ class Region:
             if due and binding is not None:
                 weights, loan = self._borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
         except Unsupported as reason:
-            return self._eager(plain, args, kwargs, session, f"it is called with {reason}")
+            return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
         if binding is None:
@@ -205,12 +206,13 @@ class Region:
 
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""
-        self.latched = reason
+        self.latched = ForGood.of(reason)
         self.engine.report.eager(self.path, reason)
         log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 
     def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
         self.engine.report.eager(self.path, reason)
+        session.lost.append((self, reason))
         return self.inside(plain, args, kwargs, session)
 
     def inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:

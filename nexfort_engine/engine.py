@@ -42,6 +42,7 @@ from .signature import of_its_own
 from .standins import leave, stand_in
 from .support import OLDEST, torch_version, unsupported
 from .verify import Verifier
+from .worth import Worth
 
 log = logging.getLogger("nexfort")
 
@@ -104,6 +105,7 @@ class Engine:
         self.keeps = True  # prepared weights, where there is room
         self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
+        self.worth = Worth(self, self.known.off)
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
@@ -137,6 +139,7 @@ class Engine:
             workers are started.
         """
         import_ahead()
+        self.worth.anew()
         if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
             return
         there = self.stored(device)
@@ -174,6 +177,7 @@ class Engine:
 
     def refresh(self) -> None:
         """Find the regions anew: submodules were exchanged."""
+        self.worth.anew()
         self._table = self._innermost = None
 
     def version(self) -> Version:
@@ -236,7 +240,16 @@ class Engine:
             if reason:
                 self.report.eager("(whole module)", reason)
             return plain(*args, **kwargs)
+        if self.steps_aside(plain, args, kwargs):
+            return plain(*args, **kwargs)
         return self._called(plain, args, kwargs)
+
+    def steps_aside(self, plain: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call runs as it would without this engine, because too little of it can be compiled.
+
+        plain: the method that is called, where the host calls several.
+        """
+        return not self._verify_due and self.worth.is_off(plain, args, kwargs)
 
     def uncounted(
         self, plain: Callable[..., Any], args: Any, kwargs: Any, *, graphs: bool, names: Iterable[Hashable] = ()
@@ -258,6 +271,7 @@ class Engine:
         names: Iterable[Hashable] = (),
     ) -> Any:
         with self.active(counted=counted) as session:
+            session.asked = (plain, args, kwargs) if counted else None
             named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
             session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             session.root = (plain, _copied(args), _copied(kwargs))
@@ -302,6 +316,7 @@ class Engine:
         if again is not None:  # not before the error is gone, which holds on to what the step had made
             with again:
                 return run(*args, **kwargs)
+        self.worth.judge(session)
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
@@ -386,6 +401,9 @@ class Engine:
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self._regions().get(id(module))
         if region is None or session.inside:
+            return plain(*args, **kwargs)
+        if session.aside:
+            session.ran_eager = True
             return plain(*args, **kwargs)
         if session.instead is not None:
             return session.instead(region, plain, args, kwargs, session)

@@ -2,28 +2,33 @@
 """Planner: what every region of a network is going to be called with, learned before the first one is compiled.
 
 The network is run once eagerly beside the real call, at batch 2 where the call has batch 1. There a batch dimension
-cannot be mistaken for a constant of 1, and an artefact made for it serves every batch.
+cannot be mistaken for a constant of 1, and an artefact made for it serves every batch. On a device whose memory is
+counted it is run at batch 1 before, and at batch 2 only within the budget (budget.py).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from . import budget
 from .constants import tensors_in
-from .dispatch import Ineligible, Region
+from .dispatch import Ineligible, Region, device_of
 from .images import LooksNoticed, as_taken, innermost, is_of_order
 from .modulestate import INTERNAL
 from .passes import laid_out
 from .remedies import without_images
 from .report import named
-from .signature import Flat, Unsupported, flatten_call, of_its_own
+from .signature import Flat, Unsupported, changeable, flatten_call, of_its_own
+from .tracing import contents
+from .worth import ForGood
 
 if TYPE_CHECKING:
     from .capture import Example
@@ -33,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nexfort")
 
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Way = Callable[[], _Call]  # gives the call in containers and with tensors of its own, which a network may change
+
 
 class Planner:
     """Learns the calls of one engine's regions."""
@@ -41,6 +49,7 @@ class Planner:
         """wanted: what a region needs for a call, given as (region, spec, flat)."""
         self.engine = engine
         self._wanted = wanted
+        self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
 
     def calls(self, session: Session) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
@@ -49,26 +58,57 @@ class Planner:
             return []
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
+        self.lost, found = [], None
+        device = device_of([*(t.device for t in tensors_in((args, kwargs))), torch.device("cpu")])
+        if budget.is_counted(device) and _batch_of(_by_name(args, kwargs)) == 1:
+            # once as eager code runs it, which says what twice the batch would take
+            with budget.Measured(device) as taken:
+                found = self._tried(call, [lambda: (of_its_own(args), of_its_own(kwargs))])
+            if found is None or not self.pays(found, session) or not self._may_double(taken):
+                return found or []
+        tried = self._tried(call, _doublings(args, kwargs, or_not=found is None), or_not=found is not None)
+        return (tried if tried is not None else found) or []
+
+    def pays(self, found: list[Wanted], session: Session) -> bool:
+        """Whether what a plan found is worth compiling."""
+        return self.engine.worth.pays([*self.engine.builder.called(found), *self.lost], session)
+
+    def _may_double(self, taken: budget.Measured) -> bool:
+        """Whether the network may be run at batch 2, given what it took at batch 1."""
+        if budget.allows(taken.twice(), taken.least):
+            return True
+        self.engine.report.note(
+            f"it was planned at batch 1: at batch 2 that would have taken {taken.twice() / 2**30:.1f} GiB of the GPU, "
+            f"and eager takes {taken.least / 2**30:.1f}; for a larger batch it is compiled when one comes"
+        )
+        return False
+
+    def _tried(self, call: Callable[..., Any], ways: Iterable[_Way], *, or_not: bool = False) -> list[Wanted] | None:
+        """What a call needs by the first way that the network takes; None where it takes none, which the report says.
+
+        or_not: nothing is lost without.
+        """
         problem = ""
-        for doubled in _doublings(args, kwargs):
+        for way in ways:
             try:
-                return self._planned(call, *doubled)
+                return self._planned(call, way)
             except torch.OutOfMemoryError:
                 self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
-                return []
+                return None
             except Exception as error:
                 if isinstance(error, self.engine.stops()):
                     raise
                 # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
                 log.debug("Nexfort: planning failed", exc_info=True)
                 problem = problem or named(error)  # of the first way, which is the likeliest one
-        self.engine.report.note(f"planning ahead failed ({problem})")
-        return []
+        if not or_not:
+            self.engine.report.note(f"planning ahead failed ({problem})")
+        return None
 
-    def _planned(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
+    def _planned(self, call: Callable[..., Any], way: _Way) -> list[Wanted]:
         """As `calls`, in one way; with images as eager code leaves them, where some code asks for that."""
-        # before the call: networks take items out of what they are given
-        given, further = of_its_own((args, kwargs)), self.engine.also(args, kwargs)
+        args, kwargs = way()
+        further = self.engine.also(args, kwargs)
         looks = LooksNoticed()
         try:
             with looks if self.engine.images else contextlib.nullcontext():
@@ -78,7 +118,7 @@ class Planner:
                 raise
             reason = named(error)
         with without_images(self.engine, reason):
-            return self._planned(call, *given)
+            return self._planned(call, way)
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
         root, region = self.engine.root, self.engine.whole_region
@@ -92,6 +132,7 @@ class Planner:
             self.engine.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
+        self.lost = session.lost
         return session.examples
 
     def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
@@ -112,7 +153,7 @@ class Planner:
 
         What follows has to see results that lie in memory as those of the artefact that will run there.
         """
-        flat, options, images = Flat(), {}, False
+        flat, options, wanted = Flat(), {}, None
         try:
             spec = flatten_call(args, kwargs, flat)
             if not region.due():
@@ -121,14 +162,33 @@ class Planner:
                 wanted = self._wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
-                options, images = self.engine.lowering.lowering_options(wanted.device.type), wanted.images
+                options = self.engine.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
-        if not images:
-            with laid_out(options):
+            lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
+            session.lost.append((region, lost))
+        if region.latched is not None:
+            session.lost.append((region, region.latched))
+        if wanted is None or not wanted.images:
+            with laid_out(options), self._watched(wanted, args, kwargs):
                 return region.inside(plain, args, kwargs, session)
         taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
-        return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+        with self._watched(wanted, *taken):
+            return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+
+    @contextlib.contextmanager
+    def _watched(self, wanted: Wanted | None, args: Any, kwargs: Any) -> Iterator[None]:
+        """Look whether a block changes what it is given, which no artefact may, so that it need not be captured.
+
+        Not where it is given options: what it does may depend on them, and a capture says on which.
+        """
+        if wanted is None or wanted.flat.mappings or not any(changeable(wanted.example.spec)):
+            yield
+            return
+        before = contents((args, kwargs))
+        yield
+        if contents((args, kwargs)) != before:
+            self.engine.builder.changes_given(wanted)
 
 
 def _as_taken(value: Any) -> Any:
@@ -201,16 +261,18 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**dict(enumerate(args)), **kwargs}
 
 
-def _doublings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Call]:
-    """The call in containers of its own, at batch 2 where it has batch 1: ways to try until the network takes one.
+def _doublings(args: tuple[Any, ...], kwargs: dict[str, Any], *, or_not: bool = True) -> Iterator[_Way]:
+    """The call at batch 2 where it has batch 1: ways to try until the network takes one.
 
     A first size of 1 is the batch, or it is one for all rows (a mask that is expanded later). A list of one may be the
-    batch too, and another first size the batch times something (the frames of all videos). At last it stays as it is.
+    batch too, and another first size the batch times something (the frames of all videos). At last, or_not, it stays as
+    it is.
     """
-    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    values = _by_name(args, kwargs)
     if _batch_of(values) == 1:
         sized = {k: v.shape[0] for k, v in values.items() if isinstance(v, torch.Tensor) and v.ndim > 0}
         lists = {k for k, v in values.items() if _is_batch(v) and len(v) == 1}
@@ -218,11 +280,15 @@ def _doublings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Call]
         others = {k for k in sized.keys() - ones if values[k].ndim > 1}
         ways = [lists, set()] if lists else [set()]
         for twice in [*(ones | also for also in (*ways, others)), *(ones - {k} | also for k in ones for also in ways)]:
-            found = {
-                k: _doubled(v) if k in twice - ones else of_its_own(v, k not in ones - twice) for k, v in values.items()
-            }
-            yield tuple(found[i] for i in range(len(args))), {k: found[k] for k in kwargs}
-    yield of_its_own(args), of_its_own(kwargs)
+            yield functools.partial(_twice, values, len(args), ones, twice)
+    if or_not:
+        yield lambda: (of_its_own(args), of_its_own(kwargs))
+
+
+def _twice(values: dict[Any, Any], count: int, ones: set[Any], twice: set[Any]) -> _Call:
+    """The call with some of its values, the first `count` of which are by place, at twice their first size."""
+    found = {k: _doubled(v) if k in twice - ones else of_its_own(v, k not in ones - twice) for k, v in values.items()}
+    return tuple(found.pop(i) for i in range(count)), found
 
 
 def _doubled(value: Any) -> Any:

@@ -32,6 +32,10 @@ class Session:
         self.used: list[Any] = []  # the bindings that ran
         self.looked_up: list[Any] = []  # the tensors of options that they took
         self.ran_eager = False
+        self.lost: list[tuple[Any, str]] = []  # the regions that ran eager, for each of their calls, and why
+        # what the engine was called with: a method, its arguments
+        self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
+        self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
         self.others = False  # an artefact called code of others
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region

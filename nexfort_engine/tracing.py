@@ -96,16 +96,16 @@ class Trace:
         return {place: Strength(place, value, factor) for place, value, factor in each}
 
 
-def _contents(value: Any) -> Any:
+def contents(value: Any) -> Any:
     """The identities of what lists and objects among the arguments hold: the caller would see a change of them."""
     if isinstance(value, dict) and not isinstance(value, readset.Recording):
-        return [(k, _contents(v)) for k, v in value.items()]
+        return [(k, contents(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_contents(v) for v in value]
+        return [contents(v) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(value, (torch.Tensor, readset.Recording)):
         return id(value)
     fields = fields_of(value)
-    return id(value) if fields is None else [(k, _contents(v)) for k, v in fields.items()]
+    return id(value) if fields is None else [(k, contents(v)) for k, v in fields.items()]
 
 
 class Lifted(nn.Module):
@@ -130,7 +130,7 @@ class Lifted(nn.Module):
         trace.recordings = recordings
         trace.sites.begin(log)
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
-        before = _contents((args, kwargs))
+        before = contents((args, kwargs))
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
         try:
@@ -150,7 +150,7 @@ class Lifted(nn.Module):
         for place, strength in standing.items():
             if strength.used:
                 raise StrengthUsed(place)
-        if _contents((args, kwargs)) != before or given != trace.admitted:
+        if contents((args, kwargs)) != before or given != trace.admitted:
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:

@@ -33,10 +33,10 @@ def unexplained(
     finally:
         handle.remove()
     regions = [spec.path for spec in find_regions(root, whole=whole)]
-    eager = [row["region"] for row in report["eager"]]
+    eager = [row["region"].replace("(whole module)", "") for row in report["eager"]]
     return [
         name
         for name in ran
         if not any(path == name or path.startswith(f"{name}." if name else "") for path in regions)
-        and not any(name == path or name.startswith(f"{path}.") for path in eager)
+        and not any(path in ("", name) or name.startswith(f"{path}.") for path in eager)
     ]

@@ -127,17 +127,16 @@ class Video(nn.Module):
         return x
 
 
-def test_a_class_that_changes_its_caller_s_list_is_not_tried_for_each_list() -> None:
+def test_a_class_that_changes_its_caller_s_list_is_not_tried_for_any_list() -> None:
     module = Video()
     with graphs_as_they_are(), torch.inference_mode(), counting() as counted:
         compiled = nexfort_engine.compile(module)
         seen: list[torch.Tensor] = []
         compiled(torch.randn(2, 8), seen)
-        tried = counted.exports
-        assert tried >= 4 and len(seen) == 4
+        assert not counted.exports and len(seen) == 4, "what a plan saw is captured to be refused"
         compiled(torch.randn(2, 8), seen)  # the list is another one: longer
-        assert counted.exports == tried and len(seen) == 8
-        assert {row["reason"] for row in compiled.report.as_dict()["eager"]} == {CHANGES_GIVEN}
+        assert not counted.exports and len(seen) == 8
+        assert all(CHANGES_GIVEN in row["reason"] for row in compiled.report.as_dict()["eager"])
         given = torch.randn(2, 8)
         assert torch.allclose(compiled(given), module(given), atol=1e-5)
-        assert counted.exports > tried and compiled.report.as_dict()["artefacts_compiled"], "without a list it is tried"
+        assert counted.exports and compiled.report.as_dict()["artefacts_compiled"], "without a list it is tried"

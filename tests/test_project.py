@@ -21,7 +21,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "graphnodes", "held"),
+        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget"),
     ),
     "cache": ("cache",),
     "block": (
@@ -79,6 +79,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "constants",
         "rehearsal",
         "verify",
+        "worth",
     ),
     "engine": ("engine", "standins"),
     "entry": ("compiled", "backend"),

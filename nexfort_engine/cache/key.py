@@ -45,7 +45,7 @@ NOT_SHAPING = frozenset(
             "glue",
         ),
         *("graphmemory", "headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report"),
-        *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow"),
+        *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow", "worth"),
     )
 )
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")

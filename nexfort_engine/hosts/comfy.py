@@ -136,6 +136,9 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             if reason:
                 engine.report.eager("(whole module)", reason)
             return executor(*args, **kwargs)
+        if engine.steps_aside(None, args, kwargs):
+            return executor(*args, **kwargs)
+        asked = (None, args, kwargs)
         lasting: Lasting = {}
         if args and isinstance(args[0], torch.Tensor):
             is_last = _is_last(executor)  # a wrapper behind this one may write to what it is given
@@ -146,7 +149,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
                 args, kwargs, args[0].device, dtype, run if is_last else None
             )
         with shown(engine.report), engine.active(watch_root=True) as session:
-            session.lasting = lasting
+            session.asked, session.lasting = asked, lasting
             return executor(*args, **kwargs)
 
     return run_compiled

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan takes of a device stays within the budget of what eager takes, or less is planned, which the report says.
+
+The memory is that of all tensors that operators make, counted here as an allocator counts it on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from subjects import graphs_as_they_are
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nexfort_engine import budget
+from nexfort_engine.cache.store import Store
+from nexfort_engine.compiled import wrap_methods
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("threads")
+T = torch.Tensor
+
+
+class Allocator(TorchDispatchMode):
+    """Counts what tensors take that operators make inside the block, beside those that are there."""
+
+    def __init__(self, *there: T) -> None:
+        super().__init__()
+        self.now = self.peak = self.all_of_it = 0
+        self._known: dict[int, Any] = {}
+        for tensor in there:
+            self._made(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                self._made(tensor.untyped_storage())
+        return result
+
+    def _made(self, storage: Any) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._known or not size:
+            return
+
+        def gone(_: Any) -> None:
+            del self._known[place]
+            self.now -= size
+
+        self._known[place] = weakref.ref(storage, gone)
+        self.now, self.all_of_it = self.now + size, self.all_of_it + size
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.fixture(autouse=True)
+def _graphs() -> Iterator[None]:
+    with graphs_as_they_are():
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
+
+    def forward(self, h: T) -> T:
+        return h + self.down(torch.tanh(self.up(h)))
+
+
+class Net(nn.Module):
+    batches: list[int]  # on the class: a plan puts back what is on a module
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
+        type(self).batches = []
+
+    def forward(self, h: T) -> T:
+        self.batches.append(h.shape[0])
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+def counted(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    found = Allocator(*net.parameters())
+    monkeypatch.setattr(budget, "figures", lambda device: (found.now, found.all_of_it))
+    monkeypatch.setattr("nexfort_engine.dispatch.unwatched", contextlib.nullcontext)  # an allocator sees all
+    return found
+
+
+def compiled(net: nn.Module, folder: Path) -> Any:
+    net = net.eval().requires_grad_(False)
+    return wrap_methods(net, Engine(net, CompileConfig.parse(None), Store(folder)), ("forward",))
+
+
+@pytest.mark.parametrize(("tokens", "planned"), [(2, [1, 2]), (1024, [1])])
+def test_a_plan_takes_a_twentieth_more_than_eager_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, planned: list[int]
+) -> None:
+    net = Net()
+    ours, x = compiled(net, tmp_path), torch.randn(1, tokens, 128)
+    with torch.no_grad():
+        with counted(net, monkeypatch) as eager:
+            wanted = net(x)
+        with counted(net, monkeypatch) as twice:
+            net(torch.cat([x, x]))
+        assert (twice.peak > 1.05 * eager.peak) == (planned == [1]), "twice the batch is not what is varied here"
+        type(net).batches = []
+        with counted(net, monkeypatch) as taken:
+            result = ours(x)
+        assert torch.allclose(result, wanted, atol=1e-5) and net.batches == [1, *planned]
+        assert taken.peak <= 1.05 * eager.peak
+        told = ours.report.as_dict()
+        assert any("planned at batch 1" in note for note in told["notes"]) == (planned == [1])
+        pair = torch.randn(2, tokens, 128)
+        assert torch.allclose(ours(pair), net(pair), atol=1e-5)
+    told = ours.report.as_dict()
+    assert told["artefacts_compiled"] == len({1, 2}) - len(planned) + 1 and not told["eager"]
+
+
+def test_where_nobody_counts_twice_the_batch_is_planned_at_once(tmp_path: Path) -> None:
+    net = Net()
+    ours = compiled(net, tmp_path)
+    with torch.no_grad():
+        ours(torch.randn(1, 1024, 128))
+    assert net.batches == [1, 2] and not ours.report.as_dict()["notes"]
+
+
+def test_what_an_operator_takes_on_its_way_counts_as_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter([(100, 500), (100, 500), (110, 580), (110, 580), (130, 600)])
+    monkeypatch.setattr(budget, "figures", lambda device: next(figures))
+    with budget.Measured(torch.device("cpu")) as taken:
+        torch.ones(1)
+        torch.ones(1)
+    assert (taken.base, taken.least, taken.most, taken.twice()) == (100, 130, 180, 260)
+
+
+@given(some.integers(0, 10**12), some.integers(0, 10**12))
+def test_a_peak_is_allowed_exactly_within_a_twentieth(peak: int, eager: int) -> None:
+    assert budget.allows(peak, eager) == (20 * peak <= 21 * eager)
