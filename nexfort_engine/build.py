@@ -35,6 +35,7 @@ from .passes import narrow_attention, rotary
 from .planning import Planner, ghost
 from .quant import precision, products
 from .readset import Refused
+from .recent import Recent
 from .report import named
 from .session import Session
 from .signature import Flat, changeable, normalised
@@ -53,6 +54,7 @@ _MOST_STORED = 64
 # video's autoencoder hands blocks that change a list another one each time. Each try is a capture.
 _MOST_ALIKE = 3
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
+_MOST_CALLS = 4096  # of all regions, of which is remembered how they were called
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 
 
@@ -71,8 +73,8 @@ class Builder:
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._often = known.made, known.reported, known.often
         self._tried: Counter[tuple[str, str]] = Counter()
-        self._noted: set[tuple[str, str]] = set()  # artefacts and sizes that the store was told of
-        self._primaries: dict[tuple[int, Any, Any, bool], tuple[Any, str]] = {}
+        self._noted: Recent[tuple[str, str], None] = Recent(_MOST_CALLS)  # artefacts, sizes that the store was told of
+        self._primaries: Recent[tuple[int, Any, Any, bool], tuple[Any, str]] = Recent(_MOST_CALLS)
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class Builder:
             if carried:
                 raise Ineligible(f"it carries {carried}")
             wanted = self.wanted(region, key[0], flat)
+            session.new_sizes |= wanted.device.type == "cpu"
             binding, refusal = self._find_or_make(wanted, session)
         finally:
             LOCK.release()
@@ -119,7 +122,7 @@ class Builder:
         """Tell the store which sizes an artefact served; once, although many blocks share it."""
         sizes = ", ".join("x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN])
         if artefact.entry is not None and (artefact.id, sizes) not in self._noted:
-            self._noted.add((artefact.id, sizes))
+            self._noted[artefact.id, sizes] = None
             self.engine.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:

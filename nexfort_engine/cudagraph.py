@@ -34,6 +34,7 @@ from .guards import checker, to_json
 from .images import JoinedAsRows
 from .parts import places
 from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
+from .recent import Recent
 from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
@@ -51,6 +52,7 @@ DEVICE = "cuda"  # the type of device that has graphs
 MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
 _MOST_ADMISSIONS = 16
 _MOST_FAILURES = 3
+_MOST_CALLS = 512  # combinations of sizes of which is remembered why there is no graph
 _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all combinations of sizes together, or
 _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
@@ -64,10 +66,12 @@ class StepGraphs:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._steps: OrderedDict[Any, StepGraph] = OrderedDict()  # the one used longest ago first
-        self._refused: dict[Any, str] = {}
-        self._failed: dict[Any, int] = {}  # how often a step could not be captured for what may pass
+        self._refused: Recent[Any, str] = Recent(_MOST_CALLS)
+        self._failed: Recent[Any, int] = Recent(_MOST_CALLS)  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
-        self._alike: set[Any] = set()  # calls whose asides were written to: what lasts is to them as the rest
+        self._alike: Recent[Any, None] = Recent(
+            _MOST_CALLS
+        )  # calls whose asides were written to: what lasts is to them as the rest
         self._memory = GraphMemory()
         self._in_use = threading.Lock()
 
@@ -252,7 +256,7 @@ class StepGraphs:
                 raise Refused("the backbone returns more than tensors of their own")
             if asides is not None and any(map(asides.lasts, outputs.tensors)):
                 asides = None  # its caller may write to what it was given
-                self._alike.add(key)
+                self._alike[key] = None
                 self.engine.report.note(_MADE_ANEW.format("the backbone returns some of it"))
         except Refused as refusal:
             self._refused[key] = str(refusal)
@@ -394,7 +398,7 @@ class StepGraphs:
 
     def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
         """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""
-        self._alike.add(key)
+        self._alike[key] = None
         self.engine.report.note(_MADE_ANEW.format(asides.reason))
         return call.plainly(plain)
 

@@ -28,6 +28,7 @@ from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept
 from .readset import Refused, look, where
+from .recent import Recent
 from .regions import RegionSpec
 from .report import named
 from .signature import Flat, Unsupported, flatten_call, normalised, tensor_meta
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nexfort")
 
 _DTYPE = attrgetter("dtype")  # `map` over it takes less than a comprehension, and there are dozens of weights
-_MOST_SIZES = 4096  # remembered combinations of sizes a region; beyond it the memory starts afresh
+MOST_SIZES = 512  # remembered combinations of sizes a region, those that it was called with last
 
 
 class Region:
@@ -54,8 +55,8 @@ class Region:
         self.of_images = self.module is not engine.root and holds_images(self.module)
         self.slots = WeightSlots(self.module, engine.besides)
         self.bindings: list[Binding] = []
-        self.known: dict[Any, list[Binding]] = {}
-        self.declined: dict[Any, list[tuple[Callable[[list[Any]], bool], str]]] = {}
+        self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
+        self.declined: Recent[Any, list[tuple[Callable[[list[Any]], bool], str]]] = Recent(MOST_SIZES)
         self.latched: str | None = None
         self._seen = Seen()
         self._dtypes: list[torch.dtype] = []
@@ -368,7 +369,7 @@ class Region:
 
     def forget(self) -> None:
         """Forget every artefact: the module is not what it was."""
-        self.bindings, self.known, self.declined = [], {}, {}
+        self.bindings, self.known, self.declined = [], Recent(MOST_SIZES), Recent(MOST_SIZES)
 
     def structure(self) -> list[Any]:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
@@ -383,8 +384,6 @@ class Region:
 
     def remember(self, key: Any, binding: Binding) -> None:
         """Use a binding for calls of these exact sizes."""
-        if len(self.known) >= _MOST_SIZES:
-            self.known.clear()
         found = self.known.setdefault(key, [])
         if binding not in found:
             found.append(binding)

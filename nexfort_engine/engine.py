@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import pool
+from . import heap, pool
 from .artefact import Binding, Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
@@ -389,6 +389,8 @@ class Engine:
             self._sessions.discard(session)
             for module in placed:
                 leave(module)
+            if session.new_sizes:
+                heap.give_back()
             if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
                 pool.dismiss()

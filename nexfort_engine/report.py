@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import CompileConfig
 
+MOST_REASONS = 64  # that are kept of one region
+MORE_REASONS = "and for more reasons, which are not kept"
 _LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications")
 
 
@@ -55,6 +58,7 @@ class Report:
         self._inactive: list[dict[str, str]] = config.inactive() if config is not None else []
         self._rows: dict[str, list[Any]] = {name: [] for name in _LISTS}
         self._seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in _LISTS}
+        self._reasons: Counter[tuple[str, str]] = Counter()  # of each list and region
         self._calls = 0
         self._made_ns = 0  # on the clock, while artefacts were made
         self._call_ns = 0  # whole nanoseconds, so that a difference of two sums has no rounding in it
@@ -84,11 +88,11 @@ class Report:
 
     def variant(self, region: str, reason: str) -> None:
         """`region` got a further artefact, because of `reason`. Kept once for the same region and reason."""
-        self._add_once("variants", {"region": region, "reason": reason})
+        self._add_reason("variants", region, reason)
 
     def eager(self, region: str, reason: str) -> None:
-        """`region` ran eager, because of `reason`. Kept once for the same region and reason."""
-        self._add_once("eager", {"region": region, "reason": reason})
+        """`region` ran eager, because of `reason`. Kept once for the same region and reason, and not without end."""
+        self._add_reason("eager", region, reason)
 
     def precision(self, region: str, products: list[dict[str, Any]], attention: Sequence[dict[str, Any]] = ()) -> None:
         """What of `region` is computed in 8 bits and why the rest is not. Once a region.
@@ -198,6 +202,7 @@ class Report:
             state = dict(self.__dict__)
             state["_rows"] = {name: list(rows) for name, rows in self._rows.items()}
             state["_seen"] = {name: set(keys) for name, keys in self._seen.items()}
+            state["_reasons"] = Counter(self._reasons)
         del state["_lock"]
         return state
 
@@ -214,6 +219,15 @@ class Report:
     def _add_once(self, name: str, row: dict[str, str]) -> None:
         with self._lock:
             self._append_once(name, tuple(row.values()), row)
+
+    def _add_reason(self, name: str, region: str, reason: str) -> None:
+        """A reason may name a size, so there may be as many as sizes."""
+        with self._lock:
+            if (region, reason) in self._seen[name] or self._reasons[name, region] > MOST_REASONS:
+                return
+            self._reasons[name, region] += 1
+            told = reason if self._reasons[name, region] <= MOST_REASONS else MORE_REASONS
+            self._append_once(name, (region, told), {"region": region, "reason": told})
 
     def _append_once(self, name: str, identity: tuple[str, ...], row: object) -> None:
         if identity not in self._seen[name]:

@@ -39,6 +39,7 @@ class Session:
         self.others = False  # an artefact called code of others
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
+        self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
         self.images = False  # an artefact gave images with channels innermost
         self.fetched = False  # a region ran on weights that the host fetched for this call alone
         self.spares = False  # weights were prepared and kept: from now on a region borrows fewer

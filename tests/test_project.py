@@ -21,7 +21,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget"),
+        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "heap", "recent"),
     ),
     "cache": ("cache",),
     "block": (

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from nexfort_engine.config import CompileConfig
-from nexfort_engine.report import Report
+from nexfort_engine.report import MORE_REASONS, MOST_REASONS, Report
 
 _KEYS = {
     "regions",
@@ -197,3 +197,19 @@ def test_text_is_readable():
     ]
     assert str(Report()).startswith("Nexfort: 0 regions of 0 kinds, 0 calls")
     assert repr(_filled()) == "<Report regions=2 loaded=1 compiled=1 eager=1 calls=1>"
+
+
+def test_reasons_of_a_region_are_not_kept_without_end():
+    report = Report()
+    for size in range(1000):
+        report.eager("blocks.0", f"size {size} where 8 was captured")
+        report.variant("blocks.0", f"size {size}")
+    report.eager("blocks.1", "a hook is installed")
+    for name in ("eager", "variants"):
+        reasons = [row["reason"] for row in report.as_dict()[name] if row["region"] == "blocks.0"]
+        assert len(reasons) == MOST_REASONS + 1 and reasons[-1] == MORE_REASONS
+    assert report.as_dict()["eager"][-1] == {"region": "blocks.1", "reason": "a hook is installed"}
+    mark = report.mark()
+    report.eager("blocks.0", "size 2000")
+    report.eager("blocks.0", "size 3 where 8 was captured")
+    assert not report.since(mark)["eager"]
