@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real ComfyUI under random prompts, killed while it compiles, and with a full disk: what holds and what is left.
 
-    python -m benchmarks.soak --prompts 500 [--kill-at 30] [--full-disk 12] [--seconds 3600] [--json soak.json]
+    python -m benchmarks.soak --prompts 500 [--kill-at 30] [--full-disk 12] [--models flux wan sd21]
 
---prompts: random prompts for two small models: sizes, prompt lengths, LoRAs and strengths, seeds, a cancel in the
+--prompts: random prompts for small models: sizes, prompt lengths, LoRAs and strengths, seeds, a cancel in the
 middle, /free, the compile node bypassed. A second server, with NEXFORT_DISABLE=1, runs the same: each latent is
 compared with its own, and our memory with its memory. MB a prompt is the slope of a line through the resident memory
 after each prompt of the second half, by least squares, with twice its standard error.
@@ -33,7 +33,7 @@ from typing import Any
 
 from nexfort_engine.locate import ComfyError
 
-from .soak_prompts import FIRST, Prompt, prompts
+from .soak_prompts import MODELS, Prompt, first, prompts
 from .soak_server import Left, Server, find, make_files, names_in, small_disk, unsound
 
 TOLERANCE = 1e-4  # of the norm, in float32
@@ -43,11 +43,29 @@ _ROOM = 24 << 20  # bytes that all artefacts of one model need, and more
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What is soaked in what. until: when nothing new begins, on the clock."""
+
+    comfyui: Path
+    folder: Path
+    models: list[str]
+    seed: int
+    until: float
+    say: Say
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is time."""
+        return time.monotonic() < self.until
+
+
 @dataclass
 class Soak:
-    """What the prompts gave. mb: resident memory after each of them, ours and eager's."""
+    """What the prompts gave. first: how many may compile. mb: resident memory after each of them, ours and eager's."""
 
     prompts: int = 0
+    first: int = 0
     cancelled: int = 0
     bypassed: int = 0
     compared: int = 0
@@ -69,7 +87,7 @@ class Soak:
         """What did not hold."""
         found = [f"unequal: {one}" for one in self.unequal] + [f"error: {one}" for one in self.errors]
         if self.compiled_late:
-            found.append(f"{self.compiled_late} artefacts compiled after the first {FIRST} prompts")
+            found.append(f"{self.compiled_late} artefacts compiled after the first {self.first} prompts")
         found += [f"lives {name} s after its server" for name in self.left.processes]
         found += [f"left after the next start: {name}" for name in self.left_after_start]
         (ours, error), (eager, besides) = self.slopes().values()
@@ -133,20 +151,20 @@ def distance(ours: Any, eager: Any) -> float:
 # ---- random prompts ----------------------------------------------------------------------------------------
 
 
-def soak(comfyui: Path, folder: Path, count: int, seed: int, until: float, say: Say) -> Soak:
+def soak(given: Given, count: int) -> Soak:
     """Run random prompts on a server and on one without Nexfort, and look what the first leaves."""
-    found = Soak()
-    cache = folder / "cache"
-    with Server(comfyui, folder, "ours", cache=cache) as ours, Server(comfyui, folder, "eager") as eager:
-        for prompt in prompts(count, seed):
-            if time.monotonic() > until:
+    found, cache = Soak(first=first(given.models)), given.folder / "cache"
+    place = given.comfyui, given.folder
+    with Server(*place, "ours", cache=cache) as ours, Server(*place, "eager") as eager:
+        for prompt in prompts(count, given.seed, given.models):
+            if not given.goes_on:
                 break
             _one(found, ours, eager, prompt)
             if found.prompts % 10 == 0:
                 told = f"{found.prompts} prompts, {found.compiled} compiled, {found.mb[-1]:.0f} MB"
-                say(f"{told}, eager {found.eager_mb[-1]:.0f} MB")
+                given.say(f"{told}, eager {found.eager_mb[-1]:.0f} MB")
         found.left = ours.kill()
-    found.left_after_start = _after_next_start(comfyui, folder, cache, found.left)
+    found.left_after_start = _after_next_start(given, "ours", cache, found.left)
     return found
 
 
@@ -161,7 +179,7 @@ def _one(found: Soak, ours: Server, eager: Server, prompt: Prompt) -> None:
     found.bypassed += prompt.bypass
     made = ours.artefacts() - before
     found.compiled += made
-    found.compiled_late += made if found.prompts > FIRST else 0
+    found.compiled_late += made if found.prompts > found.first else 0
     if prompt.cancel is not None and problem is not None and "interrupted" in problem:
         found.cancelled += 1
     elif problem is not None or failed is not None:
@@ -176,10 +194,10 @@ def _one(found: Soak, ours: Server, eager: Server, prompt: Prompt) -> None:
     found.eager_mb.append(eager.resident())
 
 
-def _after_next_start(comfyui: Path, folder: Path, cache: Path, left: Left) -> list[str]:
+def _after_next_start(given: Given, name: str, cache: Path, left: Left) -> list[str]:
     """What of a server's leavings is there once the next one on its cache has run a prompt."""
-    with Server(comfyui, folder, "ours", cache=cache) as again:
-        again.run(next(prompts(1, 0)))
+    with Server(given.comfyui, given.folder, name, cache=cache) as again:
+        again.run(next(prompts(1, 0, given.models)))
         return _still_there(again, left)
 
 
@@ -191,14 +209,13 @@ def _still_there(server: Server, left: Left) -> list[str]:
 # ---- kill -9 while compiling -------------------------------------------------------------------------------
 
 
-def kills(comfyui: Path, folder: Path, count: int, seed: int, until: float, say: Say) -> list[Kill]:
+def kills(given: Given, count: int) -> list[Kill]:
     """Kill a server while it compiles, again and again on one cache, which is emptied once all is compiled."""
-    draw, found = random.Random(seed), []
-    cache, left = folder / "cache-killed", Left()
-    while len(found) < count and time.monotonic() < until:
-        with Server(comfyui, folder, "killed", cache=cache) as server:
-            prompt = next(prompts(1, draw.randrange(1 << 20)))
-            server.begin(prompt)
+    draw, found = random.Random(given.seed), []
+    cache, left = given.folder / "cache-killed", Left()
+    while len(found) < count and given.goes_on:
+        with Server(given.comfyui, given.folder, "killed", cache=cache) as server:
+            server.begin(next(prompts(1, draw.randrange(1 << 20), given.models)))
             after = _wait_for_compiling(server, draw)
             if after is None:  # all is there
                 server.running.post("/nexfort/cache/clear", {"confirm": True})
@@ -207,9 +224,9 @@ def kills(comfyui: Path, folder: Path, count: int, seed: int, until: float, say:
                 found[-1].left_after_start = _still_there(server, left)
             left = server.kill(signal.SIGKILL)
             found.append(Kill(after, server.artefacts(), unsound(cache), left.processes))
-            say(f"killed {len(found)} times, {found[-1].artefacts} artefacts in the cache")
+            given.say(f"killed {len(found)} times, {found[-1].artefacts} artefacts in the cache")
     if found:
-        found[-1].left_after_start = _after_next_start(comfyui, folder, cache, left)
+        found[-1].left_after_start = _after_next_start(given, "killed", cache, left)
     return found
 
 
@@ -233,25 +250,25 @@ def _wait_for_compiling(server: Server, draw: random.Random) -> float | None:
 # ---- a full disk -------------------------------------------------------------------------------------------
 
 
-def disks(comfyui: Path, folder: Path, count: int, seed: int, until: float, say: Say) -> list[Disk]:
+def disks(given: Given, count: int) -> list[Disk]:
     """Two prompts with a cache on each of so many file systems, the first of a few pages, the last large enough."""
     found = []
-    with Server(comfyui, folder, "eager") as eager:
+    with Server(given.comfyui, given.folder, "eager") as eager:
         for number in range(count):
-            if time.monotonic() > until:
+            if not given.goes_on:
                 break
             share = number / max(count - 1, 1)
             disk = Disk(int(16384 * (_ROOM / 16384) ** share))
-            with small_disk(folder / f"disk{number}", disk.bytes) as cache:
-                _on(disk, cache, comfyui, folder, eager, seed + number)
+            with small_disk(given.folder / f"disk{number}", disk.bytes) as cache:
+                _on(disk, cache, given, eager)
             found.append(disk)
-            say(f"a disk of {disk.bytes} bytes: {disk.artefacts} artefacts, {len(disk.problems)} problems")
+            given.say(f"a disk of {disk.bytes} bytes: {disk.artefacts} artefacts, {len(disk.problems)} problems")
     return found
 
 
-def _on(disk: Disk, cache: Path, comfyui: Path, folder: Path, eager: Server, seed: int) -> None:
-    with Server(comfyui, folder, "full", cache=cache) as server:
-        for prompt in [one for one in prompts(FIRST, seed) if one.model == "flux"][:2]:
+def _on(disk: Disk, cache: Path, given: Given, eager: Server) -> None:
+    with Server(given.comfyui, given.folder, "full", cache=cache) as server:
+        for prompt in prompts(2, disk.bytes, given.models):
             latent, problem = server.run(prompt)
             expected, _ = eager.run(prompt)
             disk.prompts += 1
@@ -274,7 +291,7 @@ def table(soaked: Soak | None, killed: list[Kill], full: list[Disk]) -> str:
         rows += [("prompts", soaked.prompts), ("  cancelled", soaked.cancelled), ("  bypassed", soaked.bypassed)]
         rows += [("compared with eager", soaked.compared), ("  unequal", len(soaked.unequal))]
         rows += [("  farthest", f"{soaked.farthest:.1e}"), ("errors", len(soaked.errors))]
-        rows += [("compiled", soaked.compiled), (f"  after the first {FIRST}", soaked.compiled_late)]
+        rows += [("compiled", soaked.compiled), (f"  after the first {soaked.first}", soaked.compiled_late)]
         for name, (value, error) in soaked.slopes().items():
             rows.append((f"memory, {name}", f"{value:+.3f} +- {error:.3f} MB a prompt"))
         rows += [("left: processes, after 2 s", len(soaked.left.processes)), ("  staging/", len(soaked.left.staging))]
@@ -297,6 +314,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, default=0, metavar="N")
     parser.add_argument("--full-disk", type=int, default=0, metavar="N")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after so many")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["flux", "sd21"], metavar="MODEL")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--comfyui", type=Path, help="its root (default: that of this machine)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found to this file")
@@ -316,12 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="nexfort-soak-"))
     try:
-        comfyui = find(args.comfyui)
-        make_files(comfyui, folder / "models")
-        given = (comfyui, folder)
-        soaked = soak(*given, args.prompts, args.seed, until, say) if args.prompts else None
-        killed = kills(*given, args.kill_at, args.seed, until, say)
-        full = disks(*given, args.full_disk, args.seed, until, say) if args.full_disk else []
+        given = Given(find(args.comfyui), folder, args.models, args.seed, until, say)
+        make_files(given.comfyui, folder / "models", args.models)
+        soaked = soak(given, args.prompts) if args.prompts else None
+        killed = kills(given, args.kill_at)
+        full = disks(given, args.full_disk) if args.full_disk else []
     except ComfyError as error:
         say(str(error))
         return 2

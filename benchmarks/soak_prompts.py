@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `benchmarks.soak` sends: random prompts for two small models, their workflows, and the files they load.
+"""What `benchmarks.soak` sends: random prompts for small models, their workflows, and the files they load.
 
-    COMFYUI_PATH=... python -m benchmarks.soak_prompts MODELS_FOLDER [sizes of blocks]
+    COMFYUI_PATH=... python -m benchmarks.soak_prompts MODELS_FOLDER flux sd21
 
 writes the files, for which ComfyUI is imported: so it is run as a process of its own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from typing import Any
 # backbone -> the node that makes its empty latent with more of its inputs, and the inputs of its conditioning
 MODELS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "flux": ("EmptySD3LatentImage", {}, {"width": 64, "pooled": 32}),
+    "sd21": ("EmptyLatentImage", {}, {"width": 1024, "pooled": 0}),
     "wan": ("EmptyHunyuanLatentVideo", {"length": 5}, {"width": 4096, "pooled": 0}),
 }
 STEPS = 2
 _SMALLEST, _LARGEST, _GRID = 64, 320, 16  # pixels of a side
 _RANK = 4
-_WAYS = [(model, lora) for model in MODELS for lora in (False, True)]
-FIRST = 2 * len(_WAYS)  # prompts after which every model ran with a LoRA and without, at two sizes
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,22 @@ def _node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def prompts(count: int, seed: int) -> Iterator[Prompt]:
-    """So many prompts: first each way in which a model may run, twice, then at random."""
+def first(models: Sequence[str]) -> int:
+    """The prompts after which every model ran without a LoRA and with one, each at two sizes."""
+    return 4 * len(models)
+
+
+def prompts(count: int, seed: int, models: Sequence[str]) -> Iterator[Prompt]:
+    """So many prompts: the first ones, then others at random."""
     draw = random.Random(seed)
+    ways = [(model, lora) for model in models for lora in (False, True)]
 
     def side() -> int:
         return draw.randrange(_SMALLEST, _LARGEST + 1, _GRID)
 
     for number in range(count):
-        calm = number < FIRST
-        model, lora = _WAYS[number % len(_WAYS)] if calm else draw.choice(_WAYS)
+        calm = number < first(models)
+        model, lora = ways[number % len(ways)] if calm else draw.choice(ways)
         yield Prompt(
             model=model,
             width=side(),
@@ -93,20 +98,20 @@ def prompts(count: int, seed: int) -> Iterator[Prompt]:
         )
 
 
-def write_files(models: Path) -> None:
-    """Both models and a LoRA for each, below ComfyUI's models folder. ComfyUI must be importable."""
+def write_files(folder: Path, models: Sequence[str]) -> None:
+    """The models and a LoRA for each, below ComfyUI's folder of models. ComfyUI must be importable."""
     import torch
     from safetensors.torch import save_file
 
     from .backbones import BACKBONES, state_dict
 
-    for name in MODELS:
+    for name in models:
         weights = state_dict(BACKBONES[name].at_small_size(), torch.device("cpu"))
         files = {Path("diffusion_models", f"{name}.safetensors"): weights}
         files[Path("loras", f"{name}_lora.safetensors")] = dict(_lora(weights))
         for file, content in files.items():
-            (models / file).parent.mkdir(parents=True, exist_ok=True)
-            save_file({key: tensor.contiguous() for key, tensor in content.items()}, models / file)
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: tensor.contiguous() for key, tensor in content.items()}, folder / file)
 
 
 def _lora(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -125,7 +130,7 @@ def _lora(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 if __name__ == "__main__":
     from .one_run import as_without_card, find_comfyui
 
-    folder = Path(sys.argv[1])
+    where, *names = sys.argv[1:]
     find_comfyui()
     as_without_card()
-    write_files(folder)
+    write_files(Path(where), names)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,9 +156,9 @@ def find(given: Path | None) -> Path:
     return found[0]
 
 
-def make_files(comfyui: Path, models: Path) -> None:
+def make_files(comfyui: Path, folder: Path, models: Sequence[str]) -> None:
     """Write the models in a process of their own, which imports ComfyUI."""
-    command = [sys.executable, "-m", "benchmarks.soak_prompts", str(models)]
+    command = [sys.executable, "-m", "benchmarks.soak_prompts", str(folder), *models]
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -19,7 +19,7 @@ import served
 
 from benchmarks import soak, soak_server
 from benchmarks.soak import Disk, Kill, Soak
-from benchmarks.soak_prompts import FIRST, MODELS, Prompt, prompts
+from benchmarks.soak_prompts import MODELS, Prompt, first, prompts
 from benchmarks.soak_server import Left
 from nexfort_engine.cache.store import Store
 
@@ -39,11 +39,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_prompts_begin_with_every_way_and_then_vary_in_everything() -> None:
-    sent = list(prompts(400, seed=0))
-    assert sent == list(prompts(400, seed=0)) != list(prompts(400, seed=1))
-    first, later = sent[:FIRST], sent[FIRST:]
-    assert {(one.model, bool(one.strength)) for one in first} == {(m, lora) for m in MODELS for lora in (False, True)}
-    assert not [one for one in first if one.bypass or one.free or one.cancel is not None]
+    models = ["flux", "wan"]
+    sent = list(prompts(400, 0, models))
+    assert sent == list(prompts(400, 0, models)) != list(prompts(400, 1, models))
+    begin, later = sent[: first(models)], sent[first(models) :]
+    ways = [(one.model, bool(one.strength)) for one in begin]
+    assert sorted(ways) == sorted(2 * [(model, lora) for model in models for lora in (False, True)])
+    assert not [one for one in begin if one.bypass or one.free or one.cancel is not None]
     for some in ("bypass", "free", "strength"):
         assert {bool(getattr(one, some)) for one in later} == {True, False}, some
     assert any(one.cancel is not None for one in later)
@@ -157,8 +159,8 @@ def test_nothing_to_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.large
 def test_a_short_soak_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "soak.json"
-    command = ["--prompts", str(FIRST), "--kill-at", "1", "--comfyui", str(served.comfyui_or_skip())]
+    command = ["--prompts", "4", "--kill-at", "1", "--models", "flux", "--comfyui", str(served.comfyui_or_skip())]
     assert soak.main([*command, "--json", str(found)]) == 0, capsys.readouterr().out
     told = json.loads(found.read_text())
-    assert told["soak"]["compared"] == FIRST and told["soak"]["compiled"] and len(told["kills"]) == 1
+    assert told["soak"]["compared"] == 4 and told["soak"]["compiled"] and len(told["kills"]) == 1
     assert "compared with eager" in capsys.readouterr().out
