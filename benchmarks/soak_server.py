@@ -109,7 +109,9 @@ class Server:
         while self.running.alive and time.monotonic() < ended:
             time.sleep(0.05)
         time.sleep(GRACE)
-        left = Left(processes_with(_MARK, self.mark), names_in(self.cache / "staging"), names_in(self.temporary))
+        # torch makes one folder of its own for each user, whatever runs
+        temporary = [name for name in names_in(self.temporary) if not name.startswith("torchinductor_")]
+        left = Left(processes_with(_MARK, self.mark), names_in(self.cache / "staging"), temporary)
         self.running.stop()
         return left
 
