@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .conditions import Conditions, Dim
 from .flags import replaced
+from .operands import taken_for_granted
 from .readset import Refused
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")  # with a separator: torchvision is another package
@@ -31,6 +32,8 @@ _BETWEEN = (
     _TORCH + os.path.join("utils", "_stats.py"),
     _TORCH + os.path.join("_export", "non_strict_utils.py"),  # export exchanges `max` and `min` for its own functions
 )
+# Python of torch's that is written as a block's own code is: what it asks chooses results, or raises
+_FOR_BLOCKS = (_TORCH + os.path.join("nn", ""), _TORCH + "functional.py")
 _SYMBOLS = _TORCH + os.path.join("fx", "experimental", "")
 _SLICES = _TORCH + os.path.join("_subclasses", "fake_impls.py")
 _WHOLE = {int, torch.SymInt}
@@ -137,7 +140,7 @@ class SizesKeptFree(TorchFunctionMode):
 
 
 def asked_by_block(frame: Any) -> bool:
-    """Whether Python code outside torch asked: it did so through a magic method of SymInt, SymBool or SymFloat.
+    """Whether a block's code or torch's layers asked: they do so through a magic method of SymInt, SymBool or SymFloat.
 
     Kernels ask too, straight from C++, so that no frame of torch lies between: whether a tensor is contiguous, say.
     """
@@ -145,7 +148,10 @@ def asked_by_block(frame: Any) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         through_python |= frame.f_code.co_filename == _BETWEEN[0]
         frame = frame.f_back
-    return through_python and frame is not None and not frame.f_code.co_filename.startswith(_TORCH)
+    if not through_python or frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return not file.startswith(_TORCH) or file.startswith(_FOR_BLOCKS)
 
 
 def asked_in_earnest(frame: Any) -> bool:
@@ -220,35 +226,11 @@ def conditions_of(
                 continue  # what a tensor will hold
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
             ranges[str(symbol)] = [_least(env, symbol, bound), high]
-        inside, filled = _inside(program, env)
-        filled |= {number for number in numbers if isinstance(number, str)}  # they are `counted`
-        for symbol in filled & ranges.keys():
-            ranges[symbol][0] = ranges[symbol][0] or 1
-        guards = _guards(env, relations(env, answers) + inside)
+        guards = _guards(env, relations(env, answers) + taken_for_granted(program, env))
     conditions = Conditions(shapes, numbers, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
-
-
-def _inside(program: torch.export.ExportedProgram, env: Any) -> tuple[list[Any], set[str]]:
-    """That single indices lie within the sizes: eager would raise, and the trace does not ask.
-
-    As relations, and as the symbols that may not be 0, which no relation says: to torch each is greater than that.
-    """
-    import sympy
-
-    found: list[Any] = []
-    filled: set[str] = set()
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.select.int:
-            tensor, dim, index = node.args
-            size = tensor.meta["val"].shape[dim]
-            index = index.meta["val"] if isinstance(index, Node) else index
-            size, index = (v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for v in (size, index))
-            found += [env.replace(index < size), env.replace(index >= -size)]
-            filled |= {str(symbol) for symbol in size.free_symbols}
-    return found, filled
 
 
 def check(conditions: Conditions, shapes: list[torch.Size], ints: list[int]) -> None:
@@ -291,8 +273,8 @@ def _equalities(env: Any) -> list[Any]:
     return [expr for guard in env.guards if isinstance(expr := env.replace(guard.expr), sympy.Eq)]
 
 
-def _least(env: Any, symbol: Any, bound: Any) -> int | None:
-    """The least value of a symbol that something asked for, or None.
+def _least(env: Any, symbol: Any, bound: Any) -> int:
+    """The least value of a symbol that something asked for, and 1 at least: eager takes other kernels for nothing.
 
     Torch takes every size for 2 at least, and follows that up: a product of two such sizes would be 4 at least. Only
     what was said of the symbol alone counts.
@@ -304,7 +286,7 @@ def _least(env: Any, symbol: Any, bound: Any) -> int | None:
     alone = [expr for expr in exprs if getattr(expr, "free_symbols", None) == {symbol}]
     while least > 2 and all(expr.subs(symbol, least - 1) != sympy.false for expr in alone):
         least -= 1
-    return least if least > 2 else None
+    return least if least > 2 else 1
 
 
 def _dim_text(size: Any) -> Dim:
@@ -320,7 +302,7 @@ def _print(expr: Any) -> str:
     return PythonPrinter().doprint(expr)
 
 
-_COUNTED = 2**31 - 1
+_COUNTED = (2**31 - 1, 2**16 - 1)  # by 32 bits, and by a launch of a kernel in its later dimensions
 
 
 class _Since:
@@ -346,11 +328,12 @@ class Equalities(_Since):
         return list(dict.fromkeys(_print(expr) for expr in self._relations() if isinstance(expr, sympy.Eq)))
 
 
-class Limits(_Since):
-    """How large the tensors of a graph may get that is lowered from here on: what 32 bits count.
+class Limits(Equalities):
+    """What a graph that is lowered from here on is lowered for: what its sizes equal, and what 32 bits count.
 
-    Nearly every kernel for a GPU is made for that and would read and write elsewhere beyond. The rest of what lowering
-    takes for granted about sizes chooses between equal results, as with `_guards`.
+    Nearly every kernel for a GPU is made for such sizes and would read and write elsewhere beyond. What lowering has
+    found to be equal it wrote once; operators of torch's that take one of several kernels by sizes do so here, too.
+    The rest of what lowering takes for granted chooses between equal results, as with `_guards`.
     """
 
     def texts(self) -> list[str]:
@@ -358,5 +341,5 @@ class Limits(_Since):
         import sympy
 
         found = [self._env.replace(expr) for expr in self._relations()] if self._env is not None else []
-        limits = [expr for expr in found if isinstance(expr, sympy.Le) and expr.rhs == _COUNTED and expr.free_symbols]
-        return list(dict.fromkeys(_print(expr) for expr in limits))
+        limits = [expr for expr in found if isinstance(expr, sympy.Le) and expr.rhs in _COUNTED and expr.free_symbols]
+        return list(dict.fromkeys([*super().texts(), *map(_print, limits)]))

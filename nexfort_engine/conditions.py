@@ -184,10 +184,10 @@ class Conditions:
         return None
 
     def narrow(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
-        """Whether a size of 1 was taken for a constant where the call has more."""
+        """Whether a size of 1 or none was taken for a constant where the call has more."""
         both = zip(shapes, self.shapes, strict=True)
         return any(
-            expected == 1 and size > 1
+            expected in (0, 1) and size > expected
             for shape, captured in both
             for size, expected in zip(shape, captured, strict=False)  # ranks are for `broken`
         )

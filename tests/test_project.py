@@ -41,7 +41,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "cpu_probe",
     ),
     "quant": ("quant",),
-    "capture": ("capture", "tracing", "placeholders", "images", "assumptions", "effects", "sources", "subclasses"),
+    "capture": (
+        *("capture", "tracing", "placeholders", "images", "assumptions", "operands", "effects", "sources"),
+        "subclasses",
+    ),
     "lower": (
         "lower",
         "attention",
