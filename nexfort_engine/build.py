@@ -73,20 +73,21 @@ class Builder:
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._often = known.made, known.reported, known.often
         self._tried: Counter[tuple[str, str]] = Counter()
+        self._fresh: list[tuple[Wanted, Refusal]] = []  # refusals of the call under way
         self._noted: Recent[tuple[str, str], None] = Recent(_MOST_CALLS)  # artefacts, sizes that the store was told of
         self._primaries: Recent[tuple[int, Any, Any, bool], tuple[Any, str]] = Recent(_MOST_CALLS)
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
     def obtain(self, region: Region, key: Any, flat: Flat, session: Session) -> Binding | None:
-        """A binding for this call, or None: it runs eager and the report says why. Raises Unsupported, Ineligible."""
+        """A binding for this call, or None; `Session.refused` says why. Raises Unsupported, Ineligible."""
         for check, reason in region.declined.get(key, ()):
             if check(flat.mappings):
-                self.engine.report.eager(region.path, reason)
-                session.lost.append((region, reason))
+                session.refused = reason, []
                 return None
         if not self._has_lock(session):
             return None
+        self._fresh = []
         try:
             carried = region.carries()
             if carried:
@@ -103,8 +104,7 @@ class Builder:
             self._note_sizes(binding.artefact, flat)
             return binding
         region.declined.setdefault(key, []).append(refusal)
-        self.engine.report.eager(region.path, refusal[1])
-        session.lost.append((region, refusal[1]))
+        session.refused, self._fresh = (refusal[1], self._fresh), []
         return None
 
     def _has_lock(self, session: Session) -> bool:
@@ -406,6 +406,7 @@ class Builder:
     def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
         refusal = checker(guards or []), ForGood.of(reason, guards)
         self.refusals.setdefault(wanted.primary, []).append(refusal)
+        self._fresh.append((wanted, refusal))
         place = (_code_of(wanted), reason)
         self._often[place] = (self._often.get(place, (0, refusal))[0] + 1, refusal)
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
@@ -413,6 +414,14 @@ class Builder:
     def changes_given(self, wanted: Wanted) -> None:
         """A plan saw that the block changes a list or an object that it is given."""
         self._refuse(wanted, None, CHANGES_GIVEN)
+
+    def take_back(self, refused: list[tuple[Wanted, Refusal]]) -> None:
+        """Forget refusals: eager refuses the call, too, that they came of."""
+        for wanted, refusal in refused:
+            self.refusals[wanted.primary].remove(refusal)
+            place = (_code_of(wanted), str(refusal[1]))
+            count, of_first = self._often[place]
+            self._often[place] = count - 1, of_first
 
 
 class _Others:

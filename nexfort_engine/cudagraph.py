@@ -292,8 +292,10 @@ class StepGraphs:
             self._refused[key] = reason
 
     def _refuse(self, key: Any, reason: str, call: StepCall, plain: Callable[..., Any]) -> Any:
+        result = call.plainly(plain)  # first: what eager refuses as well says nothing of other calls
         self._refused[key] = reason
-        return self._plainly(reason, call.plainly, (plain,), {})
+        self.engine.report.note(f"no CUDA graph: {reason}")
+        return result
 
     def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
         """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
@@ -353,9 +355,10 @@ class StepGraphs:
             if no_memory(error):
                 self.release()
                 self._fails(key, "there was no memory for one")
-                return call.plainly(plain)
-            # code of the host that waits for the GPU or copies from the CPU cannot be captured
-            return self._refuse(key, f"capturing it failed: {named(error)}", call, plain)
+                reason = None
+            else:  # code of the host that waits for the GPU or copies from the CPU cannot be captured
+                reason = f"capturing it failed: {named(error)}"
+        return call.plainly(plain) if reason is None else self._refuse(key, reason, call, plain)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph of what is launched by `run`, and what that returns."""

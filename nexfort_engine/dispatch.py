@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import faults
 from .artefact import Artefact, Binding
 from .constants import unwatched
 from .images import as_taken, holds_images, is_image
@@ -79,8 +80,10 @@ class Region:
     def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session) -> Any:
         """Run the block for one call. `plain` is the block's own forward."""
         if self.latched is not None:
+            if self in session.doubted:
+                return faults.instead(self, plain, args, kwargs, session, self.latched)
             return self._eager(plain, args, kwargs, session, self.latched)
-        flat, loan = Flat(), None
+        flat, loan, unseen = Flat(), None, ""
         try:
             spec = flatten_call(args, kwargs, flat)
             due = self.due()
@@ -100,8 +103,14 @@ class Region:
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
+        except Exception as error:
+            if faults.is_passed_on(error, self.engine):
+                raise
+            unseen = f"what it is called with, or holds, cannot be looked at: {named(error)}"
+        if unseen:
+            return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
-            return self.inside(plain, args, kwargs, session)
+            return faults.refused(self, key, plain, args, kwargs, session)
         session.fetched |= loan is not None and not loan.kept
         try:
             try:
@@ -165,9 +174,13 @@ class Region:
                 raise
             if self._is_another():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
-            # whatever it was, the step must complete; the region stays eager from here on and says why
-            self.latch(f"its artefact failed: {named(error)}")
-            return self.inside(plain, args, kwargs, session)
+            reason = f"its artefact failed: {named(error)}"
+            if faults.failed(self, binding, flat, tensors, session):
+                self.latched = reason
+                session.doubted.add(self)
+                raise faults.HalfDone(reason) from error
+        # whatever it was, the step must complete; not before the error is gone, which holds what the artefact had made
+        return faults.instead(self, plain, args, kwargs, session, reason)
 
     def _ran(
         self,

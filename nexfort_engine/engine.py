@@ -50,6 +50,8 @@ Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], d
 Coming = list[tuple["Engine", Callable[..., Any], tuple[Any, ...]]]
 Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
+UNSEEN = "what it is called with cannot be looked at: {}"
+
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -235,7 +237,10 @@ class Engine:
 
     def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the backbone: `plain` is its own forward. Regions are in place for the length of the call."""
-        reason = self.passes(args, kwargs)
+        try:
+            reason = self.passes(args, kwargs)
+        except Exception as error:  # an argument's own code
+            reason = UNSEEN.format(named(error))
         if reason is not None:
             if reason:
                 self.report.eager("(whole module)", reason)
@@ -272,11 +277,18 @@ class Engine:
     ) -> Any:
         with self.active(counted=counted) as session:
             session.asked = (plain, args, kwargs) if counted else None
+            self._notes(session, plain, args, kwargs)
             named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
             session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
-            session.root = (plain, _copied(args), _copied(kwargs))
-            session.written = written_to((args, kwargs))
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
+
+    def _notes(self, session: Session, plain: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Note what a step is called with, so that it may be planned and run again."""
+        try:
+            session.written = written_to((args, kwargs))
+            session.root = (plain, _copied(args), _copied(kwargs))
+        except Exception as error:  # an argument's own code, which the step need not ask
+            self.report.note(UNSEEN.format(named(error)))
 
     def verify_next(self) -> None:
         """Compare the next step with eager, region by region, once it has ended; see verify.py."""
@@ -343,6 +355,15 @@ class Engine:
     def is_quiet(self, args: Any, kwargs: Any) -> bool:
         return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
 
+    def repeatable(self, session: Session) -> bool:
+        """Whether a step may be run again on what it was given.
+
+        Not where code of others, which may count its calls, saw a part of it, or where it changed what it was given.
+        """
+        if session.root is None or session.instead is not None or not self.is_quiet(*session.root[1:]):
+            return False
+        return written_to(session.root[1:]) == session.written
+
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""
         return next((reason for m in mappings if (reason := self.others_code(m))), None)
@@ -398,8 +419,7 @@ class Engine:
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""
         if module is self.root and session.root is None:
-            session.root = (plain, _copied(args), _copied(kwargs))
-            session.written = written_to((args, kwargs))
+            self._notes(session, plain, args, kwargs)
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self._regions().get(id(module))
         if region is None or session.inside:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .constants import tensors_in
 from .cudagraph import no_memory
+from .faults import HalfDone
 from .images import is_of_order
 from .report import named
 
@@ -25,13 +26,14 @@ def remedy(engine: Engine, error: BaseException, session: Session) -> contextlib
     assert session.root is not None, "it failed in the backbone"
     if session.images and is_of_order(error):
         again: Any = without_images(engine, named(error))
+    elif isinstance(error, HalfDone):
+        again = contextlib.nullcontext()
     # the host has remedies of its own, and gets the error once nothing is held that could have been its cause
     elif no_memory(error) and engine.release():
         engine.keeps, again = False, contextlib.nullcontext()
     else:
         return None
-    # code of others, which may count its calls, saw a part of this step; or it changed what it was given
-    if not engine.is_quiet(*session.root[1:]) or written_to(session.root[1:]) != session.written:
+    if not engine.repeatable(session):
         if session.images and is_of_order(error) and not isinstance(error, AssertionError):
             with again:  # it is the next step that it helps
                 pass

@@ -36,6 +36,9 @@ class Session:
         # what the engine was called with: a method, its arguments
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
         self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
+        # why the region that is called now has no artefact, and what was refused for it (Builder.take_back)
+        self.refused: tuple[str, list[Any]] | None = None
+        self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
         self.others = False  # an artefact called code of others
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region

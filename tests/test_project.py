@@ -71,6 +71,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "dispatch",
         "keeping",
         "remedies",
+        "faults",
         "build",
         "finding",
         "background",
