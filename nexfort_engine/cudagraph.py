@@ -127,6 +127,7 @@ class StepGraphs:
                         # what only decides whether the result counts is compared while the GPU is at work
                         result = step.replay(call)
                         if step.holds(flat, weights):
+                            session.replayed = True
                             return result
                     elif step.holds(flat, weights):
                         with self.engine.apart():

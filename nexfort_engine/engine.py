@@ -34,6 +34,7 @@ from .keeping import hold_once, spared
 from .loans import Lender
 from .modulestate import Slot, structure
 from .prepared import Version
+from .promise import Promise
 from .regions import find_regions
 from .remedies import remedy, written_to
 from .report import Report, named
@@ -108,6 +109,7 @@ class Engine:
         self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
         self.worth = Worth(self, self.known.off)
+        self.promise = Promise(self)
         self._table: dict[int, Region] | None = None
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
@@ -242,8 +244,9 @@ class Engine:
         except Exception as error:  # an argument's own code
             reason = UNSEEN.format(named(error))
         if reason is not None:
-            if reason:
-                self.report.eager("(whole module)", reason)
+            if not reason:
+                return self.promise.without(plain, args, kwargs)
+            self.report.eager("(whole module)", reason)
             return plain(*args, **kwargs)
         if self.steps_aside(plain, args, kwargs):
             return plain(*args, **kwargs)
@@ -313,6 +316,7 @@ class Engine:
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
+        ends = self.promise.begin(args, kwargs, session)
         try:
             if not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
@@ -328,11 +332,14 @@ class Engine:
         if again is not None:  # not before the error is gone, which holds on to what the step had made
             with again:
                 return run(*args, **kwargs)
+        if ends is not None:
+            self.promise.ended(ends(), session)
         self.worth.judge(session)
         if due and session.behind:
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
-            Verifier(self, graphs=kept[2], names=kept[3]).run(session.root[0], *kept[:2])
+            told = Verifier(self, graphs=kept[2], names=kept[3]).run(session.root[0], *kept[:2])
+            self.promise.verified(told, session)
             self.held_twice = True  # eager code asked the host for all weights
         hold_once(self)
         return result

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_REASONS = 64  # that are kept of one region
 MORE_REASONS = "and for more reasons, which are not kept"
-_LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications")
+_LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications", "pace")
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
@@ -130,6 +130,16 @@ class Report:
         with self._lock:
             self._rows["verifications"].append(dict(result))
 
+    def pace(self, row: Mapping[str, Any]) -> None:
+        """Steps of some sizes became slower than eager's, or no longer are; `row` is as pace.py makes it."""
+        with self._lock:
+            self._rows["pace"].append(dict(row))
+
+    @property
+    def paced(self) -> int:
+        """How often steps became slower than eager's, or no longer were."""
+        return len(self._rows["pace"])
+
     @property
     def verifications(self) -> int:
         """How many steps were compared with eager."""
@@ -187,6 +197,7 @@ class Report:
         lines += [f"  note: {text}" for text in data["notes"]]
         lines += [_precision_line(data["precision"])] if data["precision"] else []
         lines += [_verified_line(row) for row in data["verifications"][-1:]]
+        lines += [_slower_line(row) for row in slower(data["pace"])]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -258,6 +269,7 @@ class Report:
             "notes": new["notes"],
             "precision": new["precision"],
             "verifications": new["verifications"],
+            "pace": new["pace"],
         }
 
 
@@ -286,6 +298,20 @@ def _verified_line(row: Mapping[str, Any]) -> str:
     return (
         f"  verified: a step takes {row['compiled_ms']:.1f} ms, eager {row['eager_ms']:.1f} ms; its result is {apart} "
         f"from eager's; {_count(over, 'region')} over the budget"
+    )
+
+
+def slower(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of a report's rows on its pace that say of some sizes that steps are slower than eager's now."""
+    last = {str(row["sizes"]): row for row in rows}
+    return [row for row in last.values() if row["slower"]]
+
+
+def _slower_line(row: Mapping[str, Any]) -> str:
+    at = ", ".join("x".join(map(str, size)) for size in row["sizes"])
+    return (
+        f"  slower than eager: a step takes {row['compiled_ms']:.1f} ms, eager {row['eager_ms']:.1f} ms (at {at}); "
+        f"{row['reason']}"
     )
 
 

@@ -35,6 +35,7 @@ class Session:
         self.lost: list[tuple[Any, str]] = []  # the regions that ran eager, for each of their calls, and why
         # what the engine was called with: a method, its arguments
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
+        self.replayed = False  # all of it was a CUDA graph
         self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
         # why the region that is called now has no artefact, and what was refused for it (Builder.take_back)
         self.refused: tuple[str, list[Any]] | None = None

@@ -46,6 +46,8 @@ _progress: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary(
 # The ids and classes of the nodes that attached an engine, and the prompt that it ran in last.
 _made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
+# How much of its pace a report had to say when its nodes were told last.
+_paced: weakref.WeakKeyDictionary[Report, int] = weakref.WeakKeyDictionary()
 
 
 def remember(node: str | None, kind: str, report: Report | None) -> None:
@@ -81,8 +83,10 @@ def watch(report: Report, event: Event | None) -> None:
     """How far compiling is, or None at the end of a call; the nodes of this report are told where that is news."""
     begins = _begins(report)
     if event is None:
-        # At every step: only the first one, and one that compiled, can have changed what the badge says.
-        if _progress.pop(report, None) is None and not begins:
+        # At every step: only the first one, one that compiled, and one that is slower than others were, can have
+        # changed what the badge says.
+        paced, _paced[report] = _paced.get(report, 0), report.paced
+        if _progress.pop(report, None) is None and not begins and paced == report.paced:
             return
     else:
         _progress[report] = event
@@ -138,9 +142,14 @@ def _told(seat: Seat) -> dict[str, Any]:
 
 
 def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
-    """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is."""
+    """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is.
+
+    "slower" is there where steps of some sizes are slower than eager's.
+    """
     eager = {row["region"] for row in report["eager"]}
     found: dict[str, Any] = {"state": "waiting", "eager": len(eager - {WHOLE})}
+    if _is_slower(report):
+        found["slower"] = True
     if progress is not None and progress.done < progress.total:
         left = progress.seconds_left
         found |= {"state": "compiling", "done": progress.done, "total": progress.total}
@@ -152,6 +161,11 @@ def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
     elif eager or report["calls"]:
         found["state"] = "eager"
     return found
+
+
+def _is_slower(report: Mapping[str, Any]) -> bool:
+    """Whether the last row on some sizes says so, as web/report.js reads them too."""
+    return any({str(row["sizes"]): row["slower"] for row in report.get("pace", ())}.values())
 
 
 def _send(told: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "heap", "recent"),
+        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "pace", "heap", "recent"),
     ),
     "cache": ("cache",),
     "block": (
@@ -84,6 +84,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "rehearsal",
         "verify",
         "worth",
+        "promise",
     ),
     "engine": ("engine", "standins"),
     "entry": ("compiled", "backend"),

@@ -28,6 +28,7 @@ _KEYS = {
     "config",
     "inactive",
     "notes",
+    "pace",
     "precision",
     "verifications",
 }

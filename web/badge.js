@@ -64,7 +64,8 @@ export function watchBadges() {
 export function stateText(status) {
   const left = status.state === 'compiling' && status.seconds_left
   const values = { done: status.done, total: status.total, left: left && duration(status.seconds_left) }
-  const said = text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values)
+  const state = text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values)
+  const said = status.slower ? text('badge.slower', { said: state }) : state
   return status.eager ? text('badge.someEager', { said, count: status.eager }) : said
 }
 
@@ -72,7 +73,7 @@ function draw(node) {
   const { button, widget } = badges.get(node)
   const status = statusOf(node)
   const said = stateText(status)
-  button.dataset.state = status.eager && status.state !== 'compiling' ? 'eager' : status.state
+  button.dataset.state = (status.eager || status.slower) && status.state !== 'compiling' ? 'eager' : status.state
   button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
   button.title = text('badge.open')
   button.setAttribute('aria-label', text('badge.label', { said }))

@@ -66,6 +66,7 @@ function engineSection({ name, report }, { cache, memory }) {
   section.append(facts(report, cache, memory))
   const verified = report.verifications.at(-1)
   if (verified) section.append(verification(verified))
+  section.append(list('report.slower', slowerNow(report.pace ?? []).map(slowerLine)))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
   section.append(list('report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)))
   section.append(list('report.precision', report.precision.map(precisionLine)))
@@ -107,6 +108,17 @@ function artefacts(rows) {
   })
   const summary = element('summary', {}, counted('report.artefacts', rows))
   return element('details', {}, summary, table(headings, lines))
+}
+
+/** Of the rows on each combination of sizes the last one counts. */
+function slowerNow(rows) {
+  const last = new Map(rows.map((row) => [JSON.stringify(row.sizes), row]))
+  return [...last.values()].filter((row) => row.slower)
+}
+
+function slowerLine({ sizes, compiled_ms: ours, eager_ms: eager, reason }) {
+  const at = sizes.map((size) => size.join('×')).join(', ')
+  return text('report.slowerValue', { sizes: at, ours: number(ours), eager: number(eager), reason })
 }
 
 function precisionLine({ region, products }) {

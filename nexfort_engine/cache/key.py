@@ -44,7 +44,18 @@ NOT_SHAPING = frozenset(
             "driver",
             "glue",
         ),
-        *("graphmemory", "headless", "headless_run", "hosts", "locate", "progress", "rehearsal", "report"),
+        *(
+            "graphmemory",
+            "headless",
+            "headless_run",
+            "hosts",
+            "locate",
+            "pace",
+            "progress",
+            "promise",
+            "rehearsal",
+            "report",
+        ),
         *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow", "worth"),
     )
 )

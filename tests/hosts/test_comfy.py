@@ -22,9 +22,10 @@ from restarted import counting
 from subjects import graphs_as_they_are
 from tiny_autoencoders import taesd, vae
 
-from nexfort_engine import lower, standins
+from nexfort_engine import lower, promise, standins
 from nexfort_engine.config import CompileConfig
 from nexfort_engine.hosts import comfy as host
+from nexfort_engine.pace import STEPS as STEPS_COMPARED
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 FAST = CompileConfig.parse("jit")
@@ -76,6 +77,23 @@ def test_the_latent_is_eager_s_and_bypass_is_eager_to_the_bit(patcher: Any) -> N
     assert torch.equal(sample(patcher), wanted), "bypassing the node gives another picture"
     assert torch.equal(sample(compiled), first)
     assert report(compiled)["calls"] == 2 * STEPS
+    assert_clean(patcher)
+
+
+def test_bypassed_steps_tell_how_long_eager_takes(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.2]
+    monkeypatch.setattr(promise, "begin", lambda device: lambda now=seconds[0]: lambda: now)
+    wanted = sample(patcher)
+    compiled = host.attach(patcher, CONFIG)
+    for _ in range(STEPS_COMPARED // STEPS + 1):
+        sample(compiled)
+    assert not report(compiled)["pace"]
+    seconds[0] = 0.1
+    for _ in range(2):
+        assert torch.equal(sample(patcher), wanted)
+        sample(patcher, size=(24, 16))
+    (row,) = report(compiled)["pace"]
+    assert row["slower"] and row["source"] == promise.WITHOUT and row["compiled_ms"] == pytest.approx(200)
     assert_clean(patcher)
 
 

@@ -97,6 +97,27 @@ def test_blocks_that_run_eager_are_counted_once(status: types.ModuleType) -> Non
     assert state(status, whole) == {"state": "eager", "eager": 0}
 
 
+def test_steps_slower_than_eager_are_told_of_while_they_are(status: types.ModuleType, sent: list[Any]) -> None:
+    report = Report()
+    status.remember("4", MODEL, report)
+    report.compiled("blocks.1", "l", 2.0)
+    status.watch(report, None)
+    row = {"sizes": [[1, 4, 8]], "compiled_ms": 2.0, "eager_ms": 1.0, "reason": "", "source": "verification"}
+    sent.clear()
+    status.watch(report, None)
+    assert not sent and "slower" not in state(status, report)
+    for slower, told in ((True, True), (False, None)):
+        report.pace({**row, "slower": slower})
+        sent.clear()
+        status.watch(report, None)
+        status.watch(report, None)
+        ((_, data),) = sent
+        assert data["nodes"][0].get("slower") is told
+    report.pace({**row, "slower": True})
+    report.pace({**row, "slower": False, "sizes": [[2, 4, 8]]})
+    assert state(status, report) == {"state": "compiled", "eager": 0, "slower": True}
+
+
 def test_a_model_without_artefacts_after_a_call_runs_eager(status: types.ModuleType) -> None:
     report = Report()
     report.call(0.1)
