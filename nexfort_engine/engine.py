@@ -417,8 +417,7 @@ class Engine:
             self._sessions.discard(session)
             for module in placed:
                 leave(module)
-            if session.new_sizes:
-                heap.give_back()
+            heap.give_back(session.new_sizes)
             if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
                 pool.dismiss()

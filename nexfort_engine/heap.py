@@ -17,25 +17,24 @@ import threading
 import time
 from collections.abc import Callable
 
-_PART = 20  # of the time since it was done last is the most that it may take
+_PART = 20  # of the time is the most that it may take
 _SECONDS = 1.0  # between two times at least
 
 _lock = threading.Lock()
+_wanted = False
 _due = 0.0  # when it may be done again, on the clock
 
 
-def give_back() -> None:
-    """Give unused memory back to the system, unless that was done a moment ago."""
-    global _due
-    trim = _trim()
-    if trim is None or not _lock.acquire(blocking=False):
+def give_back(wanted: bool) -> None:
+    """After a step: give unused memory back to the system if it is wanted now, or was and could not be done yet."""
+    global _wanted, _due
+    _wanted |= wanted
+    if not _wanted or (trim := _trim()) is None or time.monotonic() < _due or not _lock.acquire(blocking=False):
         return
     try:
-        began = time.monotonic()
-        if began >= _due:
-            trim(0)
-            ended = time.monotonic()
-            _due = ended + max(_SECONDS, _PART * (ended - began))
+        _wanted, began = False, time.thread_time()
+        trim(0)
+        _due = time.monotonic() + max(_SECONDS, _PART * (time.thread_time() - began))
     finally:
         _lock.release()
 

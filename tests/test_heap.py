@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ for number, block in enumerate(blocks):
     if number % 10:
         c.free(block)
 free = resident()
-heap.give_back()
+heap.give_back(True)
 print(json.dumps({"full": full - begin, "free": free - begin, "given_back": resident() - begin}))
 """
 
@@ -44,6 +43,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     monkeypatch.setattr(heap, "_trim", lambda: asked.append)
     monkeypatch.setattr(heap, "_due", 0.0)
+    monkeypatch.setattr(heap, "_wanted", False)
     monkeypatch.setattr(heap, "_SECONDS", 0.0)
     return asked
 
@@ -67,25 +67,28 @@ def test_it_is_done_after_a_step_of_new_sizes_only(times: list[int], tmp_path: P
     assert counts == [1, 1, 2, 2, 2, 3]
 
 
-def test_it_takes_a_small_part_of_the_time(times: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_a_small_part_of_the_time_and_is_done_later(times: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
-    def takes(seconds: float) -> Any:
-        def trim(keep: int) -> None:
-            times.append(keep)
-            now[0] += seconds
+    def trim(keep: int) -> None:
+        times.append(keep)
+        now[0] += 0.2
 
-        return lambda: trim
-
-    monkeypatch.setattr(heap.time, "monotonic", lambda: now[0])
+    for clock in ("monotonic", "thread_time"):
+        monkeypatch.setattr(heap.time, clock, lambda: now[0])
     monkeypatch.setattr(heap, "_SECONDS", 1.0)
-    monkeypatch.setattr(heap, "_trim", takes(0.2))
+    monkeypatch.setattr(heap, "_trim", lambda: trim)
     for _ in range(100):  # steps of 0.1 s
-        heap.give_back()
+        heap.give_back(True)
         now[0] += 0.1
-    assert 2 <= len(times) <= 5
+    done = len(times)
+    assert 2 <= done <= 5
+    for _ in range(100):
+        heap.give_back(False)
+        now[0] += 0.1
+    assert len(times) == done + 1, "for the last step of a new size"
 
 
 def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_trim", lambda: None)
-    heap.give_back()
+    heap.give_back(True)
