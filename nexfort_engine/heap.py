@@ -17,22 +17,24 @@ import threading
 import time
 from collections.abc import Callable
 
-_PART = 20  # of the time is the most that it may take
-_SECONDS = 1.0  # between two times at least
+_PART = 20  # at most one part in so many of the time is taken
+_SECONDS = 0.1  # between two times at least
+_STEPS = 2  # of new sizes: what libraries keep is made in the first, beside which the second has other places
 
 _lock = threading.Lock()
-_wanted = False
+_wanted = 0  # times
 _due = 0.0  # when it may be done again, on the clock
 
 
 def give_back(wanted: bool) -> None:
-    """After a step: give unused memory back to the system if it is wanted now, or was and could not be done yet."""
+    """After a step: give unused memory back to the system. wanted: it was of new sizes; others see to what is left."""
     global _wanted, _due
-    _wanted |= wanted
+    if wanted:
+        _wanted = _STEPS
     if not _wanted or (trim := _trim()) is None or time.monotonic() < _due or not _lock.acquire(blocking=False):
         return
     try:
-        _wanted, began = False, time.thread_time()
+        _wanted, began = max(_wanted - 1, 0), time.thread_time()
         trim(0)
         _due = time.monotonic() + max(_SECONDS, _PART * (time.thread_time() - began))
     finally:
