@@ -125,7 +125,7 @@ class Region:
                 loan.give_back()
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
-        for binding in self.known.get(key, ()):
+        for binding in dict.get(self.known, key) or self.known.get(key, ()):  # the first takes half the time
             if binding.usable(flat) and not (binding.artefact.sites and self._strays(key, flat)):
                 return binding
         return None
