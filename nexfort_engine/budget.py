@@ -8,6 +8,7 @@ leaves out what an operator takes and gives back on its way, and is so never mor
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def is_counted(device: torch.device) -> bool:
 def allows(peak: int, eager: int) -> bool:
     """Whether a peak is within the budget of eager's."""
     return peak <= (1 + MORE) * eager
+
+
+def beside(device: torch.device) -> int:
+    """Bytes that may be kept beside what is allocated now, which is less than eager's peak; no bound if uncounted."""
+    found = figures(device)
+    return sys.maxsize if found is None else int(MORE * found[0])
 
 
 class Measured(TorchDispatchMode):

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import readset
+from . import budget, readset
 from .asides import Asides
 from .constants import Answering, Remembering, Sent
 from .flags import launched_by_address
 from .glue import Glue
-from .graphmemory import GraphMemory, fragile, without_frames
+from .graphmemory import GraphMemory, fragile, pool_bytes, without_frames
 from .graphnodes import editable, fills_as_kernels
 from .guards import checker, to_json
 from .images import JoinedAsRows
@@ -56,6 +56,7 @@ _MOST_CALLS = 512  # combinations of sizes of which is remembered why there is n
 _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all combinations of sizes together, or
 _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
+_TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
@@ -72,6 +73,8 @@ class StepGraphs:
         self._alike: Recent[Any, None] = Recent(
             _MOST_CALLS
         )  # calls whose asides were written to: what lasts is to them as the rest
+        # calls whose graph grew the memory of all beyond the budget: captured alone the next time
+        self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
         self._in_use = threading.Lock()
 
@@ -325,6 +328,7 @@ class StepGraphs:
                 return _write(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there
+        before = pool_bytes(self._memory)
         try:
             for slot, tensor in zip(slots, call.tensors, strict=True):
                 slot.copy_(tensor)
@@ -348,6 +352,7 @@ class StepGraphs:
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
             result = step.replay(call)  # the first may still find that there is no memory
             self._steps[key] = step
+            self._keep_within(key, before)
             return result
         except Exception as error:
             if isinstance(error, self.engine.stops()):
@@ -360,6 +365,24 @@ class StepGraphs:
             else:  # code of the host that waits for the GPU or copies from the CPU cannot be captured
                 reason = f"capturing it failed: {named(error)}"
         return call.plainly(plain) if reason is None else self._refuse(key, reason, call, plain)
+
+    def _keep_within(self, key: Any, before: int) -> None:
+        """See that graphs of several sizes hold no more than the budget beside what the largest needs alone.
+
+        before: bytes that they held before this one. It is captured first the next time, so that the others find room
+        in its memory; where that does not help, steps of this kind are no graphs.
+        """
+        weights, held = self._weights(), pool_bytes(self._memory)
+        if budget.allows(weights + held, weights + max(before, held - before)):
+            return
+        self.release()
+        if key in self._alone:
+            self._refused[key] = _TOO_MUCH
+            self.engine.report.note(f"no CUDA graph: {_TOO_MUCH}")
+        self._alone[key] = None
+
+    def _weights(self) -> int:
+        return sum(weight.nbytes for weight in self.engine.root.parameters())
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph of what is launched by `run`, and what that returns."""
@@ -396,9 +419,10 @@ class StepGraphs:
         for key, step in list(self._steps.items()):
             if step.graph is None and step.asides is not None and step.version != self.engine.version():
                 del self._steps[key]  # it holds on to weights that may be no more
-        weights = sum(weight.nbytes for weight in self.engine.root.parameters())
+        least = min(_LEAST_KEPT, budget.beside(call.tensors[0].device))
+        most = max(least, self._weights() // _PART_KEPT)
         held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
-        return Asides.of(call, max(_LEAST_KEPT, weights // _PART_KEPT) - held, self.engine.apart)
+        return Asides.of(call, most - held, self.engine.apart)
 
     def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
         """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""

@@ -81,6 +81,15 @@ class GraphMemory:
             self.give_back()
 
 
+def pool_bytes(memory: Any) -> int:
+    """Bytes of the device that one engine's graphs hold. 0 with cudaMallocAsync, where they share it."""
+    pool = getattr(memory, "_pool", None)
+    if pool is None or fragile():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if tuple(one.get("segment_pool_id", ())) == tuple(pool))
+
+
 def is_capturing() -> bool:
     """Whether some thread of this process captures now."""
     return _capturing > 0

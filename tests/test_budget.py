@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pretended_graph
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +21,7 @@ from subjects import graphs_as_they_are
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nexfort_engine import budget
+from nexfort_engine import budget, cudagraph
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compiled import wrap_methods
 from nexfort_engine.config import CompileConfig
@@ -143,6 +144,79 @@ def test_what_an_operator_takes_on_its_way_counts_as_what_it_takes(monkeypatch: 
         torch.ones(1)
         torch.ones(1)
     assert (taken.base, taken.least, taken.most, taken.twice()) == (100, 130, 180, 260)
+
+
+class Pool:
+    """Memory of graphs. A smaller one may fit into what a larger one has left; a larger one takes its own."""
+
+    def __init__(self, reuses: bool) -> None:
+        self.bytes, self.reuses = 0, reuses
+
+    def captured(self, size: int) -> None:
+        """A graph that takes so much was captured."""
+        self.bytes = max(self.bytes, size) if self.reuses and self.bytes >= size else self.bytes + size
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """Graphs on the CPU, each of a hundred thousand bytes a token."""
+    pretended_graph.pretend(monkeypatch)
+    found, captured, release = Pool(True), cudagraph.StepGraphs._captured, cudagraph.StepGraphs.release
+
+    def capture(steps: Any, run: Any) -> Any:
+        result = captured(steps, run)
+        found.captured(100_000 * found.tokens)  # type: ignore[attr-defined]
+        return result
+
+    def released(steps: Any) -> bool:
+        found.bytes = 0
+        return release(steps)
+
+    monkeypatch.setattr(cudagraph.StepGraphs, "_captured", capture)
+    monkeypatch.setattr(cudagraph.StepGraphs, "release", released)
+    monkeypatch.setattr(cudagraph, "pool_bytes", lambda memory: found.bytes)
+    return found
+
+
+def _steps(ours: Any, pool: Pool, tokens: int, count: int = 3) -> None:
+    x = torch.randn(2, tokens, 128)
+    pool.tokens = tokens  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for _ in range(count):
+            assert torch.allclose(ours(x), ours.uncompiled()(x), atol=1e-5)
+
+
+def test_graphs_of_several_sizes_hold_what_the_largest_needs(tmp_path: Path, pool: Pool) -> None:
+    ours = compiled(Net(), tmp_path)
+    graphs = ours._nexfort_engine.graphs
+    _steps(ours, pool, 20)
+    _steps(ours, pool, 40)
+    is_graph = [step.graph is not None for step in graphs._steps.values()]
+    assert not pool.bytes and not any(is_graph), "the small one came first, and its memory was no good for the other"
+    _steps(ours, pool, 40)
+    _steps(ours, pool, 20)
+    assert pool.bytes == 100_000 * 40 and len(graphs._steps) == 2
+    assert not ours.report.as_dict()["notes"]
+
+
+def test_where_graphs_find_no_room_in_each_other_s_memory_one_is_none(tmp_path: Path, pool: Pool) -> None:
+    ours, pool.reuses = compiled(Net(), tmp_path), False
+    for _ in range(3):
+        for tokens in (20, 40):
+            _steps(ours, pool, tokens)
+            assert pool.bytes <= 1.05 * (100_000 * 40 + sum(weight.nbytes for weight in ours.parameters()))
+    assert any("more of the GPU than eager takes" in note for note in ours.report.as_dict()["notes"])
+    made = len(pretended_graph.Graph.made)
+    for tokens in (20, 40, 20, 40):
+        _steps(ours, pool, tokens)
+    assert len(pretended_graph.Graph.made) == made, "graphs are captured again and again"
+
+
+def test_what_is_made_of_a_prompt_is_kept_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert budget.beside(device) > 1 << 60
+    monkeypatch.setattr(budget, "figures", lambda device: (1000, 5000))
+    assert budget.beside(device) == 50
 
 
 @given(some.integers(0, 10**12), some.integers(0, 10**12))
