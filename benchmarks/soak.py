@@ -38,7 +38,7 @@ from .soak_server import Left, Server, find, make_files, names_in, small_disk, u
 
 TOLERANCE = 1e-4  # of the norm, in float32
 MOST_SLOPE = 0.3  # MB a prompt beyond eager's that may be left, and the error of both
-_MOST_COMPILING = 12.0  # seconds of compiling, within which a server is killed
+_MOMENT = 3.0  # seconds from the end of one region at most, within which a server is killed
 _ROOM = 24 << 20  # bytes that all artefacts of one model need, and more
 Say = Callable[[str], None]
 
@@ -98,9 +98,10 @@ class Soak:
 
 @dataclass
 class Kill:
-    """One kill -9. after: seconds of compiling. left_after_start: what the next start left of it."""
+    """One kill -9. done: what it had compiled then, of `total`. left_after_start: what the next start left of it."""
 
-    after: float
+    done: int
+    total: int = 0
     artefacts: int = 0
     unsound: str | None = None
     processes: list[str] = field(default_factory=list)
@@ -216,34 +217,33 @@ def kills(given: Given, count: int) -> list[Kill]:
     while len(found) < count and given.goes_on:
         with Server(given.comfyui, given.folder, "killed", cache=cache) as server:
             server.begin(next(prompts(1, draw.randrange(1 << 20), given.models)))
-            after = _wait_for_compiling(server, draw)
-            if after is None:  # all is there
+            compiled = _wait_for_compiling(server, draw)
+            if compiled is None:  # all is there
                 server.running.post("/nexfort/cache/clear", {"confirm": True})
                 continue
             if found:
                 found[-1].left_after_start = _still_there(server, left)
             left = server.kill(signal.SIGKILL)
-            found.append(Kill(after, server.artefacts(), unsound(cache), left.processes))
-            given.say(f"killed {len(found)} times, {found[-1].artefacts} artefacts in the cache")
+            found.append(Kill(*compiled, server.artefacts(), unsound(cache), left.processes))
+            told = f"killed {len(found)} times, this time with {compiled[0]} of {compiled[1]} regions compiled"
+            given.say(f"{told}, {found[-1].artefacts} artefacts in the cache")
     if found:
         found[-1].left_after_start = _after_next_start(given, "killed", cache, left)
     return found
 
 
-def _wait_for_compiling(server: Server, draw: random.Random) -> float | None:
-    """Wait until a random moment of compiling; the seconds since it began. None: nothing is compiled any more."""
-    within, began = draw.uniform(0.0, _MOST_COMPILING), None
+def _wait_for_compiling(server: Server, draw: random.Random) -> tuple[int, int] | None:
+    """Wait until a random part is compiled, and a moment more: (how much, of how much). None: nothing is compiled."""
+    share, moment, seen = draw.random(), draw.uniform(0.0, _MOMENT), (0, 0)
     while True:
-        states = {node["state"] for node in server.running.get("/nexfort/nodes")["nodes"]}
-        now = time.monotonic()
-        if "compiling" in states:
-            began = began or now
-        if began is not None and now - began >= within:
-            return now - began
-        if began is None and states & {"warm", "compiled", "eager"}:
-            return None
-        if began is not None and "compiling" not in states:
-            return now - began  # it is done, and stored: killed all the same
+        nodes = server.running.get("/nexfort/nodes")["nodes"]
+        compiling = [(node["done"], node["total"]) for node in nodes if node["state"] == "compiling"]
+        seen = compiling[0] if compiling else seen
+        if compiling and seen[0] >= int(share * seen[1]):
+            time.sleep(moment)
+            return seen
+        if not compiling and {node["state"] for node in nodes} & {"warm", "compiled", "eager"}:
+            return seen if seen[1] else None  # it is done, and stored: killed all the same
         time.sleep(0.02)
 
 

@@ -97,9 +97,9 @@ def test_a_slope_beyond_eager_s_does_not_hold() -> None:
         Soak(compiled_late=1),
         Soak(left=Left(processes=["x"])),
         Soak(left_after_start=["x"]),
-        Kill(1.0, unsound="x"),
-        Kill(1.0, processes=["x"]),
-        Kill(1.0, left_after_start=["x"]),
+        Kill(1, unsound="x"),
+        Kill(1, processes=["x"]),
+        Kill(1, left_after_start=["x"]),
         Disk(1, problems=["x"]),
     ],
 )
