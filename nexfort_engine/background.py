@@ -19,6 +19,7 @@ import torch
 from .capture import LOCK
 from .report import named
 from .session import current
+from .shortage import told
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,15 +47,25 @@ class Background:
         """Whether the caller is the thread that makes it."""
         return self._thread is threading.current_thread()
 
-    def start(self, work: Callable[[], object]) -> None:
-        """Do the work on a thread of its own, in the caller's context and on its device, but in no step."""
-        self._engine.report.note(NOTE)
+    def start(self, work: Callable[[], object]) -> bool:
+        """Do the work on a thread of its own, in the caller's context and on its device, but in no step.
+
+        False: there is no thread to be had. What is missing is made before steps from then on.
+        """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         context = copy_context()
         context.run(current.set, None)
-        self._thread = threading.Thread(target=context.run, args=(self._run, work, device), name="nexfort-background")
-        self._thread.daemon = True
-        self._thread.start()
+        thread = threading.Thread(target=context.run, args=(self._run, work, device), name="nexfort-background")
+        thread.daemon = True
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.failed = True
+            self._engine.report.note(f"artefacts are made before steps, not in the background: {told(error)}")
+            return False
+        self._thread = thread
+        self._engine.report.note(NOTE)
+        return True
 
     def _run(self, work: Callable[[], object], device: int | None) -> None:
         try:

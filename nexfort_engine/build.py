@@ -163,9 +163,8 @@ class Builder:
             return False
         self._tried[tries] += 1
         wanted.flat = ghost(wanted.example)  # the step's own tensors are not kept while it is made
-        self.background.start(work)
-        session.behind = True
-        return True
+        session.behind = self.background.start(work)
+        return session.behind
 
     def _make_planned(
         self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted], later: Later = no_later
@@ -322,6 +321,8 @@ class Builder:
             self.engine.report.made(time.perf_counter() - began)
 
     def _done(self, wanted: Wanted, job: Job) -> None:
+        for note in job.notes:
+            self.engine.report.note(note)
         if job.problem is None:
             self._adopt(wanted, job)
         elif job.refused or self.background is None or not self.background.here:

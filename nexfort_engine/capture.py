@@ -220,7 +220,9 @@ def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
 
 @functools.cache
 def _tracing_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="nexfort-tracing")
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nexfort-tracing")
+    thread.submit(int)  # it begins here, or RuntimeError: what is given to one that cannot begin would wait in it
+    return thread
 
 
 @contextlib.contextmanager

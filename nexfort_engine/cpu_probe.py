@@ -21,6 +21,7 @@ import torch
 
 from .cache.beside import recall, remember
 from .cache.key import cpu_facts
+from .compilers import bounded
 
 _FILE = "cpu_probes.json"
 _folder: Path | None = None
@@ -48,12 +49,16 @@ def remembered_probes() -> Iterator[None]:
     def check_build(self: Any, code: str) -> bool:
         key = _key(self, code)
         if key not in answers:
-            answers[key] = bool(original(self, code))
+            with bounded():
+                answers[key] = bool(original(self, code))
         return answers[key]
 
     VecISA.check_build = check_build  # type: ignore[method-assign]
     try:
         yield
+    except BaseException:  # a full disk or no process: a "no" then says nothing of the processor
+        answers = {key: answer for key, answer in answers.items() if answer}
+        raise
     finally:
         VecISA.check_build = original  # type: ignore[method-assign]
         if len(answers) > known:
@@ -69,7 +74,8 @@ def cpp_compiler() -> tuple[str, float]:
     """Path and time of the C++ compiler that Inductor uses; it raises what Inductor raises where there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    path = shutil.which(get_cpp_compiler()) or ""
+    with bounded():
+        path = shutil.which(get_cpp_compiler()) or ""
     return path, os.stat(path).st_mtime if path else 0.0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import heap, pool
+from . import compilers, heap, pool
 from .artefact import Binding, Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
@@ -39,9 +38,10 @@ from .regions import find_regions
 from .remedies import remedy, written_to
 from .report import Report, named
 from .session import Instead, Session, entered
+from .shortage import begun, told
 from .signature import of_its_own
 from .standins import leave, stand_in
-from .support import OLDEST, torch_version, unsupported
+from .support import OLDEST, NotNow, torch_version, unsupported
 from .verify import Verifier
 from .worth import Worth
 
@@ -142,16 +142,21 @@ class Engine:
         device: where the model will run. What the store has for this model is made ready to load; where it has nothing,
             workers are started.
         """
-        import_ahead()
-        self.worth.anew()
-        if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
-            return
-        there = self.stored(device)
-        if there:
-            threading.Thread(target=self.store.ahead, args=(there,), name="nexfort-ahead", daemon=True).start()
-        else:
-            import_tracing_ahead()
-            pool.expect(device.type, self.store.root)
+        try:
+            import_ahead()
+            self.worth.anew()
+            if torch_version() < OLDEST or device.type not in ("cpu", "cuda"):
+                return
+            there = self.stored(device)
+            if there:
+                begun("nexfort-ahead", self.store.ahead, there)  # or the first step makes them ready
+            else:
+                import_tracing_ahead()
+                pool.expect(device.type, self.store.root)
+        except pool.NoWorkers as error:
+            self.report.note(f"no workers were started ahead: {error}")
+        except OSError as error:
+            self.report.note(f"nothing was made ready for the first step: {told(error)}")
 
     def stored(self, device: torch.device) -> list[str]:
         """The primary keys of what the store has for this backbone on a device."""
@@ -384,7 +389,13 @@ class Engine:
         if torch.is_grad_enabled() and _requires_grad(self.root, args, kwargs or {}):
             return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
         if self._off is None:
-            self._off = unsupported(self.root, self.store.root) or ""
+            stop = compilers.cancel.set(self.cancel)
+            try:
+                self._off = unsupported(self.root, self.store.root) or ""
+            except NotNow as error:  # the next step asks again
+                return str(error)
+            finally:
+                compilers.cancel.reset(stop)
             if self._off:
                 log.warning("Nexfort: running eager: %s", self._off)
         return self._off or None

@@ -59,7 +59,12 @@ def kernels_in_forks(tokens: Tokens, place: Path, shared: Path | None = None) ->
     they give, as long as it is not read. shared: as for `compiled_once`, inside of which this is then.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kernels-", dir=place)))
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kernels-", dir=place)))
+        except OSError as error:  # no room for it: all are compiled in place
+            log.debug("Nexfort: there is no folder for kernels of forked processes: %s", error)
+            yield
+            return
         forks = _Forks(tokens, folder, shared)
         stack.callback(forks.end)  # before the folder goes
         stack.enter_context(kernels_handed_to(forks))

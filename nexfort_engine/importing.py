@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import importlib
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
 
+from .cache.scratch import scratch
 from .flags import inductor_scope
+from .shortage import begun
 
 log = logging.getLogger("nexfort")
 
@@ -29,12 +30,13 @@ _TRACING = (
     "torch.fx.experimental.validator",
 )
 _INDUCTOR, _LATE = "nexfort-import", "nexfort-import-late"
+_LOOK = 0.1  # seconds between two looks at whether to go on waiting
 
 _threads: dict[str, threading.Thread] = {}
 
 
 def import_ahead() -> None:
-    """Import Inductor. Once a process.
+    """Import Inductor. Once a process; where there is no thread for it, whoever needs it imports it.
 
     What it calls its cache's keys follows on another thread, which nobody waits for: hashes of torch's and Triton's
     files.
@@ -47,10 +49,15 @@ def import_tracing_ahead() -> None:
     _once(_LATE, lambda: import_all(_TRACING))
 
 
-def wait_for_import() -> None:
-    """Let what is imported ahead be there: two threads that import Inductor may see half of one of its modules."""
+def wait_for_import(cancel: Callable[[], None] = lambda: None) -> None:
+    """Let what is imported ahead be there: two threads that import Inductor may see half of one of its modules.
+
+    cancel: raises to stop waiting.
+    """
     for thread in list(_threads.values()):
-        thread.join()
+        while thread.is_alive():
+            cancel()
+            thread.join(_LOOK)
 
 
 def import_all(names: Iterable[str]) -> None:
@@ -63,8 +70,12 @@ def import_all(names: Iterable[str]) -> None:
 def _once(name: str, work: Callable[[], None]) -> None:
     if name not in _threads:
         thread = threading.Thread(target=_work, args=(work, _threads.get(_INDUCTOR)), name=name, daemon=True)
-        thread.start()
-        _threads[name] = thread  # who finds it may wait for it
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.debug("Nexfort: nothing is imported ahead: %s", error)
+        else:
+            _threads[name] = thread  # who finds it may wait for it
 
 
 def _work(work: Callable[[], None], behind: threading.Thread | None) -> None:
@@ -72,16 +83,17 @@ def _work(work: Callable[[], None], behind: threading.Thread | None) -> None:
         behind.join()
     # in the scope, because importing Inductor writes to the environment and starts compiler processes
     try:
-        with tempfile.TemporaryDirectory() as folder, inductor_scope(folder):
+        with scratch() as folder, inductor_scope(folder):
             work()
-    except (ImportError, OSError) as error:  # an old torch, a full disk: the first call says what is the matter
+    except (ImportError, OSError, RuntimeError) as error:  # an old torch, a full disk: the first call says what it is
         log.debug("Nexfort: importing the compiler ahead failed: %s", error)
 
 
 def _import_inductor() -> None:
     from torch._inductor import CompiledArtifact, compile_fx, standalone_compile  # noqa: F401
 
-    threading.Thread(target=_hash_ahead, name="nexfort-hashes", daemon=True).start()
+    if (reason := begun("nexfort-hashes", _hash_ahead)) is not None:
+        log.debug("Nexfort: nothing is hashed ahead: %s", reason)
 
 
 def _hash_ahead() -> None:

@@ -15,8 +15,8 @@ import importlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ import torch
 from .assumptions import Equalities, Limits
 from .capture import Captured
 from .choices import whole_rows
+from .compilers import bounded
 from .conditions import Conditions
 from .cpu_probe import remembered_probes
-from .flags import inductor_scope
+from .flags import inductor_scope, replaced
 from .folding import Folded, FoldedCode, fold
 from .kernels import known_to_inductor
 from .pairs import pairs_read_once
@@ -43,6 +44,7 @@ CONSTANTS = "constants.safetensors"
 _LIMITS = "limits.json"
 _BEFORE, _PREPARATION = "before", "preparation.json"
 _FOLDED, _PIECE = "folded.json", "piece_"
+_TEMPORARY = "temporary"
 _PROMPTED, _PROMPT = "prompted.json", "prompt_"
 _WHOLE = "Nexfort: a graph could not be lowered in pieces, and is lowered as a whole"
 Loaded = Callable[[list[Any]], Any]
@@ -173,20 +175,53 @@ def _inductor(
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    payload.mkdir(parents=True, exist_ok=True)
-    from torch._inductor import standalone_compile
+    (payload / _TEMPORARY).mkdir(parents=True, exist_ok=True)
+    from torch._inductor import compile_fx, standalone_compile  # noqa: F401  what starts compilers is bounded below
 
     rows = whole_rows(measured=measures(options)) if own.get("whole_rows") else nullcontext()
     pairs = pairs_read_once() if own.get("rotary") else nullcontext()
     known = known_to_inductor(convolutions=own.get("convolution") is True)
     clock = by_the_device() if measures(options) else nullcontext()
-    with inductor_scope(payload, options), remembered_probes(), torch.no_grad(), rows, pairs, known, clock:
+    scope, written = inductor_scope(payload, options), _all_written()
+    with scope, bounded(payload / _TEMPORARY), remembered_probes(), torch.no_grad(), rows, pairs, known, clock, written:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
-    for name in ("triton", "locks"):
+    for name in ("triton", "locks", _TEMPORARY):
         shutil.rmtree(payload / name, ignore_errors=True)
+
+
+@contextmanager
+def _all_written() -> Iterator[None]:
+    """Raises what kept Inductor from writing a file, which as of torch 2.11 it only logs, at the end of the block."""
+    from torch._functorch._aot_autograd import autograd_cache
+    from torch._inductor import codecache
+
+    failures: list[OSError] = []
+
+    def noted(write: Callable[..., None]) -> Callable[..., None]:
+        def noting(*given: Any, **more: Any) -> None:
+            try:
+                write(*given, **more)
+            except OSError as error:
+                failures.append(error)
+                raise
+
+        return noting
+
+    with ExitStack() as stack:
+        for module in (codecache, autograd_cache):
+            if hasattr(module, "write_atomic"):
+                stack.enter_context(replaced(module, "write_atomic", noted(module.write_atomic)))
+        try:
+            yield
+        except Exception as error:
+            if failures and not isinstance(error, OSError):  # such as that nothing complete was stored
+                raise failures[0] from error
+            raise
+        if failures:
+            raise failures[0]
 
 
 def take_limits(payload: Path, manifest: dict[str, Any]) -> None:

@@ -9,10 +9,8 @@ the background, and found there the next time.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import logging
-import os
 import shutil
 import threading
 import time
@@ -32,10 +30,12 @@ from .importing import wait_for_import
 from .progress import Tracker
 from .report import named
 from .session import entered
+from .shortage import advised, begun, told
 
 log = logging.getLogger("nexfort")
 
 WATCH = 0.1  # seconds between two looks at the host's cancel
+ALONE = "lowering goes on in this process, without workers"
 
 _left: list[Job] = []  # what a cancelled call left to be lowered in this process
 
@@ -60,6 +60,7 @@ class Job:
     problem: str | None = None
     guards: list[list[Any]] | None = None
     refused: bool = False  # the problem lies in the block's own code
+    notes: list[str] = field(default_factory=list)  # how it was made, where that was not as usual
     seconds: float = 0.0
     began: float = 0.0
     finished: threading.Event = field(default_factory=threading.Event)
@@ -85,14 +86,26 @@ def lower_all(
     once all are captured, while workers lower them, and left when what it gives is captured too: jobs for the same
     device that are made with them.
     """
-    wait_for_import()  # another network of this process may have begun it when this one was being loaded
+    wait_for_import(cancel)  # another network of this process may have begun it when this one was being loaded
     with Tracker(len(jobs)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = pool.count_for(len(group), device)
-            tracker.at_once = max(1, workers)
-            with pool.taken(workers, device, group[0].store.root) if workers else contextlib.nullcontext() as helpers:
+            with _workers(workers, device, group[0]) as helpers:
+                tracker.at_once = workers if helpers is not None else 1
                 _run(group, options, cancel, later, tracker, helpers)
             later = no_later
+
+
+def _workers(count: int, device: str, first: Job) -> contextlib.AbstractContextManager[pool.Pool | None]:
+    """So many workers for a batch whose first job this is; None where there are to be none, or none is to be had."""
+    if not count:
+        return contextlib.nullcontext()
+    try:
+        return pool.taken(count, device, first.store.root)
+    except pool.NoWorkers as error:
+        log.warning("Nexfort: %s", (note := f"{ALONE}: {error}"))
+        first.notes.append(note)
+        return contextlib.nullcontext()
 
 
 def _by_device(jobs: list[Job]) -> dict[str, list[Job]]:
@@ -134,8 +147,7 @@ def _run(
         shown = job.more(job, captured[1]) if captured is not None else []
         if captured is None:
             collect(job)
-        elif helpers is not None and pool.portable(captured[0].modules):
-            _submit(job, *captured, options, helpers)
+        elif helpers is not None and _submitted(job, *captured, options, helpers):
             running.append(job)
         else:
             _start(job, *captured, options)
@@ -197,16 +209,10 @@ def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
         job.problem, job.guards, job.refused = str(refusal), getattr(refusal, "guards", None), True
     except Exception as error:
         # torch's tracing may fail in any way on code of others; the block then runs eager with this as its reason
-        job.problem = f"capturing it failed: {named(error)}"
+        job.problem = f"capturing it failed: {told(error)}"
         job.guards = getattr(error, "guards", None)
         log.debug("Nexfort: capturing %s failed", job.name, exc_info=True)
     return None
-
-
-def _failed(what: str, problem: str) -> str:
-    if os.strerror(errno.ENOSPC) in problem:
-        problem += "; make room there, or name another folder in NEXFORT_CACHE_DIR"
-    return f"{what} it failed: {problem}"
 
 
 def _start(
@@ -215,7 +221,7 @@ def _start(
     manifest: dict[str, Any],
     options: Callable[[str], dict[str, object]],
 ) -> None:
-    """Lower beside the calling thread, in this process."""
+    """Lower beside the calling thread, in this process; on that thread itself where there is no other to be had."""
     current = torch.cuda.current_device() if job.device == "cuda" else None
 
     def work() -> None:
@@ -224,13 +230,14 @@ def _start(
                 torch.cuda.set_device(current)
             _lower_and_store(job, captured, manifest, options(job.device))
         except Exception as error:
-            job.problem = _failed("lowering", named(error))
+            job.problem = f"lowering it failed: {told(error)}"
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
         finally:
             job.finished.set()
 
-    thread = threading.Thread(target=copy_context().run, args=(work,), name="nexfort-lowering", daemon=True)
-    thread.start()
+    if (reason := begun("nexfort-lowering", copy_context().run, work)) is not None:
+        job.notes.append(f"a step waited for its artefacts without looking for a cancel: {reason}")
+        work()
 
 
 def _wait(job: Job, cancel: Callable[[], None], tracker: Tracker, *, once: bool = False) -> None:
@@ -243,6 +250,25 @@ def _wait(job: Job, cancel: Callable[[], None], tracker: Tracker, *, once: bool 
             tracker.tick()
         if once:
             return
+
+
+def _submitted(
+    job: Job,
+    captured: Captured,
+    manifest: dict[str, Any],
+    options: Callable[[str], dict[str, object]],
+    helpers: pool.Pool,
+) -> bool:
+    """Hand a graph to a worker process. False: it is to be lowered in this process."""
+    if not pool.portable(captured.modules):
+        return False
+    try:
+        _submit(job, captured, manifest, options, helpers)
+    except Exception as error:  # of the disk, or of a graph that cannot be pickled
+        log.debug("Nexfort: %s is not handed to a worker", job.name, exc_info=True)
+        job.notes.append(f"what a worker should have lowered was lowered in this process: {told(error)}")
+        return False
+    return True
 
 
 def _submit(
@@ -263,9 +289,9 @@ def _submit(
                 if problem is None:
                     _commit(job, staged, manifest)
                 else:
-                    job.problem = _failed("lowering", problem)
+                    job.problem = f"lowering it failed: {advised(problem)}"
         except Exception as error:
-            job.problem = _failed("storing", named(error))
+            job.problem = f"storing it failed: {told(error)}"
         finally:
             job.finished.set()
 
@@ -277,7 +303,14 @@ def _submit(
             return named(error)
         return None
 
-    helpers.submit(captured, staged, captured.modules, options(job.device), device, then, instead)
+    def gone(reason: str) -> None:
+        job.notes.append(f"a worker did not lower what it was given ({reason}); this process did")
+
+    try:
+        helpers.submit(captured, staged, captured.modules, options(job.device), device, then, instead, gone)
+    except BaseException:
+        stack.close()
+        raise
 
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from .parts import places
 from .report import named
+from .shortage import begun
 
 log = logging.getLogger("nexfort")
 
@@ -199,7 +200,8 @@ class _Copies:
         if self._device.type == "cuda":
             written = torch.cuda.Event()
             written.record(torch.cuda.current_stream(self._device))
-        threading.Thread(target=self._copy, args=(written,), name="nexfort-offload", daemon=True).start()
+        if (reason := begun("nexfort-offload", self._copy, written)) is not None:
+            self._not_made(reason)
 
     def _copy(self, written: torch.cuda.Event | None) -> None:
         try:
@@ -211,12 +213,17 @@ class _Copies:
                     if self.dropped:
                         break
                     self._made.append({name: weight.detach().to(_MAIN, copy=True) for name, weight in weights.items()})
-        except Exception as error:  # of memory; the weights stay where they are
-            log.warning("Nexfort: weights could not be copied to main memory: %s", named(error))
-            self.failed = True
-            self._made.clear()
+        except Exception as error:  # of memory
+            self._not_made(named(error))
         finally:
             self.done.set()
+
+    def _not_made(self, reason: str) -> None:
+        """The weights stay where they are."""
+        log.warning("Nexfort: weights could not be copied to main memory: %s", reason)
+        self.failed = True
+        self._made.clear()
+        self.done.set()
 
     def let_go(self, layers: list[nn.Module], home: Home) -> list[torch.Tensor]:
         """Put the copies in the places of weights that are still there, of those of these layers; gives the others."""

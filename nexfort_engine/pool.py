@@ -10,7 +10,6 @@ stays in the process.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -18,15 +17,17 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from . import orphaned
+from .cache.scratch import scratch
 from .capture import Captured
+from .lines import Line, NoWorkers, Watch, WorkerGone
+from .shortage import begun, told
 from .worker import FORK, pack
 
 log = logging.getLogger("nexfort")
@@ -41,6 +42,7 @@ _PATIENCE = 600.0  # seconds after which workers that are not needed end
 _KEPT = 60.0  # seconds that the process which forks them stays after the last of them ended
 _LOOK = 1.0  # seconds between two looks at whether there is memory for it
 _SHORT = 2 << 30  # bytes of main memory below which it goes at once; it holds 0.4 GiB by itself
+_TEMPORARY = "temporary"  # in a folder of its own
 
 
 def count_for(jobs: int, device: str) -> int:
@@ -87,55 +89,32 @@ def portable(modules: list[str]) -> bool:
     return True
 
 
-class WorkerGone(Exception):
-    """A worker ended before it answered: it was killed, or could not start."""
-
-
-@dataclass
-class _Line:
-    """The line to one worker: a job a line one way, an answer a line the other way."""
-
-    answers: IO[str]
-    jobs: IO[str]
-
-    def ask(self, job: dict[str, Any]) -> str | None:
-        """Have one job done. The failure, or None. Raises WorkerGone."""
-        try:
-            self.jobs.write(json.dumps(job) + "\n")
-            self.jobs.flush()
-            line = self.answers.readline()
-        except OSError as error:
-            raise WorkerGone(str(error)) from error
-        if not line:
-            raise WorkerGone("it ended without an answer")
-        answer = json.loads(line)
-        return None if answer["ok"] else str(answer["error"])
-
-    def close(self) -> None:
-        """The worker ends as soon as it sees this."""
-        for stream in (self.jobs, self.answers):
-            with contextlib.suppress(OSError):
-                stream.close()
-
-
 _expected: Pool | None = None
 _expecting = threading.Lock()
 
 
 def expect(device: str, probes: Path | None) -> None:
-    """Start workers before there is anything to lower: they take seconds to import the compiler. Once; see `taken`."""
+    """Start workers before there is anything to lower: they take seconds to import the compiler. Once; see `taken`.
+
+    Raises NoWorkers.
+    """
     global _expected
     with _expecting:
         workers = count_for(_MOST, device) if _expected is None else 0
         if workers:
-            _expected = Pool(workers, device, probes)
+            found = Pool(workers, device, probes)
             timer = threading.Timer(_PATIENCE, dismiss)
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError as error:
+                found.close()
+                raise NoWorkers(told(error)) from error
+            _expected = found
 
 
 def taken(workers: int, device: str, probes: Path | None) -> Pool:
-    """The workers that are expected if there are any for this device, or new ones."""
+    """The workers that are expected if there are any for this device, or new ones. Raises NoWorkers."""
     global _expected
     with _expecting:
         found, _expected = _expected, None
@@ -161,24 +140,36 @@ class Pool:
     """Workers for one batch. Use as a context manager; leaving it lets running jobs end in the background."""
 
     def __init__(self, workers: int, device: str, probes: Path | None) -> None:
+        """Raises NoWorkers where there is not one to be had."""
         self._queue: queue.Queue[Any] = queue.Queue()
         self.device, self.probes = device, probes
-        # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
-        self._forker = _Forker.lent(device) if sys.platform == "linux" else None
+        self._forker: _Forker | None = None
         self._processes: list[subprocess.Popen[str]] = []
-        if self._forker is not None:
-            try:
-                lines = self._forker.lines(workers)
-            except BaseException:
-                self._forker.give_back()
-                raise
-        else:
-            lines, self._processes = _spawned(workers)
-        self._serving = len(lines)
         self._lock = threading.Lock()
+        self._watch = Watch(self._leaders)
+        lines: list[Line] = []
+        try:
+            # on Linux one process imports the compiler, which takes seconds of a core, and forks the workers
+            if sys.platform == "linux":
+                self._forker = _Forker.lent(device)
+                self._forker.lines(workers, lines)
+            else:
+                _spawned(workers, lines, self._processes)
+        except (OSError, RuntimeError) as error:
+            reason: str | None = told(error)
+            log.debug("Nexfort: not all lowering workers were started", exc_info=True)
+        else:
+            reason = begun("nexfort-watch", self._watch.run)
+        self._workers = self._serving = len(lines)
         for line in lines:
-            threading.Thread(target=self._serve, args=(line,), name="nexfort-worker", daemon=True).start()
-        self._workers = workers
+            reason = reason or begun("nexfort-worker", self._serve, line)
+            if reason is not None:
+                self._leave(line)
+                self._workers -= 1
+        if not lines:
+            self._end()
+        if not self._workers:
+            raise NoWorkers(reason)
 
     def __enter__(self) -> Pool:
         return self
@@ -203,10 +194,12 @@ class Pool:
         device: str,
         then: Callable[[str | None], None],
         instead: Callable[[], str | None],
+        gone: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Lower a graph into `folder`/payload; `then` is called on another thread with the failure, or None.
 
-        instead: does the job in this process where the worker is gone.
+        instead: does the job in this process where the worker is gone; `gone` is told why. Raises what keeps the graph
+        from being written for a worker.
         """
         file = folder / "graph.bin"
         file.write_bytes(pack(captured))
@@ -220,32 +213,45 @@ class Pool:
             "kernels": self._forker.kernels if self._forker is not None else "",
             "spread": self._workers >= _MANY,
         }
-        self._queue.put((job, then, instead))
+        self._queue.put((job, then, instead, gone))
 
-    def _serve(self, line: _Line) -> None:
+    def _serve(self, line: Line) -> None:
         """Feed one worker until the pool closes; the last one ends what is left."""
         while self._fed(line, self._queue.get()):
             pass
+        self._leave(line)
+
+    def _leave(self, line: Line) -> None:
         line.close()
         with self._lock:
             self._serving -= 1
             last = self._serving == 0
         if last:
-            for process in self._processes:
-                _end(process)
-            if self._forker is not None:
-                self._forker.give_back()
+            self._end()
 
-    @staticmethod
-    def _fed(line: _Line, item: Any) -> bool:
+    def _leaders(self) -> list[int]:
+        """The processes whose groups all workers are in."""
+        return [one.pid for one in self._processes] if self._forker is None else [self._forker.number]
+
+    def _end(self) -> None:
+        self._watch.end()
+        for process in self._processes:
+            _end(process)
+        if self._forker is not None:
+            self._forker.give_back()
+
+    def _fed(self, line: Line, item: Any) -> bool:
         """Have one job done; False for the end. What the job holds, a model among it, goes with this call."""
         if item is None:
             return False
-        job, then, instead = item
+        job, then, instead, gone = item
         try:
-            problem = line.ask(job)
+            with self._watch.waiting():
+                problem = line.ask(job)
         except WorkerGone as error:
-            log.warning("Nexfort: a lowering worker is gone (%s); lowering goes on in this process", error)
+            reason = self._watch.why or str(error)
+            log.warning("Nexfort: a lowering worker is gone (%s); lowering goes on in this process", reason)
+            gone(reason)
             problem = instead()
         then(problem)
         return True
@@ -263,14 +269,21 @@ class _Forker:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._shared = _folder()
-        self.kernels = self._shared.name if self._shared is not None else ""  # where its workers share kernels
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once()), self.kernels]
-            self._process = _started(arguments, pass_fds=[theirs.fileno()])
+        with contextlib.ExitStack() as made:
+            self.kernels = _folder(made)  # where its workers share kernels
+            self._control, theirs = socket.socketpair()
+            made.enter_context(self._control)
+            with theirs:
+                arguments = [FORK, device, str(theirs.fileno()), str(_kernels_at_once()), self.kernels]
+                self._process = _started(arguments, self.kernels, pass_fds=[theirs.fileno()])
+            self._made = made.pop_all()
         self._users = 0
         self._wanted = threading.Event()  # one for each time that it is idle
+
+    @property
+    def number(self) -> int:
+        """Its process's, and so its group's."""
+        return self._process.pid
 
     @classmethod
     def lent(cls, device: str) -> _Forker:
@@ -296,7 +309,9 @@ class _Forker:
                 self._end()
                 return
             self._wanted = threading.Event()
-            threading.Thread(target=self._stay, args=(self._wanted,), name="nexfort-forker", daemon=True).start()
+            if begun("nexfort-forker", self._stay, self._wanted) is not None:
+                self._end()  # nobody would end it later
+                cls._current = None
 
     def _stay(self, wanted: threading.Event) -> None:
         """End it, unless it is wanted again before."""
@@ -314,43 +329,45 @@ class _Forker:
 
     def _end(self) -> None:
         self._wanted.set()
-        self._control.close()
         if self._process.poll() is None:  # or its number may be another's by now
             _end(self._process)
-        if self._shared is not None:
-            self._shared.cleanup()
+        self._made.close()
 
-    def lines(self, count: int) -> list[_Line]:
-        """Lines to so many new workers."""
-        lines = []
+    def lines(self, count: int, lines: list[Line]) -> None:
+        """Adds lines to so many new workers."""
         for _ in range(count):
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 with contextlib.suppress(OSError):  # it is gone; the line ends then, and whoever asks learns of it
                     socket.send_fds(self._control, [b"+"], [theirs.fileno()])
                 # the streams keep it open
-                lines.append(_Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
-        return lines
+                lines.append(Line(ours.makefile("r", encoding="utf-8"), ours.makefile("w", encoding="utf-8")))
 
 
-def _folder() -> tempfile.TemporaryDirectory[str] | None:
-    """A folder that goes with what holds it; None where there can be none. Workers may still write there then."""
+def _folder(held: contextlib.ExitStack) -> str:
+    """A folder with one for temporary files; "" where there can be none. Workers may still write there when it goes."""
     try:
-        return tempfile.TemporaryDirectory(prefix="nexfort-kernels-", ignore_cleanup_errors=True)
-    except OSError as error:
+        folder = held.enter_context(scratch())
+        (folder / _TEMPORARY).mkdir(mode=0o700)
+    except (OSError, RuntimeError) as error:
         log.debug("Nexfort: there is no folder for kernels that workers share: %s", error)
-        return None
+        return ""
+    return str(folder)
 
 
-def _spawned(count: int) -> tuple[list[_Line], list[subprocess.Popen[str]]]:
-    """Workers that start by themselves, each on its standard input and output."""
-    processes = [_started([], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
-    return [_Line(p.stdout, p.stdin) for p in processes if p.stdout and p.stdin], processes
+def _spawned(count: int, lines: list[Line], processes: list[subprocess.Popen[str]]) -> None:
+    """Adds workers that start by themselves, each on its standard input and output."""
+    for _ in range(count):
+        processes.append(_started([], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        lines.append(Line(processes[-1].stdout, processes[-1].stdin))  # type: ignore[arg-type]
 
 
-def _started(arguments: list[str], **pipes: Any) -> subprocess.Popen[str]:
+def _started(arguments: list[str], folder: str = "", **pipes: Any) -> subprocess.Popen[str]:
+    """A process that works for this one and ends with it. folder: for its temporary files, and its compilers'."""
     # one thread each: a worker must not start a pool of compiler processes of its own
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"}
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0", **orphaned.works_for()}
+    if folder:
+        environment["TMPDIR"] = os.path.join(folder, _TEMPORARY)
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check would keep forked processes from the device
     # sizes as expressions are most of the work, and SymPy forgets all but its last thousand: a tenth of the time
     environment.setdefault("SYMPY_CACHE_SIZE", "100000")
@@ -358,7 +375,7 @@ def _started(arguments: list[str], **pipes: Any) -> subprocess.Popen[str]:
     path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])
     return subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.worker", *arguments],
+        [sys.executable, "-m", orphaned.__name__, *arguments],
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **pipes},
         stderr=subprocess.DEVNULL,
         text=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
 from pathlib import Path
 
 import torch
@@ -17,9 +18,11 @@ from torch import nn
 
 from .cache.beside import recall, remember
 from .cache.key import environment_parts, primary_key
+from .compilers import bounded, hung
 from .cpu_probe import cpp_compiler
 from .importing import wait_for_import
 from .report import first_line
+from .shortage import PASSING, told
 
 OLDEST = (2, 11)
 REFERENCE = (2, 11)
@@ -27,8 +30,12 @@ _PASSED = "selfchecks.json"
 _MOST_PASSED = 64  # versions of the engine come and go
 
 
+class NotNow(Exception):
+    """Whether something can be compiled here cannot be found out now. The text says why."""
+
+
 def unsupported(root: nn.Module, folder: Path | None = None) -> str | None:
-    """Why nothing can be compiled for this module here, or None. `folder`: see reason_for."""
+    """Why nothing can be compiled for this module here, or None. `folder`: see reason_for. Raises NotNow."""
     weight: torch.Tensor | None = next(root.parameters(), None)
     if weight is None:
         weight = next(root.buffers(), None)
@@ -37,7 +44,7 @@ def unsupported(root: nn.Module, folder: Path | None = None) -> str | None:
 
 @functools.cache
 def reason_for(device_type: str, folder: Path | None = None) -> str | None:
-    """Why artefacts for one kind of device cannot be made in this process, or None.
+    """Why artefacts for one kind of device cannot be made in this process, or None. Raises NotNow.
 
     folder: where it is remembered that a self-check passed; None: it is made once a process.
     """
@@ -102,13 +109,18 @@ def _no_compiler(device_type: str) -> str | None:
 
 
 def no_cpp_compiler() -> str | None:
-    """Why Inductor finds no C++ compiler, or None."""
+    """Why Inductor finds no C++ compiler, or None. Raises NotNow where no process can be started to ask it."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
-        get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError) as error:
+        with bounded():
+            get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise NotNow(f"the C++ compiler could not be started: {told(error)}") from error
+        if hung:
+            return f"compiling for the CPU needs the C++ compiler: {next(iter(hung.values()))}"
         what = first_line(error, 120) or type(error).__name__
         return (
             f"no C++ compiler was found ({what}), and compiling for the CPU needs one; install gcc (g++) or "

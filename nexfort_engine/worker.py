@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lowering worker: `python -m nexfort_engine.worker`, one job a line on standard input, one answer a line on output.
+"""A lowering worker: one job a line on standard input, one answer a line on output. orphaned.py starts it.
 
 With `--fork`, a device, the number of an open socket and how many kernels may be compiled beside others, it imports the
 compiler once, and forks a worker for each socket that it is sent there.
@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from . import flags, lower
+from . import compilers, flags, lower, orphaned
 from .capture import Captured
 from .forked_kernels import Tokens, kernels_in_forks
 from .importing import import_all
@@ -123,29 +123,48 @@ def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
     Only where this process has one thread and no device. What is given has to be what JSON can hold. Raises what the
     first raises, or a RuntimeError with the failure of another; all have ended then.
     """
-    children = []
-    for work in works[1:]:
-        theirs, ours = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(theirs)
-            _answer(work, ours)
-        os.close(ours)
-        children.append((child, theirs))
+    children = [_forked(work) for work in works[1:]]
+    answers: list[str | None] = []
     try:
         results = [work() for work in works[:1]]
     finally:
-        answers = []
-        for child, theirs in children:
-            with os.fdopen(theirs, encoding="utf-8") as stream:
-                answers.append(stream.read())
-            os.waitpid(child, 0)
-    for text in answers:
+        for begun in children:
+            answers.append(None if begun is None else _said(*begun))
+    for text, work in zip(answers, works[1:], strict=True):
+        if text is None:  # there was no process for it
+            results.append(work())
+            continue
         answer = json.loads(text) if text else {"error": "a process that was forked ended without an answer"}
         if "error" in answer:
             raise RuntimeError(answer["error"])
         results.append(answer["result"])
     return results
+
+
+def _forked(work: Callable[[], Any]) -> tuple[int, int] | None:
+    """A process that was forked for a work, and where it answers. None: no process or descriptor was to be had."""
+    try:
+        theirs, ours = os.pipe()
+    except OSError:
+        return None
+    try:
+        child = os.fork()
+    except OSError:
+        os.close(theirs)
+        os.close(ours)
+        return None
+    if not child:
+        os.close(theirs)
+        _answer(work, ours)
+    os.close(ours)
+    return child, theirs
+
+
+def _said(child: int, theirs: int) -> str:
+    with os.fdopen(theirs, encoding="utf-8") as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    return answer
 
 
 def _answer(work: Callable[[], Any], to: int) -> NoReturn:
@@ -165,12 +184,14 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
     """Do jobs until there are no more."""
     for line in jobs:
         job = json.loads(line)
+        compilers.hung.update(job.get("hung") or {})
         try:
             work(job)
             answer: dict[str, Any] = {"ok": True}
         except Exception as error:
             # whatever went wrong is the answer: the parent reports it for the region
             answer = {"ok": False, "error": named(error)}
+        answer["hung"] = compilers.hung
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -244,10 +265,12 @@ def _fork(device: str, control: int, kernels: int, shared: str) -> int:
     gc.freeze()  # a collection in a worker would copy the pages that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that end
     with socket.socket(fileno=control) as line:
-        while sockets := socket.recv_fds(line, 1, 1)[1]:
-            if not os.fork():
-                _begin(sockets[0], line, device, warm)
-            os.close(sockets[0])
+        while (come := socket.recv_fds(line, 1, 1))[0]:
+            for own in come[1]:  # none where there was no descriptor for it
+                with contextlib.suppress(OSError):  # nor a process: who waits for the worker sees its line end
+                    if not os.fork():
+                        _begin(own, line, device, warm)
+                os.close(own)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
@@ -262,9 +285,10 @@ def _begin(own: int, control: socket.socket, device: str, warm: bool) -> NoRetur
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers that it starts are waited for
         control.close()
+        orphaned.watch()
         if not warm or (device == "cuda" and torch.cuda._is_in_bad_fork()):
             # in the second case some import asked the CUDA runtime for its devices: no forked process can use them
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, LINE, str(own)])
+            os.execv(sys.executable, [sys.executable, "-m", orphaned.__name__, LINE, str(own)])
         _serve_socket(own)
         status = 0
     finally:
@@ -289,7 +313,3 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # compilers print to standard output; answers must stay readable
     serve(sys.stdin, answers)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
         *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "pace", "heap", "recent"),
+        *("shortage", "processes", "compilers", "keeper"),
     ),
     "cache": ("cache",),
     "block": (
@@ -57,6 +58,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "parting",
         "folding",
         "worker",
+        "orphaned",
+        "lines",
         "forked_kernels",
         "shared_kernels",
         "timing",

@@ -56,6 +56,7 @@ NOT_SHAPING = frozenset(
             "rehearsal",
             "report",
         ),
+        *("compilers", "keeper", "lines", "orphaned", "processes", "shortage"),
         *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow", "worth"),
     )
 )
