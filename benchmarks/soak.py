@@ -216,8 +216,8 @@ def kills(given: Given, count: int) -> list[Kill]:
     cache, left = given.folder / "cache-killed", Left()
     while len(found) < count and given.goes_on:
         with Server(given.comfyui, given.folder, "killed", cache=cache) as server:
-            server.begin(next(prompts(1, draw.randrange(1 << 20), given.models)))
-            compiled = _wait_for_compiling(server, draw)
+            number = server.begin(next(prompts(1, draw.randrange(1 << 20), given.models)))
+            compiled = _wait_for_compiling(server, number, draw)
             if compiled is None:  # all is there
                 server.running.post("/nexfort/cache/clear", {"confirm": True})
                 continue
@@ -232,8 +232,8 @@ def kills(given: Given, count: int) -> list[Kill]:
     return found
 
 
-def _wait_for_compiling(server: Server, draw: random.Random) -> tuple[int, int] | None:
-    """Wait until a random part is compiled, and a moment more: (how much, of how much). None: nothing is compiled."""
+def _wait_for_compiling(server: Server, number: str, draw: random.Random) -> tuple[int, int] | None:
+    """Wait until a random part is compiled, and a moment more: (how much, of how much). None: nothing was compiled."""
     share, moment, seen = draw.random(), draw.uniform(0.0, _MOMENT), (0, 0)
     while True:
         nodes = server.running.get("/nexfort/nodes")["nodes"]
@@ -242,8 +242,8 @@ def _wait_for_compiling(server: Server, draw: random.Random) -> tuple[int, int] 
         if compiling and seen[0] >= int(share * seen[1]):
             time.sleep(moment)
             return seen
-        if not compiling and {node["state"] for node in nodes} & {"warm", "compiled", "eager"}:
-            return seen if seen[1] else None  # it is done, and stored: killed all the same
+        if not compiling and server.running.get(f"/history/{number}"):  # it has ended
+            return seen if seen[1] else None
         time.sleep(0.02)
 
 
