@@ -26,6 +26,7 @@ import torch
 from . import budget, readset
 from .asides import Asides
 from .constants import Answering, Remembering, Sent
+from .faults import UNSEEN, is_passed_on
 from .flags import launched_by_address
 from .glue import Glue
 from .graphmemory import GraphMemory, fragile, pool_bytes, without_frames
@@ -97,20 +98,19 @@ class StepGraphs:
 
     def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """Run one step: replayed, captured, or region by region (then observed for the next time)."""
-        flat = Flat()
         try:
-            spec = flatten_call(args, kwargs, flat)
+            call = self._call_of(args, kwargs, session)
+            reason, key = self._unfit(call), call.key()
+            if reason is None and key in self._refused:
+                reason = self._refused[key]
         except Unsupported as error:
-            return self._plainly(f"the backbone is called with {error}", plain, args, kwargs)
-        lasting = self._lasting(flat.tensors, session)
-        flat.tensors = [separate(t) for t in flat.tensors]
-        call = StepCall.of(spec, flat, self._fed.get(spec, []), lasting)
-        reason = self._unfit(call)
+            reason = f"the backbone is called with {error}"
+        except Exception as error:
+            if is_passed_on(error, self.engine):
+                raise
+            reason = UNSEEN.format(named(error))
         if reason is not None:
             return self._plainly(reason, plain, args, kwargs)
-        key = call.key()
-        if key in self._refused:
-            return self._plainly(self._refused[key], plain, args, kwargs)
         if not self._in_use.acquire(blocking=False):  # another thread is in a step: its slots are not to be touched
             return plain(*args, **kwargs)
         try:
@@ -141,6 +141,14 @@ class StepGraphs:
         return self._observe(key, call, plain, session)
 
     # -- conditions --------------------------------------------------------------------------------------
+
+    def _call_of(self, args: Any, kwargs: Any, session: Session) -> StepCall:
+        """A call taken apart. Raises Unsupported."""
+        flat = Flat()
+        spec = flatten_call(args, kwargs, flat)
+        lasting = self._lasting(flat.tensors, session)
+        flat.tensors = [separate(t) for t in flat.tensors]
+        return StepCall.of(spec, flat, self._fed.get(spec, []), lasting)
 
     def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if reason:

@@ -106,7 +106,7 @@ class Region:
         except Exception as error:
             if faults.is_passed_on(error, self.engine):
                 raise
-            unseen = f"what it is called with, or holds, cannot be looked at: {named(error)}"
+            unseen = faults.UNSEEN.format(named(error))
         if unseen:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:

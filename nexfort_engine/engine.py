@@ -26,6 +26,7 @@ from .config import CompileConfig
 from .constants import tensors_in
 from .cudagraph import StepGraphs
 from .dispatch import Region
+from .faults import UNSEEN, is_passed_on
 from .flags import backend_scope, disabled
 from .images import lie_innermost, outermost
 from .importing import import_ahead, import_tracing_ahead
@@ -50,8 +51,6 @@ log = logging.getLogger("nexfort")
 Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 Coming = list[tuple["Engine", Callable[..., Any], tuple[Any, ...]]]
 Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
-
-UNSEEN = "what it is called with cannot be looked at: {}"
 
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -246,14 +245,14 @@ class Engine:
         """Run the backbone: `plain` is its own forward. Regions are in place for the length of the call."""
         try:
             reason = self.passes(args, kwargs)
+            if reason is None and self.steps_aside(plain, args, kwargs):
+                reason = ""
         except Exception as error:  # an argument's own code
             reason = UNSEEN.format(named(error))
         if reason is not None:
             if not reason:
                 return self.promise.without(plain, args, kwargs)
             self.report.eager("(whole module)", reason)
-            return plain(*args, **kwargs)
-        if self.steps_aside(plain, args, kwargs):
             return plain(*args, **kwargs)
         return self._called(plain, args, kwargs)
 
@@ -296,6 +295,9 @@ class Engine:
             session.written = written_to((args, kwargs))
             session.root = (plain, _copied(args), _copied(kwargs))
         except Exception as error:  # an argument's own code, which the step need not ask
+            if is_passed_on(error, self):
+                raise
+            session.root = session.asked = None
             self.report.note(UNSEEN.format(named(error)))
 
     def verify_next(self) -> None:
@@ -378,7 +380,10 @@ class Engine:
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""
-        return next((reason for m in mappings if (reason := self.others_code(m))), None)
+        try:
+            return next((reason for m in mappings if (reason := self.others_code(m))), None)
+        except Exception as error:  # an option's own code
+            return UNSEEN.format(named(error))
 
     def passes(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str | None:
         """Why a call runs without regions: a reason, "" where the user asked for it, None if it does not."""

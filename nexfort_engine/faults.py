@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .signature import Flat
 
 
+UNSEEN = "what it is called with, or holds, cannot be looked at: {}"
+
+
 class HalfDone(Exception):
     """An artefact failed, and may have written to what it was given: the step has to begin anew. The text is why."""
 

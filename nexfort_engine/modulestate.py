@@ -81,7 +81,7 @@ def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[d
     for table in (module._parameters, module._buffers, module.__dict__):
         for name, value in table.items():
             # by name first: what is asked of a class takes four times as long, and most are torch's own
-            if name not in INTERNAL and isinstance(value, torch.Tensor) and name not in besides:
+            if name not in INTERNAL and issubclass(type(value), torch.Tensor) and name not in besides:
                 yield table, name, value
 
 
@@ -219,7 +219,16 @@ class ModuleState:
         self._tree = Tree([module, *below], own_forwards=below)
 
     def unchanged(self) -> bool:
-        """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked."""
+        """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked.
+
+        A value that cannot be compared, because its own code raises, is another one.
+        """
+        try:
+            return self._is_same()
+        except Exception:
+            return False
+
+    def _is_same(self) -> bool:
         values = list(map(dict.get, self._tables, self._names, repeat(_MISSING)))
         if values != self._values and not self._but_for_strengths(values):
             return False

@@ -12,6 +12,8 @@ pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run b
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +24,9 @@ from .readset import Recording
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
+
+
+_READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
 
 
 class Unsupported(Exception):
@@ -60,9 +65,18 @@ def flatten(value: Any, into: Flat) -> Any:
     if kind is list or kind is tuple or kind is torch.Size:
         return (kind, *[flatten(v, into) for v in value])
     if isinstance(value, dict):
-        into.mappings.append(value.real() if type(value) is Recording else value)
+        if kind is not dict and not _is_read_as_dict(kind):
+            raise Unsupported(f"an argument of type {kind.__qualname__}, a mapping with ways of its own to be read")
+        into.mappings.append(value.real() if kind is Recording else value)
         return MAPPING
     return _flatten_object(value, into)
+
+
+@functools.cache
+def _is_read_as_dict(kind: type) -> bool:
+    """Whether a class of mappings is read as a dict is: what records reads of one stands for no other."""
+    own = [vars(base) for base in kind.__mro__ if base not in (dict, OrderedDict, Recording, object)]
+    return not any(name in _READS for names in own for name in names)
 
 
 def flatten_result(value: Any, into: Flat) -> Any:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .faults import UNSEEN, is_passed_on
 from .guards import checker
+from .report import named
 
 if TYPE_CHECKING:
     from .dispatch import Region
@@ -131,7 +133,12 @@ class Worth:
             return
         of = {id(binding): region for region in self._engine.regions for binding in region.bindings}
         ran = [(of[id(binding)], None) for binding in session.used if id(binding) in of]
-        self.pays([*ran, *session.lost], session)
+        try:
+            self.pays([*ran, *session.lost], session)
+        except Exception as error:  # an argument's own code; the step has its result
+            if is_passed_on(error, self._engine):
+                raise
+            self._engine.report.note(UNSEEN.format(named(error)))
 
     def _weight(self, region: Region) -> int:
         if id(region) not in self._weights:

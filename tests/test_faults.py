@@ -60,9 +60,9 @@ class Network(nn.Module):
 class Both:
     """A network and its compiled self."""
 
-    def __init__(self, kind: Callable[[], nn.Module] = Looking) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = Looking, network: Callable[..., nn.Module] = Network) -> None:
         torch.manual_seed(0)
-        self.module = Network(kind).eval().requires_grad_(False)
+        self.module = network(kind).eval().requires_grad_(False)
         self.compiled = nexfort_engine.compile(self.module)
         self.report, self.engine = self.compiled.report, self.compiled._nexfort_engine
 
@@ -181,11 +181,7 @@ def test_a_step_that_eager_refuses_refuses_no_graph(monkeypatch: pytest.MonkeyPa
                 raise ValueError(wrong[0])
             return super().forward(x, places) * 2
 
-    both = Both.__new__(Both)
-    torch.manual_seed(0)
-    both.module = Own(Adding).eval().requires_grad_(False)
-    both.compiled = nexfort_engine.compile(both.module)
-    both.report, both.engine = both.compiled.report, both.compiled._nexfort_engine
+    both = Both(Adding, Own)
     for _ in range(2):
         both.agrees(x(), places())
     wrong.append("not this time")
@@ -200,3 +196,67 @@ def test_a_step_that_eager_refuses_refuses_no_graph(monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         both.agrees(x(), places())
     assert any(step.graph is not None for step in both.engine.graphs._steps.values())
+
+
+# ---- arguments and attributes whose own code raises ------------------------------------------------------------------
+
+
+def _raises(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("it is not to be looked at")
+
+
+def hostile(base: type = object, *args: Any, **names: bool) -> Any:
+    """An object of which nothing may be asked by these methods."""
+    return type("Hostile", (base,), {f"__{name}__": _raises for name in names})(*args)
+
+
+HOSTILE: dict[str, Callable[[], Any]] = {
+    "__getattr__": lambda: hostile(getattr=True),
+    "__getattribute__": lambda: hostile(getattribute=True),
+    "__len__ and __bool__": lambda: hostile(len=True, bool=True),
+    "__eq__": lambda: hostile(eq=True),
+    "__repr__ and __str__": lambda: hostile(repr=True, str=True),
+    "__iter__ and __getitem__": lambda: hostile(iter=True, getitem=True),
+    "a tuple": lambda: hostile(tuple, (1, 2), iter=True, len=True),
+    "a text": lambda: hostile(str, "a", eq=True, hash=True, repr=True),
+    "a number": lambda: hostile(float, 1.5, eq=True, hash=True, bool=True),
+    "a mapping": lambda: type("Mapping", (dict,), {"items": _raises, "get": _raises, "keys": _raises})(a=1),
+}
+
+
+class Heedless(Looking):
+    """A block that is given what it does not use, and holds something that it compares with None alone."""
+
+    extra: Any = None
+
+    def forward(self, x: T, places: T, given: Any = None, options: Any = None) -> T:  # type: ignore[override]
+        if self.extra is not None or given is not None:
+            x = x * 2
+        return super().forward(x, places)
+
+
+class Handing(Network):
+    def forward(self, x: T, places: T, **more: Any) -> T:
+        for block in self.blocks:
+            x = block(x, places, **more)
+        return x
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("at", ["an argument", "in a list", "an option", "an attribute"])
+def test_what_raises_when_it_is_looked_at_is_eager_s_alone(name: str, at: str) -> None:
+    both = Both(Heedless, Handing)
+    mark = both.report.mark()
+    bad = HOSTILE[name]()
+    more = {"given": bad} if at == "an argument" else {"given": [bad]} if at == "in a list" else {}
+    more = {"options": {"bad": bad}} if at == "an option" else more
+    if at == "an attribute":
+        both.module.blocks[0].__dict__["extra"] = bad
+    for _ in range(2):
+        both.agrees(x(), places(), **more)
+    if at in ("an argument", "in a list"):
+        found = both.report.since(mark)
+        assert found["eager"] or found["artefacts"], "it runs compiled, or the report says why not"
+    both.module.blocks[0].__dict__.pop("extra", None)
+    good = {"options": {"bad": 1}} if at == "an option" else {"given": None} if at != "an attribute" else {}
+    assert not both.agrees(x(), places(), **good)["eager"]

@@ -83,6 +83,14 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
         lower.take_limits(folder, manifest)
 
 
+def test_kernels_written_here_say_what_they_count(payloads: dict[str, Path]) -> None:
+    """A launch has 65535 programs at most in its later dimensions, of which sums of group norms take one an image."""
+    texts = json.loads((payloads["residual"] / "limits.json").read_text())
+    assert "group_factors" in code_of(payloads["residual"]) or "moments_of_chunks" in code_of(payloads["residual"])
+    assert [text for text in texts if text.endswith("<= 65535") and names(text)]
+    assert all(text.endswith(("<= 65535", "<= 2147483647")) or "==" in text for text in texts)
+
+
 def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]) -> None:
     call = code_of(payloads["long"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product" not in call and "8192" not in call

@@ -17,6 +17,7 @@ import torch
 from ..flags import replaced
 from .laying import back
 
+PROGRAMS = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # of a launch at most, in each of its dimensions
 DESCRIPTORS = ((9, 0),)  # compute capabilities that kernels are for which write descriptors
 _GLUON = """
 from triton.experimental import gluon
@@ -78,6 +79,7 @@ def launch(
 
     unknown = set(written) - (arguments.keys() & set(kernel.arg_names))
     assert not unknown, f"{kernel} has no arguments {sorted(unknown)}, which it is said to write to"
+    _note_limits(grid, arguments)
     made = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
     number = kernel_side_table.add_kernel(kernel)
     # Inductor would compile the kernel halfway, an eighth of the time that a block of convolutions takes
@@ -85,6 +87,21 @@ def launch(
         called = made(kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments)
     if gluon is not None:
         called.kernel_idx, called.forms = kernel_side_table.add_kernel(gluon), forms
+
+
+def _note_limits(grid: Sequence[Any], arguments: dict[str, Any]) -> None:
+    """Have it noted (assumptions.Limits) that what a kernel counts fits: the numbers of a tensor, and its programs.
+
+    What does not fit at the captured call is counted in 64 bits, and has no limit.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    known = V.graph.sizevars
+    tensors = [value.get_layout().storage_size() for value in arguments.values() if isinstance(value, ir.IRNode)]
+    for count, most in (*zip(grid, PROGRAMS, strict=True), *((numbers, PROGRAMS[0]) for numbers in tensors)):
+        if known.optimization_hint(count, fallback=most + 1) <= most:
+            known.check_leq(count, most)
 
 
 def _said(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
