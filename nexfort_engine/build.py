@@ -197,7 +197,10 @@ class Builder:
         wanted.why = why = _why(wanted, misfit)
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
-            self._refuse(wanted, None, f"it has {count} variants already; what it depends on keeps changing: {why}")
+            reason = f"it has {count} variants already; what it depends on keeps changing: {why}"
+            # not for good: what there is serves other calls
+            self.refusals.setdefault(wanted.primary, []).append(((lambda _: True), reason))
+            log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
             return None
         self._lower([self._job(wanted, _Others(self))])
         return self.finder.bind(wanted)[0]

@@ -205,9 +205,9 @@ class Asked(nn.Module):
 
 
 class Optional(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = Asked) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Asked(8) for _ in range(2)])
+        self.blocks = nn.ModuleList([kind(8) for _ in range(2)])
 
     def forward(self, h: T, options: dict[str, Any]) -> T:
         for block in self.blocks:
@@ -224,6 +224,33 @@ def test_what_an_option_made_impossible_is_compiled_without_it(tmp_path: Path, w
         assert any(row["region"] == WHOLE for row in ours.report.as_dict()["eager"])
         assert torch.allclose(ours(x, {}), net(x, {}), atol=1e-6)
     assert ours.report.as_dict()["artefacts_compiled"] == 1
+
+
+class Sized(nn.Module):
+    """Each value of an option is another artefact."""
+
+    ran = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, h: T, options: dict[str, Any]) -> T:
+        type(self).ran += 1
+        return self.linear(h) * len(options["size"])
+
+
+def test_what_has_too_many_variants_still_serves_those_it_has(tmp_path: Path, work: Work) -> None:
+    net = Optional(Sized)
+    ours, x = compiled(net, tmp_path), torch.randn(2, 8)
+    with torch.no_grad():
+        for size in range(1, build.MOST_VARIANTS + 4):
+            ours(x, {"size": "x" * size})
+        Sized.ran = 0
+        ours(x, {"size": "x" * (build.MOST_VARIANTS + 2)})
+        assert Sized.ran == 2, "there is no end to variants"
+        ours(x, {"size": "x"})
+    assert Sized.ran == 2 and not any(row["region"] == WHOLE for row in ours.report.as_dict()["eager"])
 
 
 def test_what_may_pass_is_no_reason(tmp_path: Path, work: Work) -> None:
