@@ -64,7 +64,7 @@ class Planner:
             # once as eager code runs it, which says what twice the batch would take
             with budget.Measured(device) as taken:
                 found = self._tried(call, [lambda: (of_its_own(args), of_its_own(kwargs))])
-            if found is None or not self.pays(found, session) or not self._may_double(taken):
+            if found is None or not self.pays(found, session) or not self._may_double(taken, self.engine.room(device)):
                 return found or []
         tried = self._tried(call, _doublings(args, kwargs, or_not=found is None), or_not=found is not None)
         return (tried if tried is not None else found) or []
@@ -73,13 +73,17 @@ class Planner:
         """Whether what a plan found is worth compiling."""
         return self.engine.worth.pays([*self.engine.builder.called(found), *self.lost], session)
 
-    def _may_double(self, taken: budget.Measured) -> bool:
-        """Whether the network may be run at batch 2, given what it took at batch 1."""
-        if budget.allows(taken.twice(), taken.least):
+    def _may_double(self, taken: budget.Measured, pages: int) -> bool:
+        """Whether the network may be run at batch 2, given what it took at batch 1, beside weights in the host's pages.
+
+        Torch does not count those, and they are there in either case.
+        """
+        twice, eager = taken.twice() + pages, taken.least + pages
+        if budget.allows(twice, eager):
             return True
         self.engine.report.note(
-            f"it was planned at batch 1: at batch 2 that would have taken {taken.twice() / 2**30:.1f} GiB of the GPU, "
-            f"and eager takes {taken.least / 2**30:.1f}; for a larger batch it is compiled when one comes"
+            f"it was planned at batch 1: at batch 2 that would have taken {twice / 2**30:.1f} GiB of the GPU, and "
+            f"eager takes {eager / 2**30:.1f}; for a larger batch it is compiled when one comes"
         )
         return False
 
