@@ -87,7 +87,7 @@ class Worth:
             return (type(value), *map(self._kind_of, value))
         if isinstance(value, dict):
             return (dict, self._engine.others_code(value))
-        plain: Hashable = value if value is None or type(value) in (bool, str) else type(value)
+        plain: Any = value if value is None or type(value) in (bool, str) else type(value)
         return plain
 
     def _state(self) -> Hashable:
