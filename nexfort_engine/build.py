@@ -38,6 +38,7 @@ from .readset import Refused
 from .recent import Recent
 from .report import named
 from .session import Session
+from .shortage import told
 from .signature import Flat, changeable, normalised
 from .worth import ForGood
 
@@ -95,6 +96,14 @@ class Builder:
             wanted = self.wanted(region, key[0], flat)
             session.new_sizes |= wanted.device.type == "cpu"
             binding, refusal = self._find_or_make(wanted, session)
+        except OSError as error:  # of files that are read and written here; the step does without
+            if isinstance(error, self.engine.stops()):
+                raise
+            log.debug("Nexfort: nothing is found or made for %s", region.path, exc_info=True)
+            self._tried[(region.path, "")] += 1
+            if self._tried[(region.path, "")] < _MOST_TRIES:
+                raise Ineligible(told(error)) from error
+            binding, refusal = None, ((lambda _: True), told(error))
         finally:
             LOCK.release()
         if session.behind or session.aside:
@@ -102,6 +111,9 @@ class Builder:
         if binding is not None:
             region.remember(key, binding)
             self._note_sizes(binding.artefact, flat)
+        if (problem := self.engine.store.problem) is not None:
+            self.engine.report.note(f"artefacts last only as long as this process: {problem}")
+        if binding is not None:
             return binding
         region.declined.setdefault(key, []).append(refusal)
         session.refused, self._fresh = (refusal[1], self._fresh), []
@@ -386,8 +398,6 @@ class Builder:
         self.engine.report.compiled(region.path, entry.id, job.seconds)
         if wanted.why:
             self.engine.report.variant(region.path, wanted.why)
-        if not entry.persistent:
-            self.engine.report.note(f"artefacts last only as long as this process: {self.engine.store.problem}")
 
     # -- refusals ----------------------------------------------------------------------------------------
 

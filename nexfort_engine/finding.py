@@ -7,6 +7,7 @@ host it was captured from, the driver, conditions on sizes and options, and the 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from . import lower, substitutes
 from .artefact import Artefact, Binding, Misfit
 from .cache.key import driver_problem
+from .cache.refused import is_refusal
 from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
@@ -33,6 +35,8 @@ from .sources import sources_changed
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+log = logging.getLogger("nexfort")
 
 _loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
 
@@ -153,6 +157,8 @@ class Finder:
         except Exception as error:
             # a file that is sound by its hashes and still does not load: another torch build, a missing operator
             problem = named(error)
+            if is_refusal(error):  # nothing is wrong with the entry
+                store.pass_over(entry, problem)
         if problem is not None:
             store.set_aside(entry, problem)
             self.engine.report.note(f"an artefact of {path} is not used: {problem}")
@@ -171,7 +177,14 @@ class Finder:
         payload = self.engine.store.ready(entry)
         if artefact.sites:
             substitutes.operator()
-        artefact.code = lower.load(payload, options, entry.manifest["modules"], len(artefact.weights))
+        how = options, entry.manifest["modules"], len(artefact.weights)
+        try:
+            artefact.code = lower.load(payload, *how)
+        except OSError as error:  # there is no room for what is written on loading, say; there may be elsewhere
+            if not is_refusal(error):
+                raise
+            log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
+            artefact.code = lower.load(self.engine.store.ready(entry, elsewhere=True), *how)
 
     def share(self, artefact: Artefact, entry: Entry) -> None:
         """Let other engines of this process use the code that this one has loaded."""

@@ -8,6 +8,8 @@ policy lives here: which values to use is `config.py`'s business.
 
 from __future__ import annotations
 
+import functools
+import getpass
 import logging
 import os
 import sys
@@ -38,6 +40,8 @@ _INDUCTOR_BASE: dict[str, object] = {
     "static_launch_user_defined_triton_kernels": True,
     "triton.unique_user_kernel_names": True,
 }
+# of those parts of Inductor that write to its cache
+_CACHE_LOGGERS = ("torch._inductor.codecache", "torch._functorch._aot_autograd.autograd_cache")
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _FUNCTORCH_BASE: dict[str, object] = {"enable_autograd_cache": True, "enable_remote_autograd_cache": False}
 
@@ -90,6 +94,7 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
     with _inductor_lock, ExitStack() as stack:
         # TRITON_CACHE_DIR is removed, not set: Inductor then derives one per device below cache_dir, and what
         # it writes into the variable itself is undone with the rest.
+        stack.enter_context(named_user())
         stack.enter_context(scoped_env(TORCHINDUCTOR_CACHE_DIR=cache_dir, TRITON_CACHE_DIR=None, TORCH_WARM_POOL="0"))
         # A pass for numbers that a graph is given (no capture has such inputs) fails, as of torch 2.11, on one made of
         # a size that no node of the graph gives, such as the scale that enlarges all frames of a video but the first.
@@ -107,6 +112,54 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         stack.enter_context(_patched(inductor_config, {**_INDUCTOR_BASE, **(options or {})}))
         stack.enter_context(_patched(functorch_config, _FUNCTORCH_BASE))
         yield
+
+
+@contextmanager
+def told_to_log() -> Iterator[list[OSError]]:
+    """The errors of the system that Inductor catches on this thread inside the block, to go on without its cache.
+
+    Without what it then did not write there is no artefact. Its log does not have them, as whoever asks has.
+    """
+    found: list[OSError] = []
+    thread = threading.get_ident()
+
+    def note(record: logging.LogRecord) -> bool:
+        caught = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        given = record.args if isinstance(record.args, tuple) else ()
+        errors = [error for error in (caught, *given) if isinstance(error, OSError)]
+        if errors and record.thread == thread:
+            found.extend(errors)
+            return False
+        return True
+
+    loggers = [logging.getLogger(name) for name in _CACHE_LOGGERS]
+    for one in loggers:
+        one.addFilter(note)
+    try:
+        yield found
+    finally:
+        for one in loggers:
+            one.removeFilter(note)
+
+
+@contextmanager
+def named_user() -> Iterator[None]:
+    """Let the user have a name inside the block: torch asks for one when Inductor is imported, and fails without.
+
+    A container may run as a number that no file of users knows.
+    """
+    with _inductor_lock, scoped_env(**_name_of_user()):
+        yield
+
+
+@functools.cache
+def _name_of_user() -> dict[str, str]:
+    """The variable that names the user; empty where there is a name."""
+    try:
+        getpass.getuser()
+    except Exception:  # KeyError, later OSError, and ImportError where there are no users at all
+        return {"USER": f"user-{os.getuid() if hasattr(os, 'getuid') else 0}"}
+    return {}
 
 
 @contextmanager
@@ -134,9 +187,10 @@ def tracing_scope(*, alike: bool = False) -> Iterator[None]:
     one thread) is asked without binding its sizes to the answer. And numpy finds the root of a number that depends on
     sizes, by the method that it looks for on what it does not know.
     """
-    import torch._dynamo.config
-    import torch.export._trace
-    import torch.fx.proxy
+    with named_user():
+        import torch._dynamo.config
+        import torch.export._trace
+        import torch.fx.proxy
 
     replaced = [
         (torch.export._trace, "_ignore_backend_decomps", nullcontext),

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -26,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .cache.temporary import Scratch
 from .locate import ComfyError, find_comfyui, is_comfyui, plugin_root
 
 __all__ = ["ComfyError", "ComfyServer", "failure", "find_comfyui", "is_comfyui", "mount", "plugin_root"]
@@ -88,7 +88,7 @@ class ComfyServer:
         self._lines: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
         # A proxy from the environment is not for the loopback interface.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -104,9 +104,9 @@ class ComfyServer:
         """Starts the server and returns when it answers; ComfyError with the end of its log otherwise."""
         if self._process is not None:
             raise ComfyError("the server is started already")
-        self._scratch = tempfile.TemporaryDirectory(prefix="nexfort-comfy-", ignore_cleanup_errors=True)
+        self._scratch = Scratch()
         try:
-            self._launch(Path(self._scratch.name))
+            self._launch(self._scratch.path)
             self._await_ready(timeout)
         except BaseException:  # also on Ctrl-C: a server nobody holds would run on
             self.stop()

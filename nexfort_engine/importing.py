@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from .cache.scratch import scratch
+from .cache.temporary import Scratch
 from .flags import inductor_scope
 from .shortage import begun
 
@@ -83,7 +83,7 @@ def _work(work: Callable[[], None], behind: threading.Thread | None) -> None:
         behind.join()
     # in the scope, because importing Inductor writes to the environment and starts compiler processes
     try:
-        with scratch() as folder, inductor_scope(folder):
+        with Scratch() as folder, inductor_scope(folder):
             work()
     except (ImportError, OSError, RuntimeError) as error:  # an old torch, a full disk: the first call says what it is
         log.debug("Nexfort: importing the compiler ahead failed: %s", error)

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from .assumptions import Equalities, Limits
+from .cache.refused import refusal
 from .capture import Captured
 from .choices import whole_rows
 from .compilers import bounded
 from .conditions import Conditions
 from .cpu_probe import remembered_probes
-from .flags import inductor_scope, replaced
+from .flags import inductor_scope, replaced, told_to_log
 from .folding import Folded, FoldedCode, fold
 from .kernels import known_to_inductor
 from .pairs import pairs_read_once
@@ -77,8 +78,34 @@ def lower_graph(
 
     options: Inductor settings by name, and the engine's own (passes/). lasting: of the weights, as in Captured. each:
     does the parts of the work, which need nothing of each other, and gives what they give.
-    Raises LoweringFailed; whatever Inductor itself raises passes through.
+    Raises LoweringFailed, and OSError where the system refuses what is needed; what else Inductor raises goes through.
     """
+    with _plainly(payload):
+        _lower_graph(graph, constants, payload, options, lasting, each)
+
+
+@contextmanager
+def _plainly(payload: Path) -> Iterator[None]:
+    """Inside, whatever fails because the system refuses what it needs is an OSError that says so."""
+    with told_to_log() as noted:
+        try:
+            yield
+        except Exception as error:
+            if (found := refusal(error, noted, payload)) is not None:
+                raise found from error
+            raise
+        if noted and (found := refusal(None, noted, payload)) is not None:
+            raise found
+
+
+def _lower_graph(
+    graph: torch.fx.GraphModule,
+    constants: list[torch.Tensor],
+    payload: Path,
+    options: Mapping[str, object],
+    lasting: Sequence[bool],
+    each: Callable[[Works], list[list[str]]],
+) -> None:
     own, options = split(options)
     equal = Equalities([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
     for name, rewrite in PASSES.items():
@@ -138,8 +165,8 @@ def _lowered(
     folds = _folds(graphs) if own.get("fold") else {}
     try:
         found = each(works(folds))
-    except Exception:
-        if not folds:
+    except Exception as error:
+        if not folds or refusal(error, (), next(iter(graphs))) is not None:
             raise
         # pieces are to save time: what goes wrong with them is no reason to run eager, the whole may do
         log.warning(_WHOLE, exc_info=True)
@@ -261,8 +288,13 @@ def load(payload: Path, options: Mapping[str, object], modules: list[str], weigh
     """Load an artefact: a function of the list of its inputs (see Captured), which gives the list of its outputs.
 
     modules: Python modules that register operators the graph calls; imported first. weights: how many of the inputs
-    come before the literal tensors of the code.
+    come before the literal tensors of the code. Raises OSError where the system refuses what loading needs.
     """
+    with _plainly(payload):
+        return _load(payload, options, modules, weights)
+
+
+def _load(payload: Path, options: Mapping[str, object], modules: list[str], weights: int) -> Loaded:
     for name in modules:
         importlib.import_module(name)
     constants, rows = _constants(payload), payload / _PREPARATION

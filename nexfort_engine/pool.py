@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import orphaned
-from .cache.scratch import scratch
+from .cache.temporary import Scratch
 from .capture import Captured
 from .lines import Line, NoWorkers, Watch, WorkerGone
 from .shortage import begun, told
@@ -347,7 +347,7 @@ class _Forker:
 def _folder(held: contextlib.ExitStack) -> str:
     """A folder with one for temporary files; "" where there can be none. Workers may still write there when it goes."""
     try:
-        folder = held.enter_context(scratch())
+        folder = held.enter_context(Scratch())
         (folder / _TEMPORARY).mkdir(mode=0o700)
     except (OSError, RuntimeError) as error:
         log.debug("Nexfort: there is no folder for kernels that workers share: %s", error)

@@ -8,7 +8,9 @@ only ever grows, so a mark is a set of positions and `since` is exact however ma
 from __future__ import annotations
 
 import math
+import os
 import threading
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,8 +31,13 @@ def first_line(error: BaseException, most: int = 300) -> str:
 
 
 def named(error: BaseException) -> str:
-    """An error's class and what it says, for a report."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """An error's class and what it says, for a report; of one that says nothing where it was raised."""
+    said = first_line(error)
+    if said or error.__traceback__ is None:
+        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    *_, last = traceback.walk_tb(error.__traceback__)
+    code = last[0].f_code
+    return f"{type(error).__name__} without a word, in {code.co_name} of {os.path.basename(code.co_filename)}"
 
 
 @dataclass(frozen=True)

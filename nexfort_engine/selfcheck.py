@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import lower
-from .cache.scratch import scratch
+from .cache.temporary import Scratch
 from .capture import Example, capture
 from .config import CompileConfig
 from .modulestate import WeightSlots
@@ -33,7 +33,7 @@ def run(device_type: str) -> str | None:
     try:
         # the sampler's random numbers must not depend on whether this ran: the block's weights are drawn aside
         aside = torch.random.fork_rng(devices=[])
-        with torch.inference_mode(False), torch.no_grad(), aside, scratch() as folder:
+        with torch.inference_mode(False), torch.no_grad(), aside, Scratch() as folder:
             return _check(device_type, folder / "payload")
     except Exception as error:
         # the question is whether it works; whatever goes wrong is the answer

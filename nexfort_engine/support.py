@@ -20,6 +20,7 @@ from .cache.beside import recall, remember
 from .cache.key import environment_parts, primary_key
 from .compilers import bounded, hung
 from .cpu_probe import cpp_compiler
+from .flags import named_user
 from .importing import wait_for_import
 from .report import first_line
 from .shortage import PASSING, told
@@ -57,7 +58,8 @@ def reason_for(device_type: str, folder: Path | None = None) -> str | None:
         )
     if device_type == "meta":
         return "its weights are on the meta device; load it first"
-    missing = _no_compiler(device_type)
+    with named_user():
+        missing = _no_compiler(device_type)
     if missing:
         return missing
     if version != REFERENCE or device_type not in ("cpu", "cuda") or torch.version.hip is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .cache.temporary import Scratch
 from .flags import disabled, keeps_nothing
 from .headless import ComfyServer, failure, has_accelerator, mount, plugin_root
 from .headless_run import Console, listening, load_workflow
@@ -177,8 +177,7 @@ def _run(server: ComfyServer, name: str, workflow: Workflow, say: Callable[[str]
 @contextmanager
 def _scratch(wish: Wish) -> Iterator[tuple[list[str], str]]:
     """ComfyUI's arguments for a run that leaves nothing behind, and the name under which it lists the model file."""
-    with tempfile.TemporaryDirectory(prefix="nexfort-warm-", ignore_cleanup_errors=True) as made:
-        folder = Path(made)
+    with Scratch() as folder:
         arguments = []
         for option in ("output", "temp"):
             (folder / option).mkdir()

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from . import compilers, flags, lower, orphaned
+from .cache.temporary import Scratch
 from .capture import Captured
 from .forked_kernels import Tokens, kernels_in_forks
 from .importing import import_all
@@ -198,14 +198,15 @@ def serve(jobs: IO[str], answers: IO[str]) -> None:
 
 def _import_compiler() -> None:
     """What a first lowering would import."""
-    import torch._inductor.codegen.triton
-    import torch._inductor.compile_fx
-    import torch._inductor.runtime.caching
-    import torch._inductor.runtime.triton_heuristics
-    import torch._inductor.standalone_compile
-    import torch.export._trace  # noqa: F401
+    with flags.named_user():
+        import torch._inductor.codegen.triton
+        import torch._inductor.compile_fx
+        import torch._inductor.runtime.caching
+        import torch._inductor.runtime.triton_heuristics
+        import torch._inductor.standalone_compile
+        import torch.export._trace  # noqa: F401
 
-    import_all(_LATE)
+        import_all(_LATE)
 
 
 def _warm_up(device: str) -> None:
@@ -233,7 +234,7 @@ def _load_driver(device: str) -> None:
         return
     from torch._inductor.runtime.triton_helpers import set_driver_to_gpu
 
-    with tempfile.TemporaryDirectory() as folder, flags.scoped_env(TRITON_CACHE_DIR=folder):
+    with Scratch() as folder, flags.scoped_env(TRITON_CACHE_DIR=folder):
         set_driver_to_gpu()
 
 

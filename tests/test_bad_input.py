@@ -340,11 +340,11 @@ def _refuse(patch: pytest.MonkeyPatch, number: int, times_before: int = 0) -> No
     left = [times_before]
     write_new = store_module.write_new
 
-    def write(path: Path, content: bytes) -> None:
+    def write(path: Path, content: bytes, **more: Any) -> None:
         if left[0] == 0:
             raise OSError(number, os.strerror(number), str(path))
         left[0] -= 1
-        write_new(path, content)
+        write_new(path, content, **more)
 
     for module in (ground, store_module):
         patch.setattr(module, "write_new", write)

@@ -31,7 +31,7 @@ class Attic:
     def move(self, path: Path, reason: str) -> None:
         """Moves `path` to `broken/` with the reason beside it; OSError where nothing can be moved."""
         make_private(self.broken)
-        ours = is_key(path.name) and path.is_dir() and not path.is_symlink()
+        ours = is_key(path.name) and os.path.isdir(path) and not os.path.islink(path)
         name = f"{'entry' if ours else 'foreign'}-{path.name[:40]}-{secrets.token_hex(4)}"
         with contextlib.suppress(FileNotFoundError):  # another process was first
             os.rename(path, self.broken / name)
@@ -52,16 +52,15 @@ class Attic:
         return True
 
     def sweep(self) -> None:
-        """Deletes entries that were set aside (no foreign files) and what dead processes left in staging."""
+        """Deletes entries that were set aside, and no foreign files."""
         for path in self._entries():
             self._forget(path)
         for path in listing(self.broken):  # the process died between the two
             if path.name.startswith("entry-") and path.name.endswith(".reason.txt"):
                 path.unlink(missing_ok=True)
-        self._staging.sweep()
 
     def _entries(self) -> list[Path]:
-        return [path for path in listing(self.broken) if path.name.startswith("entry-") and path.is_dir()]
+        return [path for path in listing(self.broken) if path.name.startswith("entry-") and os.path.isdir(path)]
 
     def _forget(self, path: Path) -> None:
         if self._staging.trash(path):

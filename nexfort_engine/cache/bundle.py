@@ -16,16 +16,15 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import contents, ustar
+from . import contents, owner, ustar
 from .contents import Bundle
-from .disk import NotPlainError, open_plain, sync_directory
+from .disk import NotPlainError, hold, open_plain, sync_directory
 from .entry import PAYLOAD, Entry, made_by, now_text
 from .place import default_limit, size_text
 from .store import Store, StoreError
@@ -33,6 +32,7 @@ from .store import Store, StoreError
 __all__ = ["Bundle", "Exported", "Imported", "export", "inspect", "load"]
 
 _BLOCK = 1 << 20
+_UNDER_WAY = ".nexfort-"  # begins the name of a bundle that is being written
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,13 @@ def _new_file(file: Path) -> Iterator[BinaryIO]:
         raise FileNotFoundError(errno.ENOENT, f"found no directory {file.parent}, expected one to write the bundle to")
     if file.exists() and not file.is_file():
         raise FileExistsError(errno.EEXIST, f"found {file}, which is no regular file; give the name of a file")
-    temporary = file.with_name(f".nexfort-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    for name in os.listdir(file.parent):
+        if owner.is_name_of_own(name, _UNDER_WAY):  # of an export that was killed
+            owner.remove_left(file.with_name(name))
+    temporary = file.with_name(owner.name_of_own(_UNDER_WAY))
     try:
         with _created(temporary) as stream:
+            hold(stream.fileno())
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -138,17 +142,17 @@ def load(store: Store, file: Path, *, trust: bool, fingerprints: Collection[str]
     """Takes the entries of a bundle into the store; each one whole or not at all, those that are there already stay.
 
     `fingerprints` are those of this machine; a mapping may give their readable names. PermissionError without
-    `trust`; ValueError if any entry is for another machine (both before any payload byte is read), or as soon as a
-    byte of the bundle is not what it must be: entries that were complete by then stay. OSError if the file cannot be
-    read or the store cannot be written.
+    `trust`, before anything is read; ValueError if any entry is for another machine, before any payload byte is read,
+    or as soon as a byte of the bundle is not what it must be: entries that were complete by then stay. OSError if the
+    file cannot be read or the store cannot be written.
     """
+    if not trust:
+        raise PermissionError(
+            "a bundle is code: what it holds runs as you as soon as a model uses it. If you trust whoever made it, "
+            "pass --trust; without it `cache import` shows what the bundle says of itself"
+        )
     with _opened(Path(file)) as stream:
         found = contents.parse(ustar.first_file(stream, contents.NAME, contents.LIMIT))
-        if not trust:
-            raise PermissionError(
-                "a bundle is code: what it holds runs as you as soon as a model uses it. If you trust whoever made "
-                f"it (it says: {ustar.quoted(found.made_by.get('host', 'nobody'))}, {found.created}), pass --trust"
-            )
         _refuse_other_machines(found, fingerprints)
         _check_length(stream, found)
         _check_room(store, found)

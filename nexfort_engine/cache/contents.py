@@ -22,7 +22,11 @@ from .ustar import SIZE_LIMIT, quoted
 
 NAME = "bundle.json"
 SCHEMA = 1
-LIMIT = 64 << 20  # bytes of bundle.json: some thousand entries; more are exported in several bundles
+LIMIT = 16 << 20  # bytes of bundle.json: some thousand entries; more are exported in several bundles
+# Text in which values are shorter than this on average takes many times its size in memory. Manifests have twice as
+# many bytes for each, and a short text may have less.
+_BYTES_OF_A_VALUE = 6
+_SHORT = 4096
 _NAME_LIMIT = 1024  # bytes of a payload file's name
 _PART_LIMIT = 255  # bytes of one part of it: no usual file system takes more
 _KEYS = {"schema", "created", "made_by", "machines", "entries", "digest"}
@@ -65,12 +69,24 @@ def write(created: str, made_by: Mapping[str, str], manifests: Sequence[Mapping[
         raise ValueError(
             f"found {len(text)} bytes of manifests, expected at most {LIMIT}: export fewer entries at once"
         )
+    if (dense := _dense(text)) is not None:
+        raise ValueError(dense)
     return text
+
+
+def _dense(text: bytes) -> str | None:
+    """Why a text would take too much memory once it is read, or None. It is shown before the user trusts its maker."""
+    values = sum(map(text.count, (b"[", b"{", b",", b":")))
+    if len(text) <= _SHORT or values * _BYTES_OF_A_VALUE <= len(text):
+        return None
+    return f"it has {values} values in {len(text)} bytes, expected manifests, which have far fewer"
 
 
 def parse(text: bytes) -> Bundle:
     """What the text of a bundle.json says; ValueError with one sentence for anything that `write` would not write."""
     try:
+        if (dense := _dense(text)) is not None:
+            raise ValueError(dense)
         content = json.loads(text.decode("ascii"))
         if isinstance(content, dict) and (content.get("schema") != SCHEMA or content["schema"] is True):
             raise ValueError(f"it has schema {_short(content.get('schema'))}, this engine reads {SCHEMA}")

@@ -8,6 +8,7 @@ at once, and may lie on a disk that cannot be written; and nothing that an earli
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -41,12 +42,17 @@ class Copies:
                 entry.check_place()
                 self._unused.add(self._new(entry))
 
-    def of(self, entry: Entry) -> Path:
-        """The copy of an entry's payload; TornError, DistrustError, OSError if it must not or cannot be loaded."""
+    def of(self, entry: Entry, elsewhere: bool = False) -> Path:
+        """The copy of an entry's payload; TornError, DistrustError, OSError if it must not or cannot be loaded.
+
+        elsewhere: a new one in the system's temporary directory.
+        """
         with self._lock:
             entry.check_place()
+            if elsewhere:
+                return self._elsewhere(entry)
             known = self._of.get((entry.path, entry.seen))
-            if known is not None and ((known in self._unused and known.is_dir()) or _is_sound(known, entry)):
+            if known is not None and ((known in self._unused and os.path.isdir(known)) or _is_sound(known, entry)):
                 self._unused.discard(known)
                 return known
             return self._new(entry)
@@ -56,13 +62,17 @@ class Copies:
             copy = self._copy(entry, self._new_folder)
         except OSError as error:
             log.info("%s is copied to the temporary directory instead: %s", entry.id, error)
-            self._folder = None
-            copy = self._copy(entry, self._staging.elsewhere)
+            return self._elsewhere(entry)
         self._of[(entry.path, entry.seen)] = copy
         return copy
 
+    def _elsewhere(self, entry: Entry) -> Path:
+        self._folder = None
+        copy = self._of[(entry.path, entry.seen)] = self._copy(entry, self._staging.elsewhere)
+        return copy
+
     def _copy(self, entry: Entry, new_folder: Callable[[], Path]) -> Path:
-        if self._folder is None or not self._folder.is_dir():
+        if self._folder is None or not os.path.isdir(self._folder):
             self._folder = new_folder()
             self._staging.keep(self._folder)
         copy = self._folder / f"{entry.id}-{secrets.token_hex(4)}"

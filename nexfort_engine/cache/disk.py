@@ -6,7 +6,7 @@ It knows no entries and no manifests.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 log = logging.getLogger("nexfort")
@@ -27,13 +28,13 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class NotPlainError(OSError):
-    """Something lies where a regular file was expected: a link, a pipe, a directory."""
+    """Something lies where a regular file was expected: a link, a pipe, a directory, a file that is far too large."""
 
 
 def listing(folder: Path) -> list[Path]:
     """What lies in a directory, but hidden files; nothing if it is missing, a file, or a symbolic link."""
     try:
-        if folder.is_symlink():
+        if os.path.islink(folder):
             return []
         return [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
     except OSError as error:
@@ -70,32 +71,68 @@ def make_private(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"found a file at {error.filename}, expected a directory") from error
 
 
-def open_plain(path: Path | str) -> int:
-    """A handle to read a regular file: never through a symbolic link, never of a pipe that would block."""
-    name = os.path.basename(path)
+def open_plain(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """A handle to a regular file: never through a symbolic link, never of a pipe that would block.
+
+    What lies there is looked at before it is opened, because opening a device can do something, and again after.
+    """
     try:
-        if not _NOFOLLOW and os.path.islink(path):
-            raise OSError(errno.ELOOP, "a symbolic link")
-        handle = os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _BINARY)
+        _check_regular(path, os.lstat(path))
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    try:
+        handle = os.open(path, flags | _NOFOLLOW | _NONBLOCK | _BINARY, 0o600)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EMLINK):
             raise
-        raise NotPlainError(errno.ELOOP, f"{name} is a symbolic link, expected a file") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise _is_a_link(path) from None
+    try:
+        _check_regular(path, os.fstat(handle))
+    except NotPlainError:
         os.close(handle)
-        raise NotPlainError(errno.EINVAL, f"{name} is not a regular file")
+        raise
     return handle
 
 
-def write_new(path: Path, content: bytes, durable: bool = True) -> None:
-    """Writes a file that must not exist yet; FileExistsError otherwise."""
+def _check_regular(path: Path | str, info: os.stat_result) -> None:
+    if stat.S_ISLNK(info.st_mode):
+        raise _is_a_link(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise NotPlainError(errno.EINVAL, f"{os.path.basename(path)} is not a regular file")
+
+
+def _is_a_link(path: Path | str) -> NotPlainError:
+    return NotPlainError(errno.ELOOP, f"{os.path.basename(path)} is a symbolic link, expected a file")
+
+
+def read_plain(path: Path | str, most: int, check: Callable[[os.stat_result], None] | None = None) -> bytes:
+    """The content of a regular file of at most so many bytes. `check` looks at owner and mode before it is read."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        info = os.fstat(file.fileno())
+        if check is not None:
+            check(info)
+        content = file.read(most + 1) if info.st_size <= most else b""
+    if info.st_size > most or len(content) > most:
+        raise NotPlainError(errno.EFBIG, f"{os.path.basename(path)} is larger than {most} bytes")
+    return content
+
+
+def write_new(path: Path, content: bytes, durable: bool = True, becomes: Path | None = None) -> None:
+    """Writes a file that must not exist yet; FileExistsError otherwise. becomes: what it then takes the place of."""
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NOFOLLOW | _BINARY, 0o600)
     try:
+        if becomes is not None:
+            hold(handle)
         write_all(handle, content)
         if durable:
             os.fsync(handle)
+        if becomes is not None and os.name == "posix":  # elsewhere an open file cannot be moved, and none is held
+            os.replace(path, becomes)
     finally:
         os.close(handle)
+    if becomes is not None and os.name != "posix":
+        os.replace(path, becomes)
 
 
 def write_all(handle: int, content: bytes) -> None:
@@ -109,8 +146,7 @@ def replace_file(path: Path, content: bytes, aside: Path) -> None:
     """Gives a file a new content in one step, through a temporary one in `aside` (same file system)."""
     temporary = aside / f"new-{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        write_new(temporary, content, durable=False)
-        os.replace(temporary, path)
+        write_new(temporary, content, durable=False, becomes=path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -165,12 +201,17 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, onerror=forgive)
 
 
-def remove_at_exit(folder: Path) -> None:
-    """Removes a temporary directory when this process ends."""
-    atexit.register(_remove_own, folder, os.getpid())
+def hold(handle: int) -> None:
+    """Lock a file that was made just now as long as it is open, where there are locks: nobody takes it for left."""
+    if (lock := flock()) is not None:
+        with contextlib.suppress(OSError):  # none here: others go by the process and the clock
+            lock.flock(handle, lock.LOCK_SH | lock.LOCK_NB)
 
 
-def _remove_own(folder: Path, process: int) -> None:
-    """A forked child runs this too, and must not take its parent's."""
-    if os.getpid() == process:
-        remove_tree(folder)
+def flock() -> ModuleType | None:
+    """The module with flock; None on Windows."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        return fcntl
+    return None

@@ -8,6 +8,7 @@ Nothing here writes or loads.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import marks, payload, trust
-from .disk import NotPlainError, open_plain
+from .disk import NotPlainError, read_plain
 from .key import package_version
 from .payload import TornError
 from .trust import DistrustError, Trust
@@ -90,7 +91,7 @@ class Entry:
     @property
     def last_used(self) -> float:
         """When an artefact was last loaded from here (seconds since the epoch); if never, `created`."""
-        used = marks.use(self.path / marks.LAST_USED)[0]
+        used = marks.use(self.path / marks.LAST_USED, self.trust)[0]
         return self.created if used is None else used
 
     @property
@@ -119,7 +120,7 @@ class Entry:
     @property
     def shapes(self) -> list[str]:
         """The sizes of calls that it was seen to serve, at most 16, newest last."""
-        return marks.use(self.path / marks.LAST_USED)[1]
+        return marks.use(self.path / marks.LAST_USED, self.trust)[1]
 
     def verify(self, quick: bool = False) -> str | None:
         """Why the payload must not be loaded, or None. `quick` looks at owners, modes and sizes and reads no file."""
@@ -205,17 +206,11 @@ def read_entry(path: Path, trusted: Trust | None = None, base: bool = False) -> 
 
 def _read_manifest(path: Path, trusted: Trust) -> bytes:
     try:
-        handle = open_plain(path)
+        return read_plain(path, MANIFEST_LIMIT, functools.partial(trusted.check, path))
     except FileNotFoundError:
         raise TornError(f"it has no {MANIFEST}") from None
     except NotPlainError as error:
-        raise TornError(str(error.strerror)) from None
-    with os.fdopen(handle, "rb") as file:
-        trusted.check(path, os.fstat(file.fileno()))
-        text = file.read(MANIFEST_LIMIT + 1)
-    if len(text) > MANIFEST_LIMIT:
-        raise TornError(f"its {MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-    return text
+        raise TornError(f"its {error.strerror}") from None
 
 
 def check_manifest(manifest: Any, primary: str, name: str) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
-import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .disk import listing, make_private, modified, write_new
+from . import owner
+from .disk import listing, make_private, modified, remove_tree, write_new
 from .lock import STALE, TIMEOUT, bounded_lock
-from .staging import Staging
+from .staging import Staging, sweep_elsewhere
 from .trust import DistrustError, Trust
 
 log = logging.getLogger("nexfort")
@@ -42,6 +42,8 @@ class Ground:
         self._trust = trust
         self._distrust = distrust
         self._probed: float | None = None
+        self._begun = False
+        self._sweeping = threading.Lock()
 
     @property
     def writable(self) -> bool:
@@ -70,8 +72,7 @@ class Ground:
             return self._staging.elsewhere(*inner)
         except OSError as error:
             raise StoreError(
-                f"no place for compiled code: {self.problem}; and the temporary directory "
-                f"{tempfile.gettempdir()} cannot be written either ({error})"
+                f"no place for compiled code: {self.problem}; and no temporary directory can be written ({error})"
             ) from error
 
     def failed(self, error: OSError) -> None:
@@ -85,11 +86,38 @@ class Ground:
         if not known:
             log.warning("%s", self.problem)
 
+    def begin(self) -> None:
+        """Removes what dead processes left, once, when this one begins to use the store, and beside what it does."""
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            threading.Thread(target=self.sweep, name="nexfort-sweep", daemon=True).start()
+        except RuntimeError as error:  # no thread to be had: pruning does it too
+            log.debug("what dead processes left in %s is not removed now: %s", self.root, error)
+
     def sweep(self) -> None:
-        """Deletes what a process left that died while it took the lock."""
+        """Removes what dead processes left; nothing from a directory in which somebody else could have put it.
+
+        Where another thread is at it, this one waits: what that one looks at seems to be held.
+        """
+        alone = self._sweeping.acquire(timeout=TIMEOUT)
+        try:
+            self._sweep()
+        finally:
+            if alone:
+                self._sweeping.release()
+
+    def _sweep(self) -> None:
+        sweep_elsewhere()
+        if self._distrust() is not None:
+            return
+        self._staging.sweep()
         for path in listing(self.root):
             if path.name.startswith("lock.x.") and time.time() - modified(path) > STALE:
-                path.unlink(missing_ok=True)
+                remove_tree(path)
+            elif owner.is_name_of_own(path.name, "new-"):
+                owner.remove_left(path)
 
     def _probe(self) -> None:
         self._probed = time.monotonic()
@@ -102,12 +130,13 @@ class Ground:
                     raise PermissionError(errno.EACCES, reason)
                 for folder in self._folders:
                     make_private(folder)
-            probe = self._staging.folder / f"probe-{secrets.token_hex(8)}"
+            folder = self._staging.new()
             try:
-                write_new(probe, b"\0" * 4096)
-                self._trust.check(probe, probe.lstat())
+                write_new(folder / "probe", b"\0" * 4096)
+                for path in (folder, folder / "probe"):
+                    self._trust.check(path, path.lstat())
             finally:
-                probe.unlink(missing_ok=True)
+                self._staging.end(folder)
         except OSError as error:
             self.failed(error)
         except DistrustError as error:

@@ -9,21 +9,22 @@ never held against an entry. Nothing is ever loaded on the index's word; but wha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .disk import open_plain, replace_file
+from .disk import read_plain, replace_file
 from .entry import SCHEMA, Entry, is_key
-from .trust import Trust
+from .trust import DistrustError, Trust
 
 log = logging.getLogger("nexfort")
 
 NAME = "index.json"
+LIMIT = 64 << 20  # bytes: some ten thousand entries
 # `inode` is the entry's directory: a row may be older than the entry that lies there now.
 _FIELDS: dict[str, type] = {
     "id": str, "primary": str, "size": int, "created": str, "made_by": dict, "info": dict, "digest": str, "inode": int,
@@ -50,25 +51,21 @@ def read(root: Path, trust: Trust | None = None) -> list[Row] | None:
     """The rows of the index, or None if it is missing, not to be trusted or not a sound index."""
     path = root / NAME
     try:
-        handle = open_plain(path)
-        with os.fdopen(handle, "rb") as file:
-            reason = None if trust is None else trust.problem(path, os.fstat(file.fileno()))
-            text = b"" if reason else file.read()
+        rows = _parse(read_plain(path, LIMIT, None if trust is None else functools.partial(trust.check, path)))
+        reason = f"{path} is damaged"
     except FileNotFoundError:
         return None
-    except OSError as error:
-        log.debug("the cache index cannot be read: %s", error)
-        return None
-    rows = None if reason else _parse(text)
+    except (OSError, DistrustError) as error:
+        rows, reason = None, str(error)
     if rows is None:
-        log.info("the cache index is rebuilt from the entries: %s", reason or f"{path} is damaged")
+        log.info("the cache index is rebuilt from the entries: %s", reason)
     return rows
 
 
 def _parse(text: bytes) -> list[Row] | None:
     body, found, seal = text.rpartition(b'\n], "sha256": ')
     try:
-        if not found or json.loads(seal.removesuffix(b"}\n")) != hashlib.sha256(body).hexdigest():
+        if not found or seal != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
             return None
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
+
+from . import temporary
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 AT_START = Path("/proc/self/environ")
@@ -28,7 +29,7 @@ def inductor_directory() -> Path | None:
     value = _at_start()
     if not value:
         return None
-    path = Path(value).expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(value)))
     return None if _is_torchs_default(path) else path
 
 
@@ -43,4 +44,4 @@ def _at_start() -> str | None:
 
 
 def _is_torchs_default(path: Path) -> bool:
-    return path.name.startswith("torchinductor_") and path.parent == Path(tempfile.gettempdir()).absolute()
+    return path.name.startswith("torchinductor_") and path.parent == temporary.parent().absolute()

@@ -7,6 +7,7 @@ An entry of the base counts only where the user's own cache has none of its id. 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Library:
         """Why nothing of the base cache is read; None if it is, or if there is none."""
         if self.below is None:
             return self._problem
-        if not self.below.entries.is_dir():
+        if not os.path.isdir(self.below.entries):
             return f"{self.base}, which was given as the base cache, holds no entries; expected a cache directory"
         return self.below.distrust()
 

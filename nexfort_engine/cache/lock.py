@@ -64,7 +64,7 @@ def _knows_locks(path: Path) -> bool:
         import fcntl
     except ImportError:  # Windows: filelock brings its own
         return True
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    handle = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,7 +16,9 @@ import stat
 import time
 from pathlib import Path
 
-from .disk import replace_file, write_all
+from . import trust
+from .disk import open_plain, replace_file, write_all
+from .trust import Trust
 
 log = logging.getLogger("nexfort")
 
@@ -29,8 +31,6 @@ _READ_LIMIT = 1 << 16
 _REWRITE_AT = 1 << 13
 _TICK = 1e-3  # file systems that keep times coarser than this tell two uses apart less well
 _FARTHEST = 100 * 365 * 86400.0  # a clock this far ahead is not a clock
-_READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-_FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 def tick(root: Path) -> float:
@@ -38,7 +38,8 @@ def tick(root: Path) -> float:
     now = time.time()
     clock = root / CLOCK
     try:
-        last = clock.lstat().st_mtime
+        info = clock.lstat()
+        last = info.st_mtime if stat.S_ISREG(info.st_mode) and trust.own().problem(clock, info) is None else 0.0
     except OSError:  # the first time
         last = 0.0
     moment = last + _TICK if now <= last < now + _FARTHEST else now
@@ -51,7 +52,7 @@ def tick(root: Path) -> float:
 
 def set_time(file: Path, moment: float, text: bytes = b"") -> None:
     """Makes `moment` the time of change of a file, which is created if it is missing; `text` is put at its end."""
-    handle = os.open(file, _FLAGS, 0o600)
+    handle = open_plain(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
         if text:
             write_all(handle, text)
@@ -63,13 +64,17 @@ def set_time(file: Path, moment: float, text: bytes = b"") -> None:
         os.utime(file, (moment, moment))
 
 
-def use(file: str | Path) -> tuple[float | None, list[str]]:
-    """When an entry was last used (never in the future; None if it never was) and the lines of its `last_used`."""
+def use(file: str | Path, trusted: Trust | None = None) -> tuple[float | None, list[str]]:
+    """When an entry was last used (never in the future; None if it never was) and the lines of its `last_used`.
+
+    What is no file, or what somebody else could have written, says nothing.
+    """
+    trusted = trust.own() if trusted is None else trusted
     try:
         info = os.lstat(file)
     except OSError:  # never used, or evicted in the meantime
         return None, []
-    if not stat.S_ISREG(info.st_mode):
+    if not stat.S_ISREG(info.st_mode) or trusted.problem(file, info) is not None:
         return None, []
     return min(info.st_mtime, time.time()), _shapes(file, info.st_size) if info.st_size else []
 
@@ -92,7 +97,7 @@ def is_pinned(entry: Path | str) -> bool:
 def _shapes(file: Path | str, size: int) -> list[str]:
     """At most 16 different lines, newest last."""
     try:
-        handle = os.open(file, _READING)
+        handle = open_plain(file)
     except OSError:  # evicted in the meantime
         return []
     try:

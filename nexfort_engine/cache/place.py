@@ -10,9 +10,9 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
+from . import temporary
 from .inherited import inductor_directory
 
 log = logging.getLogger("nexfort")
@@ -27,7 +27,7 @@ def chosen_root() -> Path | None:
     Either ranks above the platform's and a host's own place. None if nobody chose.
     """
     if chosen := os.environ.get("NEXFORT_CACHE_DIR"):
-        return Path(chosen).expanduser().absolute()
+        return written_out(chosen)
     inherited = inductor_directory()
     return None if inherited is None else inherited / "nexfort"
 
@@ -46,13 +46,18 @@ def default_root() -> Path:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nexfort"
     except RuntimeError:  # no home directory; whoever owns the directory is checked before it is read
         user = os.geteuid() if hasattr(os, "geteuid") else "user"
-        return Path(tempfile.gettempdir()) / f"nexfort-{user}"
+        return temporary.parent() / f"nexfort-{user}"
+
+
+def written_out(path: str) -> Path:
+    """An absolute path; "~" stays as it is where nobody knows the home directory."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def base_root() -> Path | None:
     """`NEXFORT_CACHE_BASE`: a read-only cache under the user's own, such as one in a container's image; or None."""
     chosen = os.environ.get("NEXFORT_CACHE_BASE", "").strip()
-    return Path(chosen).expanduser().absolute() if chosen else None
+    return written_out(chosen) if chosen else None
 
 
 def default_limit() -> int:

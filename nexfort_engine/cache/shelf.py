@@ -55,6 +55,7 @@ class Shelf:
         self._told: set[str] = set()
         self._rows: dict[tuple[str, str], index.Row] = {}
         self._rows_of: tuple[int, ...] | None = None
+        self._is_sound = False  # the index that was read
 
     def distrust(self) -> str | None:
         """Why nothing may be read from here: somebody else could have put it there."""
@@ -160,9 +161,9 @@ class Shelf:
 
     def _primary_names(self) -> list[str]:
         """What they are called. With ten thousand of them, what is known without asking each must do."""
-        if self.entries.is_symlink():
-            return []
         try:
+            if os.path.islink(self.entries):
+                return []
             with os.scandir(self.entries) as found:
                 return [one.name for one in found if is_key(one.name) and one.is_dir(follow_symlinks=False)]
         except OSError as error:
@@ -193,8 +194,8 @@ class Shelf:
         if self._rows_of != version:
             rows = index.read(self.root, self.trust)
             self._rows = {(row["primary"], row["id"]): row for row in rows or ()}
-            self._rows_of = None if rows is None else version
-        return self._rows_of is not None
+            self._rows_of, self._is_sound = version, rows is not None
+        return self._is_sound
 
     def _row_of(self, primary: str, name: str) -> index.Row | None:
         return self._rows.get((primary, name)) if self._read_index() else None
@@ -212,7 +213,8 @@ class Shelf:
         folder = os.sep.join((self._entries_text, row["primary"], row["id"]))
         problem, names = self._look(folder)
         problem = problem or (NOT_READ if row["created"] == _NEVER else None)
-        used, shapes = marks.use(f"{folder}{os.sep}{marks.LAST_USED}") if marks.LAST_USED in names else (None, [])
+        mark = f"{folder}{os.sep}{marks.LAST_USED}"
+        used, shapes = marks.use(mark, self.trust) if marks.LAST_USED in names else (None, [])
         found = {name: value for name, value in row.items() if name not in ("digest", "inode")}
         found |= {"last_used": used, "pinned": marks.PINNED in names, "shapes": shapes}
         return found | {"base": self.base, "problem": problem}

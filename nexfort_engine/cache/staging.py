@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories of one process: where artefacts are made before they are committed, and where they are loaded from.
 
-Each is locked as long as its process lives, where the file system can do that. So what a dead process left is told
-from what a living one needs without asking the clock alone, which may be wrong.
+Each is locked as long as its process lives (owner.py), and goes with it. What a killed process leaves goes when the
+next one begins to use the store, and when the store is pruned or cleared.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import secrets
+import stat
 import tempfile
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
-from .disk import listing, modified, remove_at_exit, remove_tree
+from . import owner
+from .disk import listing, remove_tree
 
 log = logging.getLogger("nexfort")
 
-STALE = 24 * 3600.0  # nothing is staged for so long by a process that lives
 TRASH = "trash-"
+ELSEWHERE = "nexfort-"  # begins the names of directories in the system's temporary directory
+PATIENCE = 30.0  # seconds in which a process that ends finishes what it is storing
 
 
 class Staging:
@@ -30,26 +34,30 @@ class Staging:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kept: set[Path] = set()
-        self._locks: dict[Path, int] = {}
+        self._locks: dict[Path, int | None] = {}
+        self._storing = 0
+        self._none_stored = threading.Condition()
+        self._ends_with: int | None = None  # the process at whose end all of it goes
 
     def new(self, *inner: str) -> Path:
         """A private directory, empty but for the directories `inner`; OSError where none can be made."""
-        folder = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
-        folder.mkdir(mode=0o700)
-        self._hold(folder)
-        return self._with(folder, inner)
+        return self._with(*owner.new_folder(self.folder), inner)
 
     def elsewhere(self, *inner: str) -> Path:
         """The same in the system's temporary directory; OSError."""
-        return self._with(Path(tempfile.mkdtemp(prefix="nexfort-")), inner)
+        return self._with(*owner.new_folder(Path(tempfile.gettempdir()), ELSEWHERE), inner)
 
-    def _with(self, folder: Path, inner: tuple[str, ...]) -> Path:
+    def _with(self, folder: Path, handle: int | None, inner: tuple[str, ...]) -> Path:
+        self._locks[folder] = handle
         try:
             for name in inner:
                 (folder / name).mkdir(mode=0o700)
         except OSError:
             self.end(folder)
             raise
+        if self._ends_with != os.getpid():
+            self._ends_with = os.getpid()
+            atexit.register(self._end_all, os.getpid())
         return folder
 
     def end(self, folder: Path) -> None:
@@ -66,9 +74,28 @@ class Staging:
 
     def keep(self, folder: Path) -> None:
         """Lets a directory live to the end of this process."""
-        if folder not in self.kept:
-            self.kept.add(folder)
-            remove_at_exit(folder)
+        self.kept.add(folder)
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[None]:
+        """What is done inside is finished before the process ends, unless it is killed."""
+        with self._none_stored:
+            self._storing += 1
+        try:
+            yield
+        finally:
+            with self._none_stored:
+                self._storing -= 1
+                self._none_stored.notify_all()
+
+    def _end_all(self, process: int) -> None:
+        if os.getpid() != process:  # a forked child runs this too, and must not take its parent's
+            return
+        with self._none_stored:
+            if not self._none_stored.wait_for(lambda: not self._storing, PATIENCE):
+                log.warning("Nexfort: the process ends before an artefact is stored in %s", self.folder.parent)
+        for folder in list(self._locks):
+            remove_tree(folder)
 
     def trash(self, path: Path) -> bool:
         """Deletes a directory: first out of sight in one step, so that no reader finds half of it."""
@@ -84,71 +111,39 @@ class Staging:
     def sweep(self) -> None:
         """Deletes what dead processes left."""
         for path in listing(self.folder):
-            if path not in self.kept and path not in self._locks and _is_left(path):
+            if path.name.startswith(TRASH):
                 remove_tree(path)
+            else:
+                owner.remove_left(path)
 
-    def _hold(self, folder: Path) -> None:
-        lock = _flock()
-        if lock is None:
-            return
-        handle = None
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-            lock.flock(handle, lock.LOCK_SH | lock.LOCK_NB)
-            self._locks[folder] = handle
-        except OSError as error:  # a file system without locks: others go by the process and the time
-            log.debug("%s is not locked: %s", folder, error)
-            if handle is not None:
-                os.close(handle)
+    def size(self) -> int:
+        """Bytes of all that lies here, of whichever process."""
+        return sum(_bytes(path) for path in listing(self.folder))
 
 
-def _is_left(path: Path) -> bool:
-    if path.name.startswith(TRASH):
-        return True
-    if time.time() - modified(path) <= STALE:
-        return False
-    held = _is_held(path)
-    return not (_may_live(path) if held is None else held)
-
-
-def _is_held(path: Path) -> bool | None:
-    """Whether a living process holds this directory; None where that cannot be told."""
-    lock = _flock()
-    if lock is None:
-        return None
+def sweep_elsewhere() -> None:
+    """Deletes what dead processes of this user left in the system's temporary directory."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except OSError:
-        return None
-    try:
-        lock.flock(handle, lock.LOCK_EX | lock.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks here
-        return None
-    finally:
-        os.close(handle)
-    return False
+        temporary = Path(tempfile.gettempdir())
+    except OSError as error:
+        log.debug("there is no temporary directory to look through: %s", error)
+        return
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    for path in listing(temporary):
+        if owner.is_name_of_own(path.name, ELSEWHERE):
+            with contextlib.suppress(OSError):  # it went just now
+                info = path.lstat()
+                if stat.S_ISDIR(info.st_mode) and user in (None, info.st_uid):
+                    owner.remove_left(path)
 
 
-def _may_live(path: Path) -> bool:
-    """Whether a process of the number in its name lives on this machine; False where that cannot be asked."""
-    number = path.name.partition("-")[0]
-    if os.name != "posix" or not (number.isascii() and number.isdigit()) or not 0 < int(number) < 1 << 31:
-        return False
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it lives and is another user's
-        return True
-    return True
-
-
-def _flock() -> ModuleType | None:
-    """The module with flock; None on Windows."""
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        return fcntl
-    return None
+def _bytes(path: Path) -> int:
+    """Of a file, or of all files in a directory; what goes while it is looked at counts nothing."""
+    found = 0
+    if os.path.isdir(path) and not os.path.islink(path):
+        for folder, _, files in os.walk(path):
+            found += sum(map(_bytes, (Path(folder, file) for file in files)))
+        return found
+    with contextlib.suppress(OSError):
+        found = path.lstat().st_size
+    return found

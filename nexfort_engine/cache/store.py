@@ -29,7 +29,7 @@ from typing import Any
 from . import index, marks, payload, trust
 from .attic import Attic
 from .copies import Copies
-from .disk import identity, make_private, move_directory, sync_directory, write_new
+from .disk import NotPlainError, identity, make_private, move_directory, sync_directory, write_new
 from .entry import (
     MANIFEST,
     PAYLOAD,
@@ -95,6 +95,7 @@ class Store:
 
         Broken ones are set aside; those that somebody else could have written are left alone, and the log says why.
         """
+        self._ground.begin()
         return self._library.candidates(primary)
 
     def entries(self) -> list[Entry]:
@@ -126,20 +127,22 @@ class Store:
 
     # -- using -------------------------------------------------------------------------------------------
 
-    def ready(self, entry: Entry) -> Path:
+    def ready(self, entry: Entry, *, elsewhere: bool = False) -> Path:
         """A directory of this process with the entry's payload, to load from; StoreError says why there is none.
 
-        It is a copy, checked byte by byte on the way, so that nothing is loaded that was not stored.
+        It is a copy, checked byte by byte on the way, so that nothing is loaded that was not stored. elsewhere: a new
+        one in the system's temporary directory.
         """
         if not entry.persistent:
             return entry.payload
         try:
-            return self._copies.of(entry)
+            with self._staging.storing():  # a process that ends removes its copies when none is being made
+                return self._copies.of(entry, elsewhere)
         except (TornError, DistrustError) as error:
             raise StoreError(str(error)) from error
         except OSError as error:
             # a full disk, say: nothing is wrong with the entry, so it stays where it is when it is set aside now
-            self._shelf_of(entry).skip.add((str(entry.path), entry.seen))
+            self.pass_over(entry, str(error))
             raise StoreError(f"it cannot be made ready to load: {error}") from error
 
     def ahead(self, primaries: Iterable[str]) -> None:
@@ -148,7 +151,7 @@ class Store:
             for entry in self.candidates(primary):
                 try:
                     self._copies.ahead(entry)
-                except (TornError, DistrustError, OSError) as error:
+                except (TornError, DistrustError, StoreError, OSError) as error:
                     log.debug("%s is not made ready ahead: %s", entry.id, error)
 
     def touch(self, entry: Entry) -> None:
@@ -158,15 +161,23 @@ class Store:
             try:
                 marks.set_time(entry.path / marks.LAST_USED, marks.tick(self.root))
             except OSError as error:
-                log.debug("the time of last use of %s is not recorded: %s", entry.id, error)
+                self._not_marked(entry, error)
 
     def note_shape(self, entry: Entry, text: str) -> None:
         """Remembers the sizes of a call that `entry` served, such as "2x4096x1536, 2x77x2048". Never raises."""
         if entry.persistent and not entry.base:
             try:
                 marks.note_shape(entry.path, text, marks.tick(self.root), self._staging.folder)
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 log.debug("the sizes %s of %s are not recorded: %s", text, entry.id, error)
+            except OSError as error:
+                self._not_marked(entry, error)
+
+    def _not_marked(self, entry: Entry, error: OSError) -> None:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, NotPlainError)):
+            log.debug("the use of %s is not recorded: %s", entry.id, error)  # it was removed just now, or altered
+        else:
+            self._ground.failed(error)
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -187,9 +198,14 @@ class Store:
         It is removed at the end unless it was committed. Where the store cannot be written it lies in the
         system's temporary directory; StoreError if that fails too.
         """
+        self._ground.begin()
         folder = self._ground.folder(PAYLOAD)
         try:
             yield folder
+        except OSError as error:
+            if folder.parent == self._staging.folder:
+                self._ground.failed(error)
+            raise
         finally:
             self._staging.end(folder)
 
@@ -202,6 +218,10 @@ class Store:
         """
         if not is_key(primary):
             raise ValueError(f"found {primary!r} as the primary key, expected 16 to 64 hex digits")
+        with self._staging.storing():
+            return self._commit(primary, Path(staged), manifest)
+
+    def _commit(self, primary: str, staged: Path, manifest: Mapping[str, Any]) -> Entry:
         try:
             files = payload.seal(staged / PAYLOAD)
         except (OSError, TornError) as error:
@@ -213,7 +233,7 @@ class Store:
         # Through JSON and back, so that the committing process sees exactly what every later one reads.
         whole = json.loads(json.dumps(whole))
         whole["id"] = entry_id(primary, whole)
-        return self._put(Path(staged), whole)
+        return self._put(staged, whole)
 
     def adopt(self, manifest: Mapping[str, Any], staged: Path) -> Entry:
         """Like commit, for an entry that was made elsewhere: its manifest is kept as it is.
@@ -234,7 +254,8 @@ class Store:
                 one for one in files if files[one] != whole["files"][one]
             ]
             raise ValueError(f"the staged files are not those that the manifest of {name} lists: {odd[:3]} differ")
-        return self._put(Path(staged), whole)
+        with self._staging.storing():
+            return self._put(Path(staged), whole)
 
     # -- taking away -------------------------------------------------------------------------------------
 
@@ -243,7 +264,7 @@ class Store:
 
         LookupError if there is no such entry, PermissionError for one of the base cache, LockTimeout, OSError.
         """
-        with self._ground.lock() if self.root.is_dir() else contextlib.nullcontext():
+        with self._ground.lock() if os.path.isdir(self.root) else contextlib.nullcontext():
             entry = self.find(entry_id)
             if entry.base:
                 raise PermissionError(errno.EACCES, f"{entry.id} lies in the base cache, of which nothing is changed")
@@ -279,10 +300,14 @@ class Store:
             log.warning("the artefact %s, kept for this process only, is not used: %s", entry.id, reason)
             return
         if entry.base or _distrusted(entry):
-            self._shelf_of(entry).skip.add((str(entry.path), entry.seen))
-            log.warning("the cache entry %s is not used: %s", entry.id, reason)
+            self.pass_over(entry, reason)
         else:
             self._set_aside(entry.path, entry.seen, reason)
+
+    def pass_over(self, entry: Entry, reason: str) -> None:
+        """Leaves a sound entry alone for the rest of this process, which cannot load it."""
+        self._shelf_of(entry).skip.add((str(entry.path), entry.seen))
+        log.warning("the cache entry %s is not used: %s", entry.id, reason)
 
     def prune(self, max_bytes: int | None = None) -> Removed:
         """Removes the least recently used entries until `max_bytes` (default: the limit) hold the rest.
@@ -290,12 +315,12 @@ class Store:
         Entries that this process uses stay, and pinned ones. Entries that were set aside and leftovers of dead
         processes go first. LockTimeout if another process prunes; OSError if the store cannot be written.
         """
-        if not self.root.is_dir():
+        if not os.path.isdir(self.root):
             return Removed(0, 0)
         limit = default_limit() if max_bytes is None else max_bytes
         with self._ground.lock():
             entries = self._sweep()
-            total = sum(entry.size for entry in entries)
+            total = sum(entry.size for entry in entries) + self._staging.size()
             gone = []
             for entry in sorted(entries, key=lambda entry: (marks.order(entry.path, MANIFEST), entry.created)):
                 if total > limit and entry.id not in self._used and not entry.pinned:
@@ -305,7 +330,7 @@ class Store:
 
     def clear(self, pinned: bool = False) -> Removed:
         """Removes every entry but pinned ones (`pinned`: those too), entries set aside and leftovers; nothing else."""
-        if not self.root.is_dir():
+        if not os.path.isdir(self.root):
             return Removed(0, 0)
         with self._ground.lock():
             return self._take_away([entry for entry in self._sweep() if pinned or not entry.pinned])
@@ -373,7 +398,7 @@ class Store:
     def _publish(self, entry: Entry) -> Entry:
         target = self._own.entries / entry.primary / entry.id
         for _ in range(3):
-            if target.parent.is_symlink() or target.parent.is_file():
+            if os.path.islink(target.parent) or os.path.isfile(target.parent):
                 self._set_aside(target.parent, identity(target.parent), "expected a directory of entries")
             make_private(target.parent)
             seen = identity(target)
@@ -387,7 +412,7 @@ class Store:
             try:
                 move_directory(entry.path, target, self._staging.folder)
             except FileNotFoundError:
-                if not entry.path.is_dir():
+                if not os.path.isdir(entry.path):
                     raise
                 continue  # another process cleared the store and took the parent
             except OSError as error:
@@ -410,15 +435,17 @@ class Store:
                     place = (entry.primary, entry.id)
                     rows = [row for row in rows if (row["primary"], row["id"]) != place] + [index.row_of(entry)]
                 index.write(self.root, rows, self._staging.folder)
-            if sum(row["size"] for row in rows) > default_limit():
+            if sum(row["size"] for row in rows) + self._staging.size() > default_limit():
                 self.prune()
-        except (LockTimeout, OSError) as error:
+        except LockTimeout as error:
             log.debug("the cache index is not brought up to date now: %s", error)
+        except OSError as error:
+            self._ground.failed(error)
 
     def _rebuild_index(self) -> list[index.Row]:
         rows = self._own.made_rows()
         try:
-            if self.root.is_dir():
+            if os.path.isdir(self.root):
                 with self._ground.lock(LOCK_WAIT):
                     index.write(self.root, rows, self._staging.folder)
         except (LockTimeout, OSError) as error:

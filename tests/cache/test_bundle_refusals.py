@@ -7,6 +7,7 @@ import errno
 import gzip
 import os
 import re
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,8 @@ def test_a_bundle_is_code_and_needs_trust(store: Store, target: Store, file: Pat
     with pytest.raises(PermissionError, match=r"a bundle is code.*pass --trust"):
         load(target, file, trust=False, fingerprints=HERE)
     payload = list_end(file.read_bytes())
-    assert [one.end for one in records] == [payload, payload] and not target.root.exists()
-    file.write_bytes(file.read_bytes()[:payload])
+    assert [one.end for one in records] == [payload] and not target.root.exists(), "trust is asked for first"
+    file.write_bytes(b"anything")
     with pytest.raises(PermissionError, match="a bundle is code"):
         load(target, file, trust=False, fingerprints=HERE)
 
@@ -220,6 +221,33 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
     file.write_bytes(ustar.header("bundle.json", 4097) + b" " * 8192)
     with pytest.raises(ValueError, match="4097 bytes, expected 1 to 4096"):
         inspect(file)
+
+
+@pytest.mark.parametrize(
+    "value", [b"[]", b"{}", b"[[[[]]]]", b'{"a":{"b":[1]}}', b"1", b'""', b'{"a":1}'], ids=lambda value: value.decode()
+)
+def test_what_a_bundle_says_of_itself_takes_little_memory(file: Path, value: bytes) -> None:
+    """It is shown before the user trusts its maker."""
+    count = (contents.LIMIT - 200) // (len(value) + 1)
+    text = b'{"schema": 1, "entries": [' + b",".join([value] * count) + b"]}\n"
+    file.write_bytes(ustar.header("bundle.json", len(text)) + text + ustar.padding(len(text)) + ustar.END)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="values in"):
+            inspect(file)
+        assert tracemalloc.get_traced_memory()[1] < 3 * contents.LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+def test_manifests_are_twice_as_long_as_their_values_are_many(store: Store, file: Path) -> None:
+    for number in range(300):
+        put(store, variant=number)
+    export(store, file)
+    ((_, text), *_) = split(file.read_bytes())
+    values = sum(map(text.count, (b"[", b"{", b",", b":")))
+    assert len(text) > 1 << 16 and len(text) > 1.5 * contents._BYTES_OF_A_VALUE * values
+    assert len(inspect(file).entries) == 300
 
 
 def test_a_manifest_that_the_store_would_not_read_does_not_travel(store: Store, file: Path, monkeypatch: Any) -> None:
