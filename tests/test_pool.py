@@ -21,7 +21,7 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
-from nexfort_engine import build, finding, lower, pool
+from nexfort_engine import build, finding, lines, lower, pool
 from nexfort_engine import compile as nexfort_compile
 from nexfort_engine import compiled as compiled_module
 from nexfort_engine.flags import snapshot, without_device
@@ -108,6 +108,21 @@ def test_what_a_killed_worker_had_is_done_in_the_process(gone: list[Any], tmp_pa
         os.killpg(gone[0].pid, signal.SIGKILL)
         assert _lowered(helpers, tmp_path / "one", probe) == "done here"
         assert _lowered(helpers, tmp_path / "two", probe) == "done here"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody tells what processes do here")
+def test_what_a_stopped_process_should_have_done_is_done_in_this_one(
+    gone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "STOPPED", 1.0)
+    probe = Probe(block_of(lambda b, h: b.linear(h)), x())
+    with pool.Pool(1, "cpu", None) as helpers:
+        os.kill(gone[0].pid, signal.SIGSTOP)
+        answers: queue.Queue[str | None] = queue.Queue()
+        why: list[str] = []
+        helpers.submit(probe.captured, tmp_path, [], OPTIONS, "cpu", answers.put, lambda: "done here", why.append)
+        assert answers.get(timeout=60) == "done here"
+    assert why == ["it was stopped for 1 s, and was ended"]
 
 
 def test_workers_that_are_expected_are_taken_once(
