@@ -38,6 +38,7 @@ from .passes import PASSES, register, split
 from .prepared import PreparingCode, take_out
 from .prompted import PromptedCode, take_out_prompts
 from .timing import by_the_device
+from .torchs_pool import watched
 
 log = logging.getLogger("nexfort")
 
@@ -210,13 +211,20 @@ def _inductor(
     known = known_to_inductor(convolutions=own.get("convolution") is True)
     clock = by_the_device() if measures(options) else nullcontext()
     scope, written = inductor_scope(payload, options), _all_written()
-    with scope, bounded(payload / _TEMPORARY), remembered_probes(), torch.no_grad(), rows, pairs, known, clock, written:
+    with scope, _compiling(payload), torch.no_grad(), rows, pairs, known, clock, written:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks", _TEMPORARY):
         shutil.rmtree(payload / name, ignore_errors=True)
+
+
+@contextmanager
+def _compiling(payload: Path) -> Iterator[None]:
+    """Inside, compilers work for Inductor, none of which is waited for without end."""
+    with bounded(payload / _TEMPORARY), watched(), remembered_probes():
+        yield
 
 
 @contextmanager

@@ -63,6 +63,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "forked_kernels",
         "shared_kernels",
         "timing",
+        "torchs_pool",
         "importing",
         "pool",
         "artefact",

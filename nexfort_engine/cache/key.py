@@ -56,7 +56,7 @@ NOT_SHAPING = frozenset(
             "rehearsal",
             "report",
         ),
-        *("compilers", "keeper", "lines", "orphaned", "processes", "shortage"),
+        *("compilers", "keeper", "lines", "orphaned", "processes", "shortage", "torchs_pool"),
         *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow", "worth"),
     )
 )
