@@ -22,6 +22,7 @@ from . import readset
 from .cache.entry import Entry
 from .capture import Captured
 from .conditions import Conditions
+from .dependences import Dependence, Row, Watched
 from .guards import checker
 from .lower import Loaded
 from .modulestate import Hidden, ModuleState
@@ -55,6 +56,8 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "sites": captured.sites,
         "images": captured.images,
         "sources": captured.sources,
+        "names": captured.names,
+        "only_here": captured.only_here,
         "modules": captured.modules,
         "info": {"kind": kind, **info},
     }
@@ -115,6 +118,7 @@ class Artefact:
         self.guards: list[list[Any]] = manifest["guards"]
         self.check = checker(self.guards)
         self.reads: list[list[Any]] = manifest["reads"]
+        self.names: list[Row] = manifest["names"]
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
@@ -148,7 +152,8 @@ class Known:
     artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
     out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and
     how the last time. compiled: classes of which some block was not. off: kinds of call that do not
-    pay (worth.py). images: no code is known that cannot take them with channels innermost.
+    pay (worth.py). images: no code is known that cannot take them with channels innermost. watched: what
+    their code reaches by name.
     """
 
     artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
@@ -159,19 +164,23 @@ class Known:
     compiled: set[str] = field(default_factory=set)
     off: dict[Any, Any] = field(default_factory=dict)
     images: bool = True
+    watched: Watched = field(default_factory=Watched)
 
 
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("_factors", "_strengths", "artefact", "code", "in_vain", "kept", "plain", "state")
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "in_vain", "kept", "names", "plain", "state")
 
-    def __init__(self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None) -> None:
+    def __init__(
+        self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None, names: Dependence | None = None
+    ) -> None:
+        """names: what the artefact reaches by name, for modules of these classes; None where nobody watches."""
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
         self.kept: Kept | None = None  # prepared weights of the module
         self.in_vain: Hashable = None  # the `Lender.layout` in which keeping them was found to make no room
-        self.state = ModuleState(module, artefact.reads, hidden)
+        self.state, self.names = ModuleState(module, artefact.reads, hidden), names
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
         self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
@@ -184,7 +193,11 @@ class Binding:
         Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
         """
         fits = self.artefact.misfit(flat) is None if self.artefact.options else self.artefact.check(flat.mappings)
-        return fits and self.state.unchanged()
+        return fits and self.unchanged()
+
+    def unchanged(self) -> bool:
+        """Whether the module, and what code reaches by name, are what they were at capture."""
+        return (self.names is None or self.names.holds()) and self.state.unchanged()
 
     def strengths(self) -> list[float]:
         """The numbers of the module that the artefact takes as inputs, as they are now."""

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import sites
+from . import modes, sites
 from .artefact import Artefact, Binding, Misfit, Refusal, manifest_of
 from .background import Background
 from .cache.key import environment_parts, primary_key
 from .capture import LOCK, Captured, Example, capture, spec_key
 from .cpu_probe import remember_in
+from .dependences import Dependence, Epoch
 from .dispatch import Ineligible, Region, device_of
 from .effects import CHANGES_GIVEN
 from .finding import Finder, Wanted, misfit_of, nearer
@@ -54,6 +55,9 @@ _MOST_STORED = 64
 # Blocks of one class that are tried although others of it were refused for one and the same reason, and none was not. A
 # video's autoencoder hands blocks that change a list another one each time. Each try is a capture.
 _MOST_ALIKE = 3
+_MOST_REFUSALS = 64  # remembered of one structure and call
+_MOST_GIVEN_UP = 32  # times that names may change once there are all variants
+_KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
 _MOST_CALLS = 4096  # of all regions, of which is remembered how they were called
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
@@ -74,9 +78,10 @@ class Builder:
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._often = known.made, known.reported, known.often
         self._tried: Counter[tuple[str, str]] = Counter()
+        self._given_up: Counter[str] = Counter()  # how often names changed once there were all variants
         self._fresh: list[tuple[Wanted, Refusal]] = []  # refusals of the call under way
         self._noted: Recent[tuple[str, str], None] = Recent(_MOST_CALLS)  # artefacts, sizes that the store was told of
-        self._primaries: Recent[tuple[int, Any, Any, bool], tuple[Any, str]] = Recent(_MOST_CALLS)
+        self._primaries: Recent[tuple[int, Any, Any, bool, Any], tuple[Any, str]] = Recent(_MOST_CALLS)
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
@@ -90,6 +95,7 @@ class Builder:
             return None
         self._fresh = []
         try:
+            self.engine.known.watched.look()
             carried = region.carries()
             if carried:
                 raise Ineligible(f"it carries {carried}")
@@ -115,7 +121,8 @@ class Builder:
             self.engine.report.note(f"artefacts last only as long as this process: {problem}")
         if binding is not None:
             return binding
-        region.declined.setdefault(key, []).append(refusal)
+        others = [one for one in region.declined.get(key) or () if one[1] != refusal[1]]
+        region.declined[key] = [*others, refusal]
         session.refused, self._fresh = (refusal[1], self._fresh), []
         return None
 
@@ -209,9 +216,12 @@ class Builder:
         wanted.why = why = _why(wanted, misfit)
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
-            reason = f"it has {count} variants already; what it depends on keeps changing: {why}"
+            reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
             # not for good: what there is serves other calls
-            self.refusals.setdefault(wanted.primary, []).append(((lambda _: True), reason))
+            names = self._while_names_stay(wanted.primary)
+            known = self.refusals.setdefault(wanted.primary, [])
+            known[:] = [one for one in known[-_MOST_REFUSALS:] if _KEEPS_CHANGING not in one[1]]
+            known.append(((lambda _: names is None or names.holds()), reason))
             log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
             return None
         self._lower([self._job(wanted, _Others(self))])
@@ -230,16 +240,19 @@ class Builder:
         """What a region needs for a call, with the key under which artefacts for it are kept."""
         device = device_of([t.device for t in (*flat.tensors, *region.slots.read())])
         images = region.images and win_on(device)  # asked once: a step beside this one may change it
+        shaping = modes.current().shaping
         metas = region.metas(flat, images)
         plain = Flat()
         plain.tensors = list(map(as_taken if images else normalised, flat.tensors))
         plain.ints, plain.mappings = flat.ints, flat.mappings
-        primary = self._primary(region, spec, flat, metas, str(device), images)
-        return Wanted(region, primary, Example.of(spec, plain), flat, images)
+        primary = self._primary(region, spec, flat, metas, str(device), images, shaping)
+        return Wanted(region, primary, Example.of(spec, plain), flat, images, shaping)
 
-    def _primary(self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool) -> str:
+    def _primary(
+        self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool, shaping: modes.Values
+    ) -> str:
         structure = region.structure()
-        place = (id(region), spec, tuple(metas), images)
+        place = (id(region), spec, tuple(metas), images, shaping)
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             parts = {
@@ -248,6 +261,7 @@ class Builder:
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
                 "images": images,
+                "modes": shaping,
             }
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]
@@ -320,6 +334,7 @@ class Builder:
             self.engine.store,
             wanted.primary,
             wanted.device.type,
+            modes=modes.named(wanted.modes),
             done=functools.partial(self._done, wanted),
             more=lambda job, manifest: [self._job(one, others) for one in others.after(job.primary, manifest)],
             weight=sum(1 for _ in wanted.region.module.modules()),
@@ -341,7 +356,7 @@ class Builder:
         if job.problem is None:
             self._adopt(wanted, job)
         elif job.refused or self.background is None or not self.background.here:
-            self._refuse(wanted, job.guards, job.problem)
+            self._refuse(wanted, job.guards, job.problem, self.finder.dependence(job.names, wanted.region))
         else:  # the host may have moved the weights meanwhile: not for good
             log.info("Nexfort: %s is tried again: %s", wanted.region.path, job.problem)
 
@@ -357,14 +372,17 @@ class Builder:
         weights, layers = None, region.layers
         if layers is not None:
             weights = layers.examples(region.slots.read(), wanted.device)
-        captured = capture(
-            region.module,
-            wanted.example,
-            dynamic=self.engine.config.dynamic,
-            weights=weights,
-            hidden=region.hidden(),
-            images=wanted.images,
-        )
+        called_in = modes.named(wanted.modes)  # a plan finds calls that are made in others than these
+        with modes.applied(called_in):
+            captured = capture(
+                region.module,
+                wanted.example,
+                dynamic=self.engine.config.dynamic,
+                weights=weights,
+                hidden=region.hidden(),
+                images=wanted.images,
+                device=called_in["default_device"],
+            )
         driver, info = self.engine.made_for(region, wanted.device)
         options = self.finder.options(wanted.device.type)
         for name, dtype in (("low_precision", products.FP8), ("low_precision_int8", torch.int8)):
@@ -398,6 +416,9 @@ class Builder:
         self.engine.report.compiled(region.path, entry.id, job.seconds)
         if wanted.why:
             self.engine.report.variant(region.path, wanted.why)
+        if name := entry.manifest["only_here"]:
+            why = f"it uses {name}, which no other process can compare"
+            self.engine.report.note(f"an artefact of {region.path} lasts only as long as this process: {why}")
 
     # -- refusals ----------------------------------------------------------------------------------------
 
@@ -417,13 +438,29 @@ class Builder:
                 return check, reason
         return None
 
-    def _refuse(self, wanted: Wanted, guards: list[list[Any]] | None, reason: str) -> None:
-        refusal = checker(guards or []), ForGood.of(reason, guards)
-        self.refusals.setdefault(wanted.primary, []).append(refusal)
+    def _refuse(
+        self, wanted: Wanted, guards: list[list[Any]] | None, reason: str, names: Dependence | Epoch | None = None
+    ) -> None:
+        """Run such calls eager while mappings answer these guards, and names lead to what they led to."""
+        reads = checker(guards or [])
+
+        def holds(mappings: list[Any]) -> bool:
+            return reads(mappings) and (names is None or names.holds())
+
+        refusal = holds, ForGood.of(reason, guards)
+        known = self.refusals.setdefault(wanted.primary, [])
+        if len(known) >= _MOST_REFUSALS:
+            del known[0]
+        known.append(refusal)
         self._fresh.append((wanted, refusal))
         place = (_code_of(wanted), reason)
         self._often[place] = (self._often.get(place, (0, refusal))[0] + 1, refusal)
         log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+
+    def _while_names_stay(self, primary: str) -> Epoch | None:
+        """Holds until a name leads elsewhere, which may be back; where names keep changing, for good."""
+        self._given_up[primary] += 1
+        return Epoch(self.engine.known.watched) if self._given_up[primary] <= _MOST_GIVEN_UP else None
 
     def changes_given(self, wanted: Wanted) -> None:
         """A plan saw that the block changes a list or an object that it is given."""
@@ -432,7 +469,8 @@ class Builder:
     def take_back(self, refused: list[tuple[Wanted, Refusal]]) -> None:
         """Forget refusals: eager refuses the call, too, that they came of."""
         for wanted, refusal in refused:
-            self.refusals[wanted.primary].remove(refusal)
+            if refusal in self.refusals[wanted.primary]:
+                self.refusals[wanted.primary].remove(refusal)
             place = (_code_of(wanted), str(refusal[1]))
             count, of_first = self._often[place]
             self._often[place] = count - 1, of_first

@@ -28,12 +28,14 @@ from torch import nn
 from . import modulestate, readset
 from .assumptions import check, computes_with_chosen_scale, conditions_of, counted, noted, settle
 from .conditions import Conditions
+from .dependences import Row
 from .effects import mapping_writes, refuse_random, take_out_kept
 from .flags import tracing_scope
 from .guards import to_json
 from .images import is_of_order, laid, only_convolved
 from .modulestate import Hidden
 from .placeholders import Placeholders
+from .reached import rows_of
 from .readset import Refused, ValueUsed
 from .regions import most_alike
 from .signature import Flat, kind_of, spec_text
@@ -70,7 +72,9 @@ class Captured:
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor. sites: where it calls functions of its options (sites.py). images: as it was captured for.
+    option tensor. sites: where it calls functions of its options (sites.py). images: as it was captured for. names:
+    what its code reached by name (dependences.py). only_here: the first of these that no other process can compare, or
+    "".
     """
 
     graph: torch.fx.GraphModule
@@ -92,6 +96,8 @@ class Captured:
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
     sites: list[list[list[Any]]] = field(default_factory=list)
     images: bool = False
+    names: list[list[Any]] = field(default_factory=list)
+    only_here: str = ""
 
 
 def capture(
@@ -102,18 +108,19 @@ def capture(
     weights: list[torch.Tensor] | None = None,
     hidden: Hidden | None = None,
     images: bool = False,
+    device: str | None = None,
 ) -> Captured:
     """Capture one block at one example call.
 
     weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
-    images: they lie with channels innermost, in the graph and among its results (images.py).
+    images: they lie with channels innermost, in the graph and among its results (images.py). device: the default one.
     dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the reason where no
     artefact can stand for the block; anything torch raises while tracing passes through.
     """
     reason = modulestate.foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
-    given = (module, example, dynamic, weights, hidden or {}, images)
+    given = (module, example, dynamic, weights, hidden or {}, images, device)
     if images:
         try:
             return _captured(*given, told=True)
@@ -130,10 +137,11 @@ def _captured(
     weights: list[torch.Tensor] | None,
     hidden: Hidden,
     images: bool,
+    device: str | None,
     *,
     told: bool,
 ) -> Captured:
-    begin = functools.partial(Trace, module, example, weights, hidden, images, told)
+    begin = functools.partial(Trace, module, example, weights, hidden, images, told, device)
     trace = begin()
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
@@ -153,7 +161,8 @@ def _captured(
         assert program is not None, "what failed was raised"
         return _finish(program, trace)
     except Exception as error:
-        error.guards = _guards_so_far(trace)  # type: ignore[attr-defined]  # what the failure depended on
+        # what the failure depended on
+        error.guards, error.names = _guards_so_far(trace), _names_so_far(trace)  # type: ignore[attr-defined]
         raise
 
 
@@ -244,6 +253,17 @@ def _guards_so_far(trace: Trace) -> list[list[Any]]:
         return []
 
 
+def _names_so_far(trace: Trace) -> list[Row]:
+    try:
+        return _names(trace)[0]
+    except Refused:
+        return []
+
+
+def _names(trace: Trace) -> tuple[list[Row], str]:
+    return rows_of(trace.block, trace.codes, trace.reads.values())
+
+
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch.Tensor:
     """The tensor at a path of the call's mappings, as an input of the graph."""
     return readset.look(list(mappings), path).detach().contiguous()
@@ -314,6 +334,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
         example.ints,
     )
     writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
+    reached, only_here = _names(trace)
     weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
     inputs.tidy(graph)
     return Captured(
@@ -330,12 +351,14 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
         output=trace.output,
         mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],
         writes=writes,
-        sources=hashes(trace.files, trace.block),
+        sources=hashes(trace.codes, trace.block),
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
         images=trace.images,
+        names=reached,
+        only_here=only_here,
     )
 
 

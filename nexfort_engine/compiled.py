@@ -24,7 +24,7 @@ from .cache.store import Store, default_root
 from .config import CompileConfig
 from .engine import Also, Engine
 from .flags import disabled, keeps_nothing
-from .modulestate import replaced_forward
+from .modulestate import compiled_elsewhere, replaced_forward
 from .quant.linear import holds_quantised
 from .report import Report
 
@@ -87,8 +87,11 @@ def compile_as(module: nn.Module, config: CompileConfig, *, also: Also | None = 
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     engine = Engine(original, config, store_at(), also=also)
-    if replaced_forward(original) is not None:  # it stands before the class's, where the engine would begin
+    # it stands before the class's, where the engine would begin
+    if replaced_forward(original) is not None or compiled_elsewhere(original):
         reason = "its forward was replaced before it was compiled (offloading does that); compile first, then offload"
+        if compiled_elsewhere(original):
+            reason = "torch.compile compiled it already; give nexfort_engine.compile the module as it was before"
         engine.report.eager("(whole module)", reason)
         log.warning("Nexfort: %s runs eager: %s", type(original).__name__, reason)
     weight = next(original.parameters(), None)

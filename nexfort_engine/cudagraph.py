@@ -26,6 +26,7 @@ import torch
 from . import budget, readset
 from .asides import Asides
 from .constants import Answering, Remembering, Sent
+from .dependences import Dependence, classes_in
 from .faults import UNSEEN, is_passed_on
 from .flags import launched_by_address
 from .glue import Glue
@@ -34,12 +35,14 @@ from .graphnodes import editable, fills_as_kernels
 from .guards import checker, to_json
 from .images import JoinedAsRows
 from .parts import places
+from .reached import rows_of
 from .readset import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from .recent import Recent
 from .rehearsal import Rehearsal
 from .report import named
 from .residence import Residence
 from .signature import Flat, Unsupported, flatten, flatten_call
+from .sources import walked
 from .stepcall import StepCall, empty_as, overlaps, places_of, separate
 from .stepgraph import StepGraph, in_places, metas_of, serials_of
 
@@ -77,6 +80,7 @@ class StepGraphs:
         # calls whose graph grew the memory of all beyond the budget: captured alone the next time
         self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
+        self._watched = engine.known.watched
         self._in_use = threading.Lock()
 
     def release(self) -> bool:
@@ -148,7 +152,7 @@ class StepGraphs:
         spec = flatten_call(args, kwargs, flat)
         lasting = self._lasting(flat.tensors, session)
         flat.tensors = [separate(t) for t in flat.tensors]
-        return StepCall.of(spec, flat, self._fed.get(spec, []), lasting)
+        return StepCall.of(spec, flat, self._fed.get(spec, []), lasting, session.modes)
 
     def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if reason:
@@ -187,7 +191,8 @@ class StepGraphs:
             session.ran_eager = session.fetched = session.spares = session.others = False
             try:
                 session.asides = asides = self._asides(call)
-                with asides or nullcontext(), Rehearsal() if fragile() else Remembering() as watching:
+                watching = Rehearsal() if fragile() else Remembering()
+                with asides or nullcontext(), watching, walked() as session.codes:
                     session.watching = watching
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
@@ -221,7 +226,7 @@ class StepGraphs:
         if not set(used_options) <= set(call.fed):
             known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
             self._fed[call.spec] = list(dict.fromkeys(known + used_options))
-            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting)
+            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting, call.modes)
             reason, key = self._unfit(call), call.key()
             if reason:
                 self._refused[key] = reason
@@ -264,6 +269,7 @@ class StepGraphs:
         outputs, flat = Flat(), call.flat
         try:
             rows, output = to_json(reads), flatten(result, outputs)
+            names = Dependence(rows_of(self.engine.root, session.codes)[0], classes_in(self.engine.root), self._watched)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
             if asides is not None and any(map(asides.lasts, outputs.tensors)):
@@ -293,6 +299,7 @@ class StepGraphs:
                 kept=kept,
                 version=self.engine.version(),
                 asides=asides if asides is not None and asides.observed(call.made_of) else None,
+                names=names,
             )
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)

@@ -25,6 +25,8 @@ from .constants import unwatched
 from .images import as_taken, holds_images, is_image
 from .keeping import kept_of, prepared
 from .loans import NO_STAND_INS, Layers, Loan, NotLent, StandIns
+from .modes import current as current_modes
+from .modes import fingerprint
 from .modulestate import Hidden, Seen, WeightSlots, foreign, structure
 from .parts import Parts
 from .prepared import Kept
@@ -59,6 +61,7 @@ class Region:
         self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
         self.declined: Recent[Any, list[tuple[Callable[[list[Any]], bool], str]]] = Recent(MOST_SIZES)
         self.latched: str | None = None
+        self.modal = False  # the network's own code calls it under modes of torch other than the step's
         self._seen = Seen()
         self._dtypes: list[torch.dtype] = []
         self._device: torch.device | None = None
@@ -83,13 +86,26 @@ class Region:
             if self in session.doubted:
                 return faults.instead(self, plain, args, kwargs, session, self.latched)
             return self._eager(plain, args, kwargs, session, self.latched)
+        if session.others_ran:
+            self.engine.known.watched.look()
+            session.others_ran = session.wary
+        modes, now = session.modes, fingerprint()
+        if now != session.fingerprint:  # by code between the blocks
+            if reason := self.engine.unfit_modes(args, kwargs):
+                return self._eager(plain, args, kwargs, session, reason)
+            modes = current_modes()
+        elif self.modal:
+            modes = current_modes()
         flat, loan, unseen = Flat(), None, ""
         try:
             spec = flatten_call(args, kwargs, flat)
             due = self.due()
             weights = [] if due else self.weights()
-            key = (spec, tuple(map(_size_key, flat.tensors)), tuple(flat.ints))
+            key = (spec, tuple(map(_size_key, flat.tensors)), tuple(flat.ints), modes)
             binding = self._find(key, flat)
+            if binding is None and not self.modal and current_modes() != modes:
+                self.modal, key = True, (*key[:-1], current_modes())
+                binding = self._find(key, flat)
             if binding is None:
                 self.renew()
                 due = self.due()
@@ -110,6 +126,7 @@ class Region:
         if unseen:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
+            flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
             return faults.refused(self, key, plain, args, kwargs, session)
         session.fetched |= loan is not None and not loan.kept
         try:
@@ -152,7 +169,8 @@ class Region:
         self.engine.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
         session.images |= binding.artefact.images
-        session.others |= bool(binding.artefact.sites)
+        if binding.artefact.sites:
+            session.others = session.others_ran = True
         if binding.artefact.options:
             session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
         tensors = list(map(as_taken if binding.artefact.images else normalised, flat.tensors))
@@ -230,7 +248,7 @@ class Region:
         return self.inside(plain, args, kwargs, session)
 
     def inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
-        session.ran_eager = True
+        session.ran_eager = session.others_ran = True
         session.inside, before = True, session.inside
         try:
             return plain(*args, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compilers, heap, pool
+from . import compilers, heap, modes, pool
 from .artefact import Binding, Known
 from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
@@ -26,16 +26,18 @@ from .config import CompileConfig
 from .constants import tensors_in
 from .cudagraph import StepGraphs
 from .dispatch import Region
+from .effects import tensors_held
 from .faults import UNSEEN, is_passed_on
 from .flags import backend_scope, disabled
 from .images import lie_innermost, outermost
 from .importing import import_ahead, import_tracing_ahead
 from .keeping import hold_once, spared
 from .loans import Lender
-from .modulestate import Slot, structure
+from .modulestate import Slot, own_foreign, structure
 from .prepared import Version
 from .promise import Promise
-from .regions import find_regions
+from .reached import assigns_names
+from .regions import RegionSpec, Seats, beyond, find_regions
 from .remedies import remedy, written_to
 from .report import Report, named
 from .session import Instead, Session, entered
@@ -110,6 +112,9 @@ class Engine:
         self.worth = Worth(self, self.known.off)
         self.promise = Promise(self)
         self._table: dict[int, Region] | None = None
+        self._placed: list[tuple[RegionSpec, Region]] = []
+        self.sets_names = False  # code between the blocks assigns what blocks may read by name
+        self._seats: Seats | None = None  # where their blocks are in the backbone
         self.graphs = StepGraphs(self) if config.step_graphs else None
         self._off: str | None = None
         self._innermost: bool | None = None  # whether the backbone's own weights lie so
@@ -125,9 +130,19 @@ class Engine:
 
     def _regions(self) -> dict[int, Region]:
         if self._table is None:
-            self._table = {id(spec.module): Region(self, spec) for spec in find_regions(self.root, whole=self.whole)}
+            specs = find_regions(self.root, whole=self.whole)
+            # a region whose block stayed where it is keeps what it knows
+            known = {(spec.path, id(region.module)): region for spec, region in self._placed}
+            found = [(spec, known.get((spec.path, id(spec.module))) or Region(self, spec)) for spec in specs]
+            self._placed, self._seats = found, Seats(self.root, [spec.path for spec in specs])
+            self._table = {id(spec.module): region for spec, region in found}
+            inside = {id(sub) for spec in specs for sub in spec.module.modules()}
+            own = {type(sub) for sub in self.root.modules() if id(sub) not in inside or sub is self.root}
+            self.sets_names = any(map(assigns_names, own))
             if not self._table:
                 self.report.note("no region: the module holds no weights; it runs as it is")
+            for path, kind in beyond(self.root):
+                self.report.eager(path, f"this {kind} lies in a plain object, where no region is looked for")
         return self._table
 
     @property
@@ -321,6 +336,10 @@ class Engine:
         return result if self._innermost else back
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
+        self.known.watched.look()
+        session.modes, session.fingerprint = modes.current(), modes.fingerprint()
+        session.wary = self.sets_names or self._brings_code(args, kwargs)
+        session.others_ran = session.wary
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
@@ -366,6 +385,13 @@ class Engine:
             self.report.note(f"a step could not be verified ({named(error)})")
             return None
 
+    def _brings_code(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call brings code of others along, or what cannot be looked at."""
+        try:
+            return not self.is_quiet(args, kwargs)
+        except Exception:
+            return True
+
     def is_quiet(self, args: Any, kwargs: Any) -> bool:
         return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
 
@@ -391,8 +417,8 @@ class Engine:
             return ""
         if torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or _exported_here()):
             return "it is being traced by torch.compile or torch.export"
-        if torch.is_grad_enabled() and _requires_grad(self.root, args, kwargs or {}):
-            return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
+        if (reason := self.unfit_modes(args, kwargs or {})) is not None:
+            return reason
         if self._off is None:
             stop = compilers.cancel.set(self.cancel)
             try:
@@ -405,6 +431,26 @@ class Engine:
                 log.warning("Nexfort: running eager: %s", self._off)
         return self._off or None
 
+    def unfit_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why no artefact can follow the modes of torch in which a call is made, or None."""
+        if torch.is_grad_enabled() and self._may_need_gradients(args, kwargs):
+            return "gradients are on; run it under torch.no_grad() or torch.inference_mode()"
+
+        def device_types() -> set[str]:
+            return {tensor.device.type for tensor in (*tensors_in((args, kwargs)), *self.root.parameters())}
+
+        return modes.unsupported(device_types)
+
+    def _may_need_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether something that a call computes with may require a gradient.
+
+        Where a host attaches functions to weights, what trains may be anywhere in these.
+        """
+        if self.lender is not None:
+            return True
+        held = (*self.root.parameters(), *tensors_held(self.root).values())
+        return any(tensor.requires_grad for tensor in (*held, *tensors_in((args, kwargs))))
+
     @contextlib.contextmanager
     def active(
         self, *, watch_root: bool = False, instead: Instead | None = None, counted: bool = True
@@ -415,15 +461,22 @@ class Engine:
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
         session = Session(self, instead=instead)
+        session.modes, session.fingerprint = modes.current(), modes.fingerprint()
         placed = []
+        if self._seats is not None and not self._seats.unchanged():
+            self.refresh()
         for region in self._regions().values():
             if region.module is not self.root:
                 if stand_in(region.module):
                     placed.append(region.module)
                 else:
                     self.report.eager(region.path, f"it carries {region.carries()}")
-        if watch_root and stand_in(self.root):
-            placed.append(self.root)
+        if watch_root:
+            if stand_in(self.root):
+                placed.append(self.root)
+            elif counted:
+                why = f"the network carries {own_foreign(self.root)}"
+                self.report.note(f"steps are not planned ahead, and are no CUDA graphs: {why}")
         began = time.perf_counter()
         self._sessions.add(session)
         try:
@@ -479,9 +532,3 @@ def _exported_here() -> bool:
 
     return bool(_get_current_dispatch_mode_stack())  # its fake tensors are a mode of the thread that traces
 
-
-def _requires_grad(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if any(p.requires_grad for p in root.parameters()):
-        return True
-    values = (*args, *kwargs.values())
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)

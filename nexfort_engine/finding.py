@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -23,9 +23,11 @@ from .cache.refused import is_refusal
 from .cache.store import Entry, StoreError
 from .capture import Example
 from .cpu_probe import remember_in
+from .dependences import Dependence, Row, classes_in
 from .dispatch import Region, device_of
 from .kernels.launching import DESCRIPTORS, descriptors_missing
 from .kernels.narrow_attention import slower
+from .modes import Values
 from .modulestate import Hidden, matches_text
 from .passes import few_keys_attention, narrow_attention
 from .quant import products
@@ -50,6 +52,7 @@ class Wanted:
     example: Example
     flat: Flat
     images: bool = False  # whether it takes and gives images with channels innermost
+    modes: Values = ()  # of torch, that shape what is made (modes.py)
     why: str | None = None  # why it needs a further one, for the report
 
     @property
@@ -76,22 +79,26 @@ class Finder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._artefacts, self._reported = engine.known.artefacts, engine.known.reported
+        self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
         region = wanted.region
         for binding in region.bindings:
             same = binding.artefact.primary == wanted.primary
-            if same and binding.artefact.misfit(wanted.flat) is None and binding.state.unchanged():
+            if same and binding.artefact.misfit(wanted.flat) is None and binding.unchanged():
                 return binding, None
         nearest: Misfit | None = None
         hidden = region.hidden()
         for artefact in self._candidates(wanted):
             misfit = misfit_of(artefact, wanted, hidden)
+            names = self.dependence(artefact.names, region) if misfit is None or misfit.sizes else None
+            if names is not None and not names.holds():
+                misfit = Misfit(f"{names.differs} is not what it was when the block was captured")
             if misfit is not None:
                 nearest = nearer(nearest, misfit)
             elif self._has_code(artefact, wanted):
-                binding = Binding(artefact, region.module, hidden)
+                binding = Binding(artefact, region.module, hidden, names)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
                 self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
                 info = artefact.entry.info if artefact.entry is not None else {}
@@ -101,6 +108,14 @@ class Finder:
                     self.engine.report.note(note)
                 return binding, None
         return None, nearest
+
+    def dependence(self, rows: Sequence[Row], region: Region) -> Dependence:
+        """What code reaches by name, for a region; one for all regions of the same classes."""
+        classes = classes_in(region.module)
+        found = self._dependences.get((id(rows), classes))
+        if found is None:  # it holds on to the rows, so that no others come to be known by their id
+            found = self._dependences[id(rows), classes] = Dependence(rows, classes, self.engine.known.watched)
+        return found
 
     def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
         """The artefacts of this structure and call, those of the store without their code."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from . import modes
 from .assumptions import Equalities, Limits
 from .cache.refused import refusal
 from .capture import Captured
@@ -82,7 +83,9 @@ def lower_graph(
     Raises LoweringFailed, and OSError where the system refuses what is needed; what else Inductor raises goes through.
     """
     with _plainly(payload):
-        _lower_graph(graph, constants, payload, options, lasting, each)
+        own, options = split(options)
+        with modes.applied(own.get("modes") or {}):  # type: ignore[arg-type]
+            _lower_graph(graph, constants, payload, options, own, lasting, each)
 
 
 @contextmanager
@@ -104,10 +107,10 @@ def _lower_graph(
     constants: list[torch.Tensor],
     payload: Path,
     options: Mapping[str, object],
+    own: Mapping[str, object],
     lasting: Sequence[bool],
     each: Callable[[Works], list[list[str]]],
 ) -> None:
-    own, options = split(options)
     equal = Equalities([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
     for name, rewrite in PASSES.items():
         if own.get(name):

@@ -59,6 +59,8 @@ class Job:
     entry: Entry | None = None
     problem: str | None = None
     guards: list[list[Any]] | None = None
+    names: list[list[Any]] = field(default_factory=list)  # what its code had reached by name when it failed
+    modes: dict[str, Any] = field(default_factory=dict)  # of torch, that it is lowered under (modes.py)
     refused: bool = False  # the problem lies in the block's own code
     notes: list[str] = field(default_factory=list)  # how it was made, where that was not as usual
     seconds: float = 0.0
@@ -210,7 +212,7 @@ def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
     except Exception as error:
         # torch's tracing may fail in any way on code of others; the block then runs eager with this as its reason
         job.problem = f"capturing it failed: {told(error)}"
-        job.guards = getattr(error, "guards", None)
+        job.guards, job.names = getattr(error, "guards", None), getattr(error, "names", [])
         log.debug("Nexfort: capturing %s failed", job.name, exc_info=True)
     return None
 
@@ -228,7 +230,7 @@ def _start(
         try:
             if current is not None:
                 torch.cuda.set_device(current)
-            _lower_and_store(job, captured, manifest, options(job.device))
+            _lower_and_store(job, captured, manifest, _options(job, options))
         except Exception as error:
             job.problem = f"lowering it failed: {told(error)}"
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
@@ -298,7 +300,7 @@ def _submit(
     def instead() -> str | None:
         shutil.rmtree(staged / "payload", ignore_errors=True)
         try:
-            lower.lower(captured, staged / "payload", options(job.device))
+            lower.lower(captured, staged / "payload", _options(job, options))
         except Exception as error:
             return named(error)
         return None
@@ -307,10 +309,14 @@ def _submit(
         job.notes.append(f"a worker did not lower what it was given ({reason}); this process did")
 
     try:
-        helpers.submit(captured, staged, captured.modules, options(job.device), device, then, instead, gone)
+        helpers.submit(captured, staged, captured.modules, _options(job, options), device, then, instead, gone)
     except BaseException:
         stack.close()
         raise
+
+
+def _options(job: Job, options: Callable[[str], dict[str, object]]) -> dict[str, object]:
+    return {**options(job.device), "nexfort.modes": job.modes}
 
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:
@@ -321,4 +327,4 @@ def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], opt
 
 def _commit(job: Job, staged: Path, manifest: dict[str, Any]) -> None:
     lower.take_limits(staged / "payload", manifest)
-    job.entry = job.store.commit(job.primary, staged, manifest)
+    job.entry = job.store.commit(job.primary, staged, manifest, lasts=not manifest.get("only_here"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
@@ -24,12 +25,12 @@ import torch
 from torch import nn
 
 from . import strengths
-from .readset import PLAIN, Refused
+from .digests import cell_contents, code_digest, fields_of
+from .readset import MISSING, PLAIN, Refused
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_MISSING = object()
 Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
@@ -110,17 +111,31 @@ def class_name(kind: type) -> str:
 
 def foreign(module: nn.Module) -> str | None:
     """Why a module tree cannot be captured as it is now, or None: hooks, parametrisations, replaced forwards."""
-    for path, sub in module.named_modules():
-        at = f" on {path}" if path else ""
-        for table in _HOOKS:
-            if sub.__dict__.get(table):
-                return f"a forward hook{at}"
-        replaced = replaced_forward(sub)
-        if replaced is not None:
-            return f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
-        if "parametrizations" in sub._modules:
-            return f"a parametrisation{at}"
+    return next((found for path, sub in module.named_modules() if (found := own_foreign(sub, path))), None)
+
+
+def own_foreign(module: nn.Module, path: str = "") -> str | None:
+    """As `foreign`, for what a module itself carries. path: where it is, for the reason."""
+    at = f" on {path}" if path else ""
+    if compiled_elsewhere(module):
+        return f"code of torch.compile{at}, which compiled it already"
+    for table in _HOOKS:
+        if module.__dict__.get(table):
+            return f"a forward hook{at}"
+    replaced = replaced_forward(module)
+    if replaced is not None:
+        return f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
+    if "parametrizations" in module._modules:
+        return f"a parametrisation{at}"
     return None
+
+
+def compiled_elsewhere(module: nn.Module) -> bool:
+    """Whether torch.compile compiled a module: as a wrapper around it, or in its place (`module.compile()`)."""
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def replaced_forward(module: nn.Module) -> Any:
@@ -163,7 +178,9 @@ def describe(value: Any, depth: int = 3) -> Any:
     if inspect.isroutine(value):
         return _describe_function(value, depth)
     if isinstance(value, nn.Module):
-        return ["module", structure(value)]
+        return ["module", structure(value), [[*at[2:], describe(at[0][at[1]])] for at in _plain_fields(value)]]
+    if value is MISSING:
+        return ["absent"]
     if isinstance(value, torch.Tensor):
         raise Refused("it reads a tensor inside an object that is not a module")
     if depth <= 0:
@@ -180,12 +197,25 @@ def describe(value: Any, depth: int = 3) -> Any:
     ]
 
 
+def _plain_fields(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
+    """The plain attributes of a module tree: the table that each is in, its name, and its dotted name."""
+    return [
+        (sub.__dict__, name, f"{path}.{name}")
+        for path, sub in module.named_modules()
+        for name, value in sorted(sub.__dict__.items())
+        if type(value) in PLAIN and name not in INTERNAL
+    ]
+
+
 def _describe_function(value: Any, depth: int) -> Any:
     cells = getattr(value, "__closure__", None) or ()
     owner = getattr(value, "__self__", None)
     bound = describe(owner, depth - 1) if owner is not None and not inspect.ismodule(owner) and depth > 0 else None
     name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return ["function", name, bound, [describe(c.cell_contents, depth - 1) for c in cells]]
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    text = code_digest(code) if code is not None else None
+    defaults = [describe(default, depth - 1) for default in getattr(value, "__defaults__", None) or ()]
+    return ["function", name, bound, text, defaults, [describe(cell_contents(c), depth - 1) for c in cells]]
 
 
 class ModuleState:
@@ -196,6 +226,7 @@ class ModuleState:
         hidden = hidden or {}
         by_path = dict(module.named_modules())
         slots: list[Slot] = []
+        held: list[Any] = []  # what is looked into
         self._loose: dict[int, Any] = {}  # place among the slots -> what was captured, with strengths in it
         on_classes: dict[tuple[type, str], None] = {}
         for path, name, expected in rows:
@@ -204,17 +235,20 @@ class ModuleState:
                 if strengths.holds_one(expected):
                     self._loose[len(slots)] = expected
                 slots.append((own, name))
+                held.append(own.get(name))
                 if name not in own:
-                    on_classes.update(
-                        {(kind, name): None for kind in type(by_path[path]).__mro__ if name in vars(kind)}
-                    )
+                    on_classes.update({(kind, name): None for kind in _asked(type(by_path[path]), name)})
+                if expected == ["absent"]:
+                    sub = by_path[path]
+                    slots += [(table, name) for table in (sub._parameters, sub._buffers, sub._modules)]
+        held += [vars(kind).get(name) for kind, name in on_classes]
+        slots += [field[:2] for value in held for inner in modules_in(value) for field in _plain_fields(inner)]
         # In pairs of flat lists: `map` over them takes half the time of a comprehension, and there are thousands.
         self._tables, self._names = [table for table, _ in slots], [name for _, name in slots]
-        self._values = [_frozen(table.get(name, _MISSING)) for table, name in slots]
+        self._values = [_frozen(table.get(name, MISSING)) for table, name in slots]
         self._on_classes = [(vars(kind), name) for kind, name in on_classes]
-        self._class_values = [_frozen(table.get(name, _MISSING)) for table, name in self._on_classes]
-        found = [table.get(name) for table, name in (*slots, *self._on_classes)]
-        self._objects = [(fields, _frozen(fields)) for value in found for fields in _objects_in(value)]
+        self._class_values = [_frozen(table.get(name, MISSING)) for table, name in self._on_classes]
+        self._objects = [(fields, _frozen(fields)) for value in held for fields in _objects_in(value)]
         below = [sub for sub in by_path.values() if sub is not module]
         self._tree = Tree([module, *below], own_forwards=below)
 
@@ -229,10 +263,10 @@ class ModuleState:
             return False
 
     def _is_same(self) -> bool:
-        values = list(map(dict.get, self._tables, self._names, repeat(_MISSING)))
+        values = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
         if values != self._values and not self._but_for_strengths(values):
             return False
-        if [table.get(name, _MISSING) for table, name in self._on_classes] != self._class_values:
+        if [table.get(name, MISSING) for table, name in self._on_classes] != self._class_values:
             return False
         if not self._tree.unchanged():
             return False
@@ -296,6 +330,36 @@ def _objects_in(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
         yield from _objects_in(item, depth - 1)
 
 
+def _asked(kind: type, name: str) -> Iterator[type]:
+    """The classes in which Python looks for a name, to the first that has it."""
+    for one in kind.__mro__[:-1]:
+        yield one
+        if name in vars(one):
+            return
+
+
+def modules_in(value: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules that a value is, or that plain containers and objects hold: no submodules of the block.
+
+    What raises when it is looked at holds none.
+    """
+    try:
+        yield from list(_modules_in(value, depth))
+    except Exception:
+        return
+
+
+def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth > 0 and isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from modules_in(item, depth - 1)
+    elif depth > 0 and type(value) not in PLAIN and not isinstance(value, type) and not inspect.isroutine(value):
+        for item in list((fields_of(value) or {}).values()):
+            yield from modules_in(item, depth - 1)
+
+
 def rows_of(reads: Mapping[tuple[str, str], Any]) -> list[list[Any]]:
     """What was read, as JSON-able rows. Raises Refused, naming the attribute, for a value that cannot be compared."""
     rows = []
@@ -314,8 +378,8 @@ def matches_text(module: nn.Module, rows: list[list[Any]], hidden: Hidden | None
     for path, name, expected in rows:
         sub = by_path.get(path)
         shown = hidden.get(id(sub), {})
-        value = shown[name] if name in shown else getattr(sub, name, _MISSING)
-        if value is _MISSING or not _fits(value, expected):
+        value = shown[name] if name in shown else getattr(sub, name, MISSING)
+        if not _fits(MISSING if value is ABSENT else value, expected):
             return False
     return True
 

@@ -56,6 +56,8 @@ class Planner:
         session.planned = self.engine.held_twice = True  # the backbone's own code asks the host for all weights
         if session.root is None or not self.engine.config.dynamic:
             return []
+        if self.engine.sets_names:  # what the network's own code assigns would be as a further run leaves it
+            return []
         call, args, kwargs = session.root
         args, kwargs = self.engine.plain_call(args, kwargs)
         self.lost, found = [], None
@@ -171,6 +173,8 @@ class Planner:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
             lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
             session.lost.append((region, lost))
+        # eager code lets go of what lies in lists once it has put other tensors there
+        flat.tensors.clear()
         if region.latched is not None:
             session.lost.append((region, region.latched))
         if wanted is None or not wanted.images:

@@ -10,11 +10,14 @@ regions hold every weight outside the backbone's own forward. A backbone with no
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 from torch import nn
 
-from .modulestate import class_name
+from .modulestate import INTERNAL, class_name, modules_in
 
 # A repeated module that holds this many submodules is taken apart all the same: one graph of it would cost more to
 # lower than its pieces win. The largest one measured to pay, SDXL's ten-block transformer, has about 250.
@@ -64,6 +67,37 @@ def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
 
     visit(root, "", False)
     return found
+
+
+class Seats:
+    """Where some submodules are, and all modules above them: to see whether one was exchanged."""
+
+    def __init__(self, root: nn.Module, paths: Iterable[str]) -> None:
+        seats: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        for path in filter(None, paths):
+            module = root
+            for name in path.split("."):
+                seats[id(module), name] = (module._modules, name)
+                module = module._modules[name]  # type: ignore[assignment]
+        self._tables, self._names = [table for table, _ in seats.values()], [name for _, name in seats.values()]
+        self._modules = list(map(dict.get, self._tables, self._names))
+
+    def unchanged(self) -> bool:
+        """Whether the same modules are there."""
+        return all(map(is_, map(dict.get, self._tables, self._names), self._modules))
+
+
+def beyond(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Where modules with weights lie that only plain containers and objects hold, and their classes."""
+    inside = set(map(id, root.modules()))
+    for path, sub in root.named_modules():
+        for name, value in list(sub.__dict__.items()):
+            if name in INTERNAL or name.startswith("_nexfort"):
+                continue
+            for found in modules_in(value):
+                if id(found) not in inside and _holds_weights(found):
+                    yield f"{path}.{name}" if path else name, type(found).__name__
+                    break
 
 
 def most_alike(module: nn.Module) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .modes import Modes
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
@@ -41,6 +42,10 @@ class Session:
         self.refused: tuple[str, list[Any]] | None = None
         self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
         self.others = False  # an artefact called code of others
+        self.modes: Modes | None = None  # of torch, when the backbone was called
+        self.fingerprint: Any = None  # of them, then
+        self.others_ran = True  # code of others may have run since names were looked at
+        self.wary = False  # and may run at any moment: options bring it along
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
@@ -49,6 +54,7 @@ class Session:
         self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
         # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
         self.lasting: dict[int, tuple[Any, Hashable]] = {}
+        self.codes: set[Any] = set()  # that ran, while a step is observed
         self.watching: Any = None  # what looks at its operators, while a step is observed or captured
         self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .modulestate import ABSENT, INTERNAL, Hidden, WeightSlots
+from .readset import MISSING
 from .strengths import Place, Strength, put
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
@@ -31,7 +32,8 @@ Reads = dict[tuple[str, str], Any]
 class Shadow:
     """A copy of a module tree.
 
-    module: the copy of the root. reads: (path, attribute) -> value for every plain attribute that its code has read.
+    module: the copy of the root. reads: (path, attribute) -> value for every plain attribute that its code has read,
+    MISSING for one that is not there.
     """
 
     def __init__(
@@ -58,12 +60,20 @@ class Shadow:
             own.update(hidden.get(id(sub), {}))
             for name in [name for name, value in own.items() if value is ABSENT]:
                 del own[name]
+        self._copies = {copy.__dict__[_MARK][1]: copy for copy in copies.values()}
         self.module = copies[id(module)]
         for (path, name, keys), strength in (strengths or {}).items():
             put(self.module.get_submodule(path).__dict__[name], keys, strength)
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
                 table[name] = value
+
+    def settle(self) -> None:
+        """Its code has run. An attribute that was missing, and that it made itself, is made again: no read of that."""
+        for path, name in [place for place, value in self.reads.items() if value is MISSING]:
+            made = self._copies[path]
+            if name in made.__dict__ or name in made._buffers or name in made._parameters or name in made._modules:
+                del self.reads[path, name]
 
 
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)
@@ -101,17 +111,28 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
 
 @functools.cache
 def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module class that reports attribute reads."""
+    """A subclass of a module class that reports attribute reads, those that find nothing among them."""
 
     def __getattribute__(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):
             own = object.__getattribute__(self, "__dict__")
-            if not isinstance(value, (torch.Tensor, nn.Module)) and _MARK in own:
+            is_weight = isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and name not in own)
+            if not is_weight and _MARK in own:
                 reads, path = own[_MARK]
                 if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
                     reads.setdefault((path, name), value)
         return value
 
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            own = object.__getattribute__(self, "__dict__")
+            if _MARK in own and name not in INTERNAL and name not in _OURS and not name.startswith("__"):
+                reads, path = own[_MARK]
+                reads.setdefault((path, name), MISSING)
+            raise
+
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, **names})
+    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__getattr__": __getattr__, **names})

@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
+_ENGINE = os.path.join(Path(__file__).parent, "")
 _STDLIB = sysconfig.get_path("stdlib")
 # what torch's tracing itself runs through; torch's own version is in the key
 _TRACERS = ("sympy", "mpmath", "numpy", "networkx", "triton", "typing_extensions", "optree", "_distutils_hack")
@@ -48,22 +50,22 @@ def _registering_module(name: str) -> str:
 
 
 @contextlib.contextmanager
-def walked() -> Iterator[set[str]]:
-    """Collect the files of all Python code that this thread runs inside the block.
+def walked() -> Iterator[set[types.CodeType]]:
+    """Collect all Python code that this thread runs inside the block.
 
-    The stack traces in a graph name frames called `forward` only; a helper's file would be missed.
+    The stack traces in a graph name frames called `forward` only; a helper would be missed.
     """
-    files: set[str] = set()
+    codes: set[types.CodeType] = set()
     if sys.version_info >= (3, 12):
-        notes = _monitored(files)
+        notes = _monitored(codes)
     else:
-        notes = _counted(files) if sys.getprofile() is None else _profiled(files)
+        notes = _counted(codes) if sys.getprofile() is None else _profiled(codes)
     with notes:
-        yield files
+        yield codes
 
 
 @contextlib.contextmanager
-def _counted(files: set[str]) -> Iterator[None]:
+def _counted(codes: set[types.CodeType]) -> Iterator[None]:
     """For Python before 3.12, by the profiler that is written in C: a note in Python at each call, return and call of
     a builtin makes a capture take two (3.11) to three (3.10) times as long. It can go with Python 3.11.
 
@@ -76,7 +78,7 @@ def _counted(files: set[str]) -> Iterator[None]:
             yield
         finally:
             calls.disable()
-            files.update(entry.code.co_filename for entry in calls.getstats() if not isinstance(entry.code, str))
+            codes.update(entry.code for entry in calls.getstats() if not isinstance(entry.code, str))
 
 
 class _TorchUncounted(TorchFunctionMode):
@@ -99,12 +101,12 @@ class _TorchUncounted(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _profiled(files: set[str]) -> Iterator[None]:
+def _profiled(codes: set[types.CodeType]) -> Iterator[None]:
     """Where another profiler or debuggers are in the way: slow, and it puts back what it found."""
 
     def note(frame: Any, event: str, _arg: Any) -> None:
         if event == "call":
-            files.add(frame.f_code.co_filename)
+            codes.add(frame.f_code)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -115,12 +117,12 @@ def _profiled(files: set[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _monitored(files: set[str]) -> Iterator[None]:
+def _monitored(codes: set[types.CodeType]) -> Iterator[None]:
     """For Python 3.12 and newer: each function is reported once and costs nothing after that."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
     tool = next((i for i in (4, 3) if monitoring.get_tool(i) is None), None)
     if tool is None:  # both free numbers are taken by debuggers
-        with _profiled(files):
+        with _profiled(codes):
             yield
         return
     thread = threading.get_ident()
@@ -128,7 +130,7 @@ def _monitored(files: set[str]) -> Iterator[None]:
     def note(code: Any, _offset: int) -> Any:
         if threading.get_ident() != thread:
             return None
-        files.add(code.co_filename)
+        codes.add(code)
         return monitoring.DISABLE
 
     monitoring.use_tool_id(tool, "nexfort")
@@ -143,11 +145,12 @@ def _monitored(files: set[str]) -> Iterator[None]:
         monitoring.free_tool_id(tool)
 
 
-def hashes(files: set[str], block: nn.Module) -> dict[str, str]:
-    """Module name -> hash of its source, for the files that are modules of the host, and those of the block's classes.
+def hashes(codes: set[types.CodeType], block: nn.Module) -> dict[str, str]:
+    """Module name -> hash of its source, for the modules of the host whose code ran, and those of the block's classes.
 
     Torch, Python's own library and this engine are not the host: their versions are in the key.
     """
+    files = {code.co_filename for code in codes}
     own = {sys.modules.get(kind.__module__) for sub in block.modules() for kind in type(sub).__mro__}
     names = {getattr(module, "__file__", None): module.__name__ for module in own if module is not None}
     names |= {file: name for file in files if not file.startswith(("<", _TORCH)) and (name := _module_of(file))}
@@ -156,6 +159,24 @@ def hashes(files: set[str], block: nn.Module) -> dict[str, str]:
         for file, name in names.items()
         if file and _is_host(name, file) and Path(file).is_file()
     }
+
+
+def is_host_code(code: types.CodeType) -> bool:
+    """Whether code is neither torch's, Python's own, this engine's, nor that of what tracing runs through."""
+    return _is_host_file(code.co_filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_host_file(file: str) -> bool:
+    if file.startswith("<"):
+        return not file.startswith(("<frozen", "<eval_with_key"))
+    return not file.startswith(_ENGINE) and _is_host(_module_of(file) or "", file)
+
+
+def module_of_code(code: types.CodeType) -> types.ModuleType | None:
+    """The module that code is part of, as it is loaded now."""
+    name = _module_of(code.co_filename)
+    return sys.modules.get(name) if name is not None else None
 
 
 _modules: dict[str, str] = {}  # file -> name of the module that it was when all modules were last looked through
@@ -171,7 +192,7 @@ def _module_of(file: str) -> str | None:
 
 
 def _is_host(name: str, file: str) -> bool:
-    if name.partition(".")[0] in (__package__, *_TRACERS) or file.startswith(_TORCH):
+    if name.partition(".")[0] in ("torch", __package__, *_TRACERS) or file.startswith(_TORCH):
         return False
     return not file.startswith(_STDLIB) or "site-packages" in file or "dist-packages" in file
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from .modulestate import replaced_forward
+from .modulestate import compiled_elsewhere, replaced_forward
 from .session import current
 
 _lock = threading.Lock()
@@ -28,7 +28,7 @@ def stand_in(module: nn.Module) -> bool:
         if entry is not None:
             entry[1][0] += 1
             return True
-        if replaced_forward(module) is not None:
+        if replaced_forward(module) is not None or compiled_elsewhere(module):
             return False
         module.__dict__["forward"] = _forward(module)
         _installed[id(module)] = (module, [1])

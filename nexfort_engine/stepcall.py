@@ -18,7 +18,7 @@ class StepCall:
     """A call's parts. fed: where in its options tensors lie that the backbone uses. tensors: its own, then those.
 
     lasting: names of some of its own by their places; calls with equal names have tensors of equal bits there, and
-    weights that are the same.
+    weights that are the same. modes: of torch, in which it is made.
     """
 
     spec: Any
@@ -26,14 +26,22 @@ class StepCall:
     fed: list[Path]
     tensors: list[torch.Tensor]
     lasting: dict[int, Hashable]
+    modes: Hashable = None
 
     @classmethod
-    def of(cls, spec: Any, flat: Flat, fed: list[Path], lasting: dict[int, Hashable] | None = None) -> StepCall:
+    def of(
+        cls,
+        spec: Any,
+        flat: Flat,
+        fed: list[Path],
+        lasting: dict[int, Hashable] | None = None,
+        modes: Hashable = None,
+    ) -> StepCall:
         """Of the places `fed` only those are kept where this call has a tensor: its key says which."""
         found = [(path, look(flat.mappings, path)) for path in fed]
         there = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         tensors = [*flat.tensors, *(separate(value) for _, value in there)]
-        return cls(spec, flat, [path for path, _ in there], tensors, lasting or {})
+        return cls(spec, flat, [path for path, _ in there], tensors, lasting or {}, modes)
 
     @property
     def made_of(self) -> Hashable:
@@ -42,7 +50,8 @@ class StepCall:
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""
-        return self.spec, tuple(map(_laid, self.tensors)), tuple(self.flat.ints), tuple(self.fed), tuple(self.lasting)
+        sizes = tuple(map(_laid, self.tensors)), tuple(self.flat.ints)
+        return self.spec, *sizes, tuple(self.fed), tuple(self.lasting), self.modes
 
     def arguments(self, tensors: list[torch.Tensor], mappings: Sequence[dict[Any, Any]]) -> Any:
         """(args, kwargs) of the call with others in the place of its own tensors and mappings."""

@@ -12,6 +12,7 @@ import torch
 from .artefact import Binding
 from .asides import Asides
 from .constants import Sent
+from .dependences import Dependence
 from .glue import Glue
 from .prepared import Version
 from .residence import Residence
@@ -37,6 +38,7 @@ class StepGraph:
     kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
     version: Version = None  # of the weights that they were made of
     asides: Asides | None = None  # what is made of inputs that last
+    names: Dependence | None = None  # what the network's own code reaches by name
 
     def is_prepared(self) -> bool:
         """Whether the prepared weights that it reads are still there."""
@@ -53,11 +55,13 @@ class StepGraph:
 
     def holds(self, flat: Flat, weights: list[torch.Tensor]) -> bool:
         """Whether options, modules and weights of a call are what the graph took in."""
+        if self.names is not None and not self.names.holds():
+            return False
         if not self.residence.sound() or not self.glue.unchanged() or metas_of(weights) != self.metas:
             return False
         maps = flat.mappings[:1] * 4
         return all(
-            check(maps) and binding.state.unchanged() and binding.strengths() == strengths
+            check(maps) and binding.unchanged() and binding.strengths() == strengths
             for binding, check, strengths in self.bindings
         )
 

@@ -8,6 +8,7 @@ it asks for and may not see yet is admitted, and the run begins anew (capture.py
 from __future__ import annotations
 
 import copy
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from . import modulestate, readset, strengths
 from .assumptions import SizesKeptFree
 from .effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
 from .images import innermost, shown
+from .modes import default_device
 from .modulestate import Hidden
 from .parts import Parts
 from .readset import ReadSet, Refused
@@ -42,8 +44,9 @@ class Trace:
         hidden: Hidden,
         images: bool = False,
         told: bool = False,
+        device: str | None = None,
     ) -> None:
-        """images: as for `capture`. told: weights of convolutions are shown with channels innermost."""
+        """images, device: as for `capture`. told: weights of convolutions are shown with channels innermost."""
         self.block, self.example, self.hidden, self.images = block, example, hidden, images
         absent = {n for shown in hidden.values() for n, value in shown.items() if value is modulestate.ABSENT}
         slots = modulestate.WeightSlots(block, absent)
@@ -67,7 +70,8 @@ class Trace:
         self.output: Any = None
         self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
-        self.files: set[str] = set()  # whose code it ran through
+        self.codes: set[types.CodeType] = set()  # that it ran
+        self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
         self.strengths = [
@@ -138,9 +142,10 @@ class Lifted(nn.Module):
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads, held = shadow.reads, tensors_held(shadow.module)
-            with walked() as trace.files, SizesKeptFree(), own_operators():
+            with walked() as trace.codes, SizesKeptFree(), own_operators(), default_device(trace.device):
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
+            shadow.settle()
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         except RuntimeError as error:

@@ -91,9 +91,12 @@ class Worth:
         return plain
 
     def _state(self) -> Hashable:
-        """What the weights are now, by one of each region: other types may be compiled where these could not."""
+        """What has to stay for a verdict to hold: types of weights, by one of each region, and what names lead to."""
+        watched = self._engine.known.watched
+        watched.look()
         rows = [(table.get(name), name) for region in self._engine.regions for table, name in region.slots.slots[:1]]
-        return tuple((name, type(w), w.dtype, w.device.type) if w is not None else None for w, name in rows)
+        kinds = [(name, type(w), w.dtype, w.device.type) if w is not None else None for w, name in rows]
+        return (watched.changes, *kinds)
 
     # -- verdicts ------------------------------------------------------------------------------------------
 

@@ -362,7 +362,11 @@ def test_failing_region_is_latched_and_the_step_completes(tiny: Subject) -> None
         assert "the card fell off" in tiny.report.since(mark)["eager"][0]["reason"]
         again = tiny.report.mark()
         assert distance(tiny.run(), wanted) < TOLERANCE, region.path
-        assert not new_since(tiny, again), "a latched region is tried again"
+        new = new_since(tiny, again)
+        aside = [row["region"] for row in new.pop("eager", ())]
+        assert not new and aside in ([], ["(whole module)"]), "a latched region is tried again"
+        if aside:  # so little of its weight is left that the engine steps aside as a whole
+            break
     assert equal_bits(tiny.run(), wanted), "every region is latched, so all of it is eager"
 
 

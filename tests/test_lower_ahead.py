@@ -193,7 +193,7 @@ def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_devic
     pieces = [len(list(place.glob("piece_*"))) or 1 for place in (payload, payload / "before")]
     assert (payload / "folded.json").exists() and pieces[0] > 1
     forked = (tmp_path / "forked").read_text().splitlines()
-    assert forked.count("in_forks") == (1 if before else sum(pieces) - 1)
+    assert forked.count("_forked") == (1 if before else sum(pieces) - 1)
 
 
 def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

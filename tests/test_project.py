@@ -21,11 +21,12 @@ ENGINE = ROOT / "nexfort_engine"
 ROOMS: dict[str, tuple[str, ...]] = {
     "plain": (
         *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "pace", "heap", "recent"),
+        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "pace", "heap", "recent", "modes"),
         *("shortage", "processes", "compilers", "keeper"),
     ),
     "cache": ("cache",),
     "block": (
+        *("bytecode", "digests", "dependences"),
         "modulestate",
         "strengths",
         "substitutes",
@@ -45,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": (
         *("capture", "tracing", "placeholders", "images", "assumptions", "operands", "effects", "sources"),
         "subclasses",
+        "reached",
     ),
     "lower": (
         "lower",

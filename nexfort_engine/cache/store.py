@@ -209,19 +209,20 @@ class Store:
         finally:
             self._staging.end(folder)
 
-    def commit(self, primary: str, staged: Path, manifest: Mapping[str, Any]) -> Entry:
+    def commit(self, primary: str, staged: Path, manifest: Mapping[str, Any], *, lasts: bool = True) -> Entry:
         """Makes the staged directory an entry in one step; an equal entry that is there already is kept.
 
         `manifest` is JSON-able and identifies the artefact together with `primary`, but for its key "info",
         where anything readable may stand. Where the store cannot be written, the entry is not persistent: it
-        lives in the staged directory until the process ends, and `problem` says why.
+        lives in the staged directory until the process ends, and `problem` says why. So does one that depends on
+        what no other process can compare (`lasts` is False).
         """
         if not is_key(primary):
             raise ValueError(f"found {primary!r} as the primary key, expected 16 to 64 hex digits")
         with self._staging.storing():
-            return self._commit(primary, Path(staged), manifest)
+            return self._commit(primary, Path(staged), manifest, lasts)
 
-    def _commit(self, primary: str, staged: Path, manifest: Mapping[str, Any]) -> Entry:
+    def _commit(self, primary: str, staged: Path, manifest: Mapping[str, Any], lasts: bool) -> Entry:
         try:
             files = payload.seal(staged / PAYLOAD)
         except (OSError, TornError) as error:
@@ -233,7 +234,7 @@ class Store:
         # Through JSON and back, so that the committing process sees exactly what every later one reads.
         whole = json.loads(json.dumps(whole))
         whole["id"] = entry_id(primary, whole)
-        return self._put(staged, whole)
+        return self._put(staged, whole, lasts=lasts)
 
     def adopt(self, manifest: Mapping[str, Any], staged: Path) -> Entry:
         """Like commit, for an entry that was made elsewhere: its manifest is kept as it is.
@@ -373,14 +374,14 @@ class Store:
 
     # -- committing --------------------------------------------------------------------------------------
 
-    def _put(self, staged: Path, manifest: dict[str, Any]) -> Entry:
+    def _put(self, staged: Path, manifest: dict[str, Any], *, lasts: bool = True) -> Entry:
         text = manifest_text(manifest)
         digest = hashlib.sha256(text).hexdigest()
         entry = Entry(
             manifest["id"], manifest["primary"], staged, manifest,
             persistent=False, seen=identity(staged), digest=digest, trust=self._own.trust,
         )  # fmt: skip
-        if not self.writable or staged.parent != self._staging.folder:
+        if not lasts or not self.writable or staged.parent != self._staging.folder:
             self._staging.keep(staged)
             return entry
         try:

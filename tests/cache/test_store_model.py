@@ -111,7 +111,8 @@ class StoreMachine(RuleBasedStateMachine):
             if left > keep and name not in self.pinned:
                 self.forget(name)
                 left -= 1
-        Store(self.root).prune(keep * SIZE)
+        store = Store(self.root)
+        store.prune(keep * SIZE + store._staging.size())  # copies that are loaded count as well
 
     @rule(view=VIEWS, pinned=st.booleans())
     def clear(self, view: int, pinned: bool) -> None:

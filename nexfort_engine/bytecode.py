@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that a function's code reaches, read from its bytecode: globals, closure cells, imports, and their parts.
+
+A *chain* says how code gets at a value: `F.scaled_dot_product_attention` is the global `F` and an attribute of it,
+`CONFIG["scale"]` the global `CONFIG` and a key. Chains are found for what is written out in the code. What code
+computes (`getattr(module, name)`, a key in a variable) ends a chain at the last value that is written out.
+
+Nothing is executed here, and no value is looked at.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+GLOBAL, CELL, IMPORT, ATTRIBUTE, KEY = "global", "cell", "import", "attr", "key"
+Step = tuple[str, Any]  # one of the kinds above, and a name, a key, or a module with a dot for each package to go up
+Chain = tuple[Step, ...]
+
+# methods of lists, dicts, sets and deques that change them
+CHANGING = frozenset(
+    "add append appendleft clear discard extend extendleft insert move_to_end pop popitem popleft remove reverse "
+    "rotate setdefault sort update".split()
+)
+_NOISE = frozenset(
+    "CACHE NOP PUSH_NULL PRECALL EXTENDED_ARG RESUME COPY_FREE_VARS MAKE_CELL NOT_TAKEN TO_BOOL KW_NAMES".split()
+)
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CONST_IMMORTAL")
+_LOCAL_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+_KEYS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a function's code reaches, functions defined inside it included.
+
+    chains: in the order of the code. called: those that it does nothing with but call what is there. stored: globals
+    that it assigns. changed: chains of containers that it changes. assigned: those of which it assigns items or
+    attributes.
+    """
+
+    chains: tuple[Chain, ...]
+    called: frozenset[Chain]
+    stored: frozenset[str]
+    changed: frozenset[Chain]
+    assigned: frozenset[Chain]
+
+
+@dataclass
+class _Op:
+    name: str
+    value: Any
+    effect: int  # on the height of the stack
+    calls: bool = False  # what is loaded is called
+
+
+@functools.lru_cache(maxsize=8192)
+def names_in(code: types.CodeType) -> Names:
+    """The names that a code object reaches."""
+    found = _Reader(code).read()
+    chains = {chain: chain in found.called for chain in found.chains}
+    stored, changed, assigned = set(found.stored), set(found.changed), set(found.assigned)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = names_in(const)
+            # a cell of the inner function is one of this function's own, or a local of it
+            for chain in inner.chains:
+                if chain[0][0] != CELL or chain[0][1] in code.co_freevars:
+                    chains[chain] = chain in inner.called and chains.get(chain, True)
+            stored |= inner.stored
+            changed |= inner.changed
+            assigned |= inner.assigned
+    called = frozenset(chain for chain, is_called in chains.items() if is_called)
+    return Names(tuple(chains), called, frozenset(stored), frozenset(changed), frozenset(assigned))
+
+
+def _ops(code: types.CodeType) -> Iterator[_Op]:
+    for one in dis.get_instructions(code):
+        if one.opname in _NOISE:
+            continue
+        pair = one.opname.split("_FAST_")
+        if len(pair) == 2 and isinstance(one.argval, tuple):  # two instructions in one, as Python 3.13 writes them
+            names = (f"{pair[0]}_FAST", pair[1] if pair[1].endswith("FAST") else "LOAD_FAST")
+            yield from (_Op(n, v, -1 if n == "STORE_FAST" else 1) for n, v in zip(names, one.argval, strict=True))
+            continue
+        name = "BINARY_SUBSCR" if one.opname == "BINARY_OP" and one.argrepr == "[]" else one.opname
+        yield _Op(name, one.argval, dis.stack_effect(one.opcode, one.arg, jump=False), _is_of_a_call(one))
+
+
+def _is_of_a_call(one: dis.Instruction) -> bool:
+    """Whether an instruction loads what is called next, as far as its compiler says so."""
+    if one.opname == "LOAD_METHOD":
+        return True
+    flagged = one.opname == "LOAD_GLOBAL" and sys.version_info >= (3, 11)
+    flagged |= one.opname == "LOAD_ATTR" and sys.version_info >= (3, 12)
+    return flagged and bool((one.arg or 0) & 1)
+
+
+class _Reader:
+    """Reads one code object."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self._code, self._ops = code, list(_ops(code))
+        self._chains: dict[Chain, bool] = {}  # whether all that is done with it is calling it
+        self._changed: set[Chain] = set()
+        self._assigned: set[Chain] = set()
+        self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
+        self._aliases: dict[str, Chain] = {}  # locals that are assigned once, with what a chain leads to
+        stores = Counter(op.value for op in self._ops if op.name == "STORE_FAST")
+        taken = code.co_argcount + code.co_kwonlyargcount + bin(code.co_flags & 0x0C).count("1")
+        self._once = {name for name, count in stores.items() if count == 1} - set(code.co_varnames[:taken])
+
+    def read(self) -> Names:
+        for number, op in enumerate(self._ops):
+            if (base := self._base(number, op)) is not None:
+                self._follow(number, base)
+            elif op.name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+                self._note_changed(number, above=1)
+            elif op.name in ("STORE_ATTR", "DELETE_ATTR"):
+                self._note_changed(number, above=0)
+        stored = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+        called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
+        return Names(tuple(self._chains), called, stored, frozenset(self._changed), frozenset(self._assigned))
+
+    def _base(self, number: int, op: _Op) -> Chain | None:
+        """The chain of one step, or that of a local, that an instruction begins."""
+        if op.name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            return ((GLOBAL, op.value),)
+        if op.name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE") and op.value in self._code.co_freevars:
+            return ((CELL, op.value),)
+        if op.name == "IMPORT_NAME":
+            level, names = self._constant(number - 2), self._constant(number - 1)
+            # `import a.b` gives `a`, `from a.b import c` gives `a.b`
+            module = op.value if names or level else op.value.partition(".")[0]
+            return ((IMPORT, "." * (level or 0) + module),)
+        if op.name in _LOCAL_LOADS:
+            return self._aliases.get(op.value)
+        return None
+
+    def _constant(self, number: int) -> Any:
+        return self._ops[number].value if number >= 0 and self._ops[number].name in _CONSTANTS else None
+
+    def _follow(self, number: int, chain: Chain) -> None:
+        at, is_called = number, False
+        while True:
+            self._at[at] = chain
+            is_called = self._ops[at].calls
+            ops = [*self._ops[at + 1 : at + 3], _Op("", None, 0), _Op("", None, 0)]
+            following, after = ops[0], ops[1]
+            if following.name in ("LOAD_ATTR", "LOAD_METHOD"):
+                if following.value == "get" and self._is_key(at + 2):
+                    chain, is_called = (*chain, (KEY, after.value)), False
+                    break
+                if following.value in CHANGING:
+                    self._changed.add(chain)
+                chain, at = (*chain, (ATTRIBUTE, following.value)), at + 1
+            elif self._is_key(at + 1) and after.name == "BINARY_SUBSCR":
+                chain, at = (*chain, (KEY, following.value)), at + 2
+            elif following.name == "IMPORT_FROM":
+                at = self._imported(at, chain)
+                return
+            else:
+                before = self._ops[number - 1] if number else _Op("", None, 0)
+                if following.name == "CONTAINS_OP" and self._is_key(number - 1):
+                    chain = (*chain, (KEY, before.value))
+                elif before.name == "LOAD_GLOBAL" and before.value in ("getattr", "hasattr") and self._is_name(at + 1):
+                    chain, is_called = (*chain, (ATTRIBUTE, following.value)), False
+                elif following.name == "STORE_FAST" and following.value in self._once:
+                    self._aliases[following.value] = chain
+                break
+        self._chains[chain] = is_called and self._chains.get(chain, True)
+
+    def _imported(self, at: int, module: Chain) -> int:
+        """`from module import a, b`: each name is taken from the module, and is a local from there on."""
+        while at + 2 < len(self._ops) and self._ops[at + 1].name == "IMPORT_FROM":
+            chain = (*module, (ATTRIBUTE, self._ops[at + 1].value))
+            self._chains[chain] = False
+            if self._ops[at + 2].name == "STORE_FAST" and self._ops[at + 2].value in self._once:
+                self._aliases[self._ops[at + 2].value] = chain
+            at += 2
+        return at
+
+    def _is_key(self, number: int) -> bool:
+        if not 0 <= number < len(self._ops) or self._ops[number].name not in _CONSTANTS:
+            return False
+        return type(self._ops[number].value) in _KEYS
+
+    def _is_name(self, number: int) -> bool:
+        return self._is_key(number) and isinstance(self._ops[number].value, str)
+
+    def _note_changed(self, number: int, above: int) -> None:
+        """What an item or attribute is stored in or deleted from lies below so many values on the stack."""
+        for at in range(number - 1, -1, -1):
+            op = self._ops[at]
+            if above == 0 and not op.name.startswith(("STORE_", "POP_", "DELETE_")):  # it puts a value on top
+                if at in self._at:
+                    self._changed.add(self._at[at])
+                    self._assigned.add(self._at[at])
+                return
+            above -= op.effect

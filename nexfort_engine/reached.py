@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the code of a capture reached: from the code objects that ran to the addresses that an artefact depends on.
+
+The walk begins at the methods of the block's classes and goes on from name to name, into each function that ran.
+Python functions of torch that stand for operators are followed as well, whether they were seen to run or not. Torch's
+machinery, Python's own library and this engine are not followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from .bytecode import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain, names_in
+from .dependences import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
+from .digests import digest, fields_of, is_library, plain_of_class
+from .readset import PLAIN, Refused
+from .sources import is_host_code, module_of_code
+
+# where torch's own operators in Python lie; what is below them is of torch's version
+_TORCHS = ("torch.nn.", "torch.functional", "torch._tensor")
+_MOST_FUNCTIONS = 4000
+_WRAPPED = (ATTRIBUTE, "__wrapped__")
+
+
+def rows_of(module: nn.Module, codes: Iterable[types.CodeType], objects: Iterable[Any] = ()) -> tuple[list[Row], str]:
+    """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
+
+    module: the block. codes: the code objects that ran. objects: what its attributes held that is no module.
+    Raises Refused for code that counts in a global.
+    """
+    walk = _Walk(module, {code for code in codes if is_host_code(code)})
+    walk.run(objects)
+    resolver, only_here = Resolver(classes_in(module)), ""
+    rows: list[Row] = []
+    for address in walk.addresses:
+        if walk.is_own_cache(address):
+            continue
+        ends = resolver.ends(address)
+        if walk.is_assigned(address, ends[0]):
+            continue
+        text, whole = digest(ends)
+        rows.append([address[0], [list(step) for step in address[1]], text])
+        only_here = only_here or ("" if whole else text_of(rows[-1]))
+    return rows, only_here
+
+
+def assigns_names(kind: type) -> bool:
+    """Whether a class's forward, or a method of it that this names, assigns a global or changes what one leads to."""
+    due, seen = ["forward"], set[str]()
+    while due:
+        name = due.pop()
+        seen.add(name)
+        owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+        function = function_in(vars(owner).get(name)) if not is_library(owner) else None
+        if function is None or not is_host_code(function.__code__):
+            continue
+        names = names_in(function.__code__)
+        if names.stored or any(chain[0][0] == GLOBAL for chain in names.assigned):
+            return True
+        due += [one for one in function.__code__.co_names if one not in seen and hasattr(kind, one)]
+    return False
+
+
+class _Walk:
+    """From function to function."""
+
+    def __init__(self, module: nn.Module, ran: set[types.CodeType]) -> None:
+        self._module, self._ran = module, ran
+        self.addresses: dict[Address, None] = {}
+        self._resolver = Resolver(classes_in(module))
+        self._due: list[tuple[Address | None, types.FunctionType]] = []
+        self._seen: set[tuple[int, int]] = set()
+        self._kinds: set[type] = set()
+        self._visited: set[types.CodeType] = set()
+        self._stored: set[tuple[str, str]] = set()
+        self._read: set[tuple[str, str]] = set()
+        self._changed: set[Address] = set()
+
+    def run(self, objects: Iterable[Any]) -> None:
+        """Find all addresses."""
+        for kind in classes_in(self._module):
+            self._class(kind)
+        for value in objects:
+            self._met(None, value)
+        self._follow()
+        # code that nobody reached by name: an attribute's function, or one that was computed
+        for code in sorted(self._ran - self._visited, key=lambda code: (code.co_filename, code.co_firstlineno)):
+            if code not in self._visited and (found := module_of_code(code)) is not None:
+                self._function(None, types.FunctionType(code, vars(found), closure=_empty_cells(code)))
+        self._follow()
+
+    def is_own_cache(self, address: Address) -> bool:
+        """Whether an address leads to, or through, a container that the code itself changes."""
+        module, chain = address
+        prefixes = ((module, chain[:length]) for length in range(1, len(chain) + 1))
+        # `torch.add` looks like a set's method
+        return any(prefix in self._changed and is_container(self._resolver.ends(prefix)[0]) for prefix in prefixes)
+
+    def is_assigned(self, address: Address, value: Any) -> bool:
+        """Whether the code itself assigns a global: it does so again. Raises Refused where it counts in it."""
+        module, chain = address
+        place = (module, chain[0][1])
+        if chain[0][0] != GLOBAL or place not in self._stored:
+            return False
+        if len(chain) == 1 and type(value) is int and place in self._read:
+            raise Refused(f"it counts in {module}.{chain[0][1]}, and compiled code would not")
+        return True
+
+    def _follow(self) -> None:
+        while self._due and len(self._seen) < _MOST_FUNCTIONS:
+            self._function(*self._due.pop(0))
+
+    def _function(self, address: Address | None, function: types.FunctionType) -> None:
+        key = (id(function.__code__), id(function.__globals__))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._visited.update(_nested(function.__code__))
+        self._resolver.met(function)
+        names, module = names_in(function.__code__), str(function.__globals__.get("__name__"))
+        self._stored |= {(module, name) for name in names.stored}
+        self._changed |= {(module, chain) for chain in names.changed if chain[0][0] == GLOBAL}
+        for chain in names.chains:
+            found = _address_of(chain, address, module, function)
+            if found is not None and found not in self.addresses:
+                self._read.add((module, chain[0][1]))
+                self._reach(found, is_called=chain in names.called)
+
+    def _reach(self, address: Address, *, is_called: bool) -> None:
+        ends = self._resolver.ends(address)
+        if is_called and all(map(self._stood_by, ends)):
+            return  # a function that is called in another case than the captured one
+        self.addresses[address] = None
+        for value in ends:
+            self._met(address, value)
+        for length in range(1, len(address[1])):  # methods of what lies on the way may read more of it
+            for value in self._resolver.ends((address[0], address[1][:length])):
+                if not isinstance(value, (types.ModuleType, types.FunctionType)):
+                    self._met(None, value, 0)
+
+    def _stood_by(self, value: Any) -> bool:
+        """Whether a value is a function of the host that did not run."""
+        function = function_in(value)
+        return function is not None and is_host_code(function.__code__) and function.__code__ not in self._ran
+
+    def _met(self, address: Address | None, value: Any, depth: int = 2) -> None:
+        """A value was reached: go on with the code that it brings."""
+        function = function_in(value)
+        if function is not None:
+            if self._is_followed(function):
+                self._due.append((address if function is value else None, function))
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, functools.partial):
+            self._met(None, value.func, depth)
+        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+            if depth:
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    step = (KEY, key) if type(key) in (str, int) and not isinstance(value, (set, frozenset)) else None
+                    at = (address[0], (*address[1], step)) if address is not None and step is not None else None
+                    self._met(at, item, depth - 1)
+        elif "__wrapped__" in (fields := fields_of(value) or {}) and callable(value):
+            inner = function_in(fields["__wrapped__"])
+            if inner is not None and is_host_code(inner.__code__):  # its results may be remembered: it need not run
+                at = (address[0], (*address[1], _WRAPPED)) if address is not None else None
+                self._due.append((at, inner))
+        elif not isinstance(value, (*PLAIN, types.ModuleType, nn.Module)) and not is_library(type(value)):
+            self._class(type(value))
+
+    def _is_followed(self, function: types.FunctionType) -> bool:
+        if function.__code__ in self._ran:
+            return True
+        return f"{function.__globals__.get('__name__')}.".startswith(_TORCHS) and _is_torchs(function)
+
+    def _class(self, kind: type) -> None:
+        """The methods of a class that ran, where the class itself and where those that it inherits from have them."""
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        if not issubclass(kind, nn.Module) and self._is_reachable(kind):
+            for name in plain_of_class(kind):
+                self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))] = None
+        is_module = issubclass(kind, nn.Module)
+        if is_module and self._is_reachable(kind):  # its classes may get a call of their own
+            self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, "__call__"))] = None
+        for base in kind.__mro__[:-1]:
+            library = is_library(base)
+            for name, value in list(vars(base).items()):
+                function = function_in(value)
+                if library:
+                    wanted = is_module and name == "forward" and base is not nn.Module
+                else:
+                    wanted = function is not None and function.__code__ in self._ran
+                if wanted:
+                    for owner in dict.fromkeys((kind, base)):
+                        at = (owner.__module__, ((CLASS, owner.__qualname__), (ATTRIBUTE, name)))
+                        if self._is_reachable(owner) and at not in self.addresses:
+                            self.addresses[at] = None
+                    if function is not None:
+                        self._due.append((None, function))
+
+    def _is_reachable(self, kind: type) -> bool:
+        return self._resolver._class(kind.__module__, kind.__qualname__) is kind
+
+
+def _address_of(chain: Chain, own: Address | None, module: str, function: types.FunctionType) -> Address | None:
+    """The address of a chain that a function's code follows. own: of the function itself."""
+    kind, name = chain[0]
+    if kind == IMPORT:
+        if name.startswith("."):
+            package = function.__globals__.get("__package__") or ""
+            try:
+                name = importlib.util.resolve_name(name, package)
+            except ImportError:
+                return None
+        return "", ((IMPORT, name), *chain[1:])
+    if kind == CELL:
+        return (own[0], (*own[1], *chain)) if own is not None else None
+    return module, chain
+
+
+@functools.lru_cache(maxsize=8192)
+def _nested(code: types.CodeType) -> frozenset[types.CodeType]:
+    """A code object and those of the functions that are defined in it."""
+    inner = [_nested(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset((code,)).union(*inner)
+
+
+def _empty_cells(code: types.CodeType) -> tuple[types.CellType, ...]:
+    return tuple(types.CellType() for _ in code.co_freevars)
+
+
+def _is_torchs(function: types.FunctionType) -> bool:
+    """Whether torch wrote it; others may put a function of theirs where torch's was."""
+    return is_library(type(function)) or str(function.__globals__.get("__name__")).partition(".")[0] == "torch"

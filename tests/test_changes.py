@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that others replace are seen, and torch's autocast: in lowered code, in one process and across two.
+
+`make test` has four backbones of different build, `make test-large` all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backbones import BACKBONES
+from changes import CHANGES, FOUR
+from subjects import (
+    MOVES,
+    TOLERANCE,
+    Subject,
+    distance,
+    equal_bits,
+    graph_subject,
+    graphs_as_they_are,
+    new_since,
+    subject,
+)
+
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+
+
+def _names(*few: str) -> list[Any]:
+    marks = {name: [pytest.mark.comfy] if kind.host == "comfy" else [] for name, kind in BACKBONES.items()}
+    return [
+        pytest.param(name, marks=[*marks[name], *([] if name in few else [pytest.mark.large])]) for name in BACKBONES
+    ]
+
+
+four = pytest.mark.parametrize("name", _names(*FOUR))
+
+
+def _seen(tiny: Subject, change: str) -> None:
+    before, wanted = tiny.run(), tiny.eager()
+    with CHANGES[change](tiny.module):
+        changed = tiny.eager()
+        assert distance(changed, wanted) > MOVES, "the change does not matter to the network"
+        assert distance(tiny.run(), changed) < TOLERANCE
+    mark = tiny.report.mark()
+    assert equal_bits(tiny.run(), before)
+    with CHANGES[change](tiny.module):
+        assert distance(tiny.run(), changed) < TOLERANCE
+    assert not new_since(tiny, mark), "both were there already"
+
+
+@pytest.mark.parametrize("change", ["attention", "block"])
+@four
+def test_a_replaced_function_is_seen_and_so_is_the_way_back(host: str, change: str) -> None:
+    _seen(subject(host).again(), change)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", _names(*BACKBONES))
+def test_a_replaced_function_changes_the_graph(host: str, change: str) -> None:
+    with graphs_as_they_are():
+        _seen(graph_subject(host), change)
+
+
+@four
+def test_autocast_is_followed(host: str) -> None:
+    tiny = subject(host).again()
+    before, wanted = tiny.run(), tiny.eager()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            changed = tiny.eager()
+            assert not equal_bits(changed, wanted), "autocast does not matter to the network"
+            assert equal_bits(tiny.run(), changed)
+        assert equal_bits(tiny.run(), before)
+    assert "autocast" in tiny.report.as_dict()["eager"][-1]["reason"]
+
+
+def _in_another(folder: Path, states: str, names: list[str], comfyui: Path | None) -> dict[str, list[dict[str, Any]]]:
+    here = Path(__file__).parent
+    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(folder), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
+    if comfyui is not None:
+        environment["COMFYUI_PATH"] = str(comfyui)
+    command = [sys.executable, str(here / "changed_process.py"), states, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    assert max(row["distance"] for rows in found.values() for row in rows) < TOLERANCE
+    return found
+
+
+@pytest.mark.slow
+def test_the_store_is_asked_for_what_is_there_now(tmp_path: Path) -> None:
+    """Three processes with one store: changed, plain, changed again."""
+    os.chmod(tmp_path, 0o700)
+    (first,) = _in_another(tmp_path, "attention", ["torch_dit"], None).values()
+    assert first[0]["compiled"] > 0
+    (second,) = _in_another(tmp_path, "plain,attention", ["torch_dit"], None).values()
+    assert second[0]["compiled"] == 1 and second[0]["loaded"] > 0, "but for the block all is as it was"
+    assert (second[1]["compiled"], second[1]["loaded"]) == (0, 1)
+    (third,) = _in_another(tmp_path, "attention,plain", ["torch_dit"], None).values()
+    assert [row["compiled"] for row in third] == [0, 0]
+
+
+@pytest.mark.slow
+@four
+def test_another_process_finds_both_in_either_order(
+    host: str, artefact_cache: Path, request: pytest.FixtureRequest
+) -> None:
+    tiny = subject(host).again()
+    with CHANGES["attention"](tiny.module):
+        tiny.run()
+    comfyui = request.getfixturevalue("comfyui") if BACKBONES[host].host == "comfy" else None
+    for states in ("plain,attention", "attention,plain"):
+        (rows,) = _in_another(artefact_cache, states, [host], comfyui).values()
+        assert [row["compiled"] for row in rows] == [0, 0], states
+        assert rows[0]["loaded"] > 0 and rows[1]["loaded"] > 0
