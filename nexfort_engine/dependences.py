@@ -208,8 +208,9 @@ class Resolver:
             self._note_content(fields, _DEPTH)
         for base in type(value).__mro__:
             if not is_library(base):
-                for name in plain_of({n: v for n, v in vars(base).items() if type(v) in PLAIN}):
-                    self._looked(_CLASS, vars(base), name, vars(base)[name])
+                for name, held in list(vars(base).items()):
+                    if type(held) in PLAIN:
+                        self._looked(_CLASS, vars(base), name, held)
         return {**plain_of_class(type(value)), **plain_of(fields or {})}
 
     def _note_content(self, value: Any, depth: int) -> None:

@@ -176,19 +176,17 @@ class _Walk:
     def _is_followed(self, function: types.FunctionType) -> bool:
         if function.__code__ in self._ran:
             return True
-        return f"{function.__globals__.get('__name__')}.".startswith(_TORCHS) and _is_torchs(function)
+        return f"{function.__globals__.get('__name__')}.".startswith(_TORCHS)
 
     def _class(self, kind: type) -> None:
         """The methods of a class that ran, where the class itself and where those that it inherits from have them."""
         if kind in self._kinds:
             return
         self._kinds.add(kind)
-        if not issubclass(kind, nn.Module) and self._is_reachable(kind):
-            for name in plain_of_class(kind):
-                self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))] = None
         is_module = issubclass(kind, nn.Module)
-        if is_module and self._is_reachable(kind):  # its classes may get a call of their own
-            self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, "__call__"))] = None
+        if self._is_reachable(kind):  # the class of a module may get a call of its own
+            for name in ("__call__",) if is_module else plain_of_class(kind):
+                self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))] = None
         for base in kind.__mro__[:-1]:
             library = is_library(base)
             for name, value in list(vars(base).items()):
@@ -235,7 +233,3 @@ def _nested(code: types.CodeType) -> frozenset[types.CodeType]:
 def _empty_cells(code: types.CodeType) -> tuple[types.CellType, ...]:
     return tuple(types.CellType() for _ in code.co_freevars)
 
-
-def _is_torchs(function: types.FunctionType) -> bool:
-    """Whether torch wrote it; others may put a function of theirs where torch's was."""
-    return is_library(type(function)) or str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
