@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Set
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from ..driver import driver_version
@@ -25,41 +25,47 @@ from ..driver import driver_version
 KEY_LENGTH = 32
 # Every distribution name under which a Triton can be installed; its version is read without importing it.
 TRITON_NAMES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
-# Files of the engine that only observe, present or store. Everything else counts as shaping artefacts, so
-# that a new file is safe by default: forgetting to name it here costs a recompilation, never a stale
-# artefact.
-NOT_SHAPING = frozenset(
-    (
-        *(
-            "__init__",
-            "__main__",
-            "cache",
-            "clear_cache",
-            "cli",
-            "cli_cache",
-            "cli_plan",
-            "constants",
-            "cudagraph",
-            "doctor",
-            "driver",
-            "glue",
-        ),
-        *(
-            "graphmemory",
-            "headless",
-            "headless_run",
-            "hosts",
-            "locate",
-            "pace",
-            "progress",
-            "promise",
-            "rehearsal",
-            "report",
-        ),
-        *("compilers", "keeper", "lines", "orphaned", "processes", "shortage", "torchs_pool"),
-        *("residence", "selfcheck", "terminal", "verify", "warm", "warm_workflow", "worth"),
-    )
-)
+# Files and folders of the engine that shape no compiled code, each with the reason. Everything else counts as shaping
+# artefacts, so that a new file is safe by default: forgetting to name it here costs a recompilation, never a stale
+# artefact. A folder ends with a slash.
+NOT_SHAPING: Mapping[str, str] = {
+    "__init__.py": "hands out the public names",
+    "__main__.py": "starts the command line",
+    "cache/": "stores artefacts; what an entry holds is checked when it is read",
+    "clear_cache.py": "starts a command",
+    "cli.py": "a command",
+    "cli_cache.py": "a command",
+    "cli_plan.py": "a command",
+    "compilers.py": "ends compilers that hang",
+    "constants.py": "replays what calls copied from the host, once they are CUDA graphs",
+    "cudagraph.py": "captures and replays what was lowered",
+    "doctor.py": "a command",
+    "driver.py": "asks for the driver's version",
+    "glue.py": "compares what lies between regions before a CUDA graph is replayed",
+    "graphmemory.py": "gives back memory of CUDA graphs",
+    "headless.py": "a command's server",
+    "headless_run.py": "a command",
+    "hosts/": "tells the engine of a host's networks; what of them shapes code is in the rest of the key",
+    "keeper.py": "ends compilers whose process is gone",
+    "lines.py": "waits for a worker's answer",
+    "locate.py": "finds folders",
+    "orphaned.py": "ends a worker whose process is gone",
+    "pace.py": "compares times of steps",
+    "processes.py": "reads what processes do",
+    "progress.py": "shows progress",
+    "promise.py": "compares times of steps",
+    "rehearsal.py": "tries whether a step can be a CUDA graph",
+    "report.py": "tells what was done",
+    "residence.py": "decides what stays on a device",
+    "selfcheck.py": "asks whether a device can compile at all",
+    "shortage.py": "puts a refusal of the system in words",
+    "terminal.py": "writes to a terminal",
+    "torchs_pool.py": "ends torch's compiler processes that hang",
+    "verify.py": "compares pictures with those of eager code",
+    "warm.py": "a command",
+    "warm_workflow.py": "a command",
+    "worth.py": "steps aside where little of a network is compiled",
+}
 _TORCH_SCALARS = ("dtype", "memory_format", "layout", "device", "qscheme")
 
 
@@ -305,9 +311,15 @@ def shaping_files(package: Path) -> list[tuple[str, Path]]:
         for file in files:
             path = Path(folder, file)
             name = path.relative_to(package).as_posix()
-            if file.endswith(".py") and name.partition("/")[0].removesuffix(".py") not in NOT_SHAPING:
+            if file.endswith(".py") and not _never_shapes(name):
                 found.append((name, path))
     return sorted(found)
+
+
+def _never_shapes(name: str) -> bool:
+    """Whether a file, or one of the folders that it lies in, is named in NOT_SHAPING."""
+    folders = [f"{parent.as_posix()}/" for parent in PurePosixPath(name).parents]
+    return not NOT_SHAPING.keys().isdisjoint((name, *folders))
 
 
 def package_version(name: str) -> str:
