@@ -79,7 +79,8 @@ class Seen:
 
 def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """The tensors of one module: the dictionary that each lies in, its name there, itself."""
-    for table in (module._parameters, module._buffers, module.__dict__):
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+    for table in tables:
         for name, value in table.items():
             # by name first: what is asked of a class takes four times as long, and most are torch's own
             if name not in INTERNAL and issubclass(type(value), torch.Tensor) and name not in besides:

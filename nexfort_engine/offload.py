@@ -234,8 +234,9 @@ class _Copies:
             same = now.keys() == weights.keys() and all(now[name] is weight for name, weight in weights.items())
             if id(layer) in wanted and same and places([*now.values()]) == there and "forward" not in layer.__dict__:
                 rows.append((layer, weights, before, made))
-        before, now = torch.cat([_NONE, *[row[2] for row in rows]]), _compared([row[0] for row in rows])
-        self.changed = not torch.equal(now, before) or not torch.equal(now, _numbers([row[3] for row in rows]))
+        before, current = torch.cat([_NONE, *[row[2] for row in rows]]), _compared([row[0] for row in rows])
+        copied_numbers = _numbers([row[3] for row in rows])
+        self.changed = not torch.equal(current, before) or not torch.equal(current, copied_numbers)
         if self.changed:
             return []  # somebody wrote to them meanwhile
         left_behind = []

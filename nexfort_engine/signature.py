@@ -49,7 +49,7 @@ _PLAIN = (type(None), bool, str, float, bytes, torch.dtype, torch.device, torch.
 
 def flatten(value: Any, into: Flat) -> Any:
     """Flatten one value; leaves go `into`, the hashable spec is returned. Raises Unsupported with the type's name."""
-    kind = type(value)
+    kind: type = type(value)
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         into.tensors.append(value)
         return TENSOR
@@ -67,7 +67,7 @@ def flatten(value: Any, into: Flat) -> Any:
     if isinstance(value, dict):
         if kind is not dict and not _is_read_as_dict(kind):
             raise Unsupported(f"an argument of type {kind.__qualname__}, a mapping with ways of its own to be read")
-        into.mappings.append(value.real() if kind is Recording else value)
+        into.mappings.append(value.real() if type(value) is Recording else value)
         return MAPPING
     return _flatten_object(value, into)
 

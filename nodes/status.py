@@ -104,7 +104,9 @@ def _begins(report: Report) -> bool:
     if report in _ran_in and _ran_in[report] == number:
         return False
     _ran_in[report] = number
-    for node, kind in _made_by.get(report, ()) if now is not None else ():
+    if now is None:
+        return True
+    for node, kind in _made_by.get(report, ()):
         seated = _seats.get((now.workflow, node))
         ran_itself = seated is not None and seated.prompt == now.id  # and attached what it wanted
         if now.has(node, kind) and not ran_itself:

@@ -106,12 +106,22 @@ def test_a_wrong_comfyui_path_is_one_sentence(
 
 
 def test_no_registry_is_named_anywhere() -> None:
-    for name in ("tools/make_venv.py", "Makefile", ".ci/run", "constraints.txt", "requirements-test.txt"):
+    requirements = ("constraints.txt", "requirements-test.txt", "tools/requirements-lint.txt")
+    for name in ("tools/make_venv.py", "Makefile", ".ci/run", *requirements):
         text = (ROOT / name).read_text()
         assert "://" not in text and "index-url" not in text, name
 
 
-def test_the_check_is_executable_and_runs_the_tests() -> None:
+def test_the_check_is_executable_and_runs_the_linters_and_then_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text()
+    commands = [line.split() for line in script.read_text().splitlines() if line.startswith("make ")]
+    assert [words[1] for words in commands] == ["lint", "test"]
+
+
+def test_each_linter_has_one_version_and_mypy_has_the_types_of_torch() -> None:
+    lines = (ROOT / "tools" / "requirements-lint.txt").read_text().splitlines()
+    wanted = dict(line.partition("==")[::2] for line in lines if not line.startswith("#"))
+    assert wanted.keys() == {"mypy", "ruff", "torch"}
+    assert wanted["mypy"] and wanted["ruff"]
+    assert "torch==" in (ROOT / "constraints.txt").read_text()

@@ -115,6 +115,12 @@ def test_the_package_holds_what_is_loaded_and_nothing_else() -> None:
     assert sum((ROOT / name).stat().st_size for name in names) < 10_000_000, "a package is fetched by everybody"
 
 
+def test_mypy_reads_all_code_that_is_packed(told: dict[str, Any]) -> None:
+    read = tuple(told["tool"]["mypy"]["files"])
+    code = [name for name in packed.names() if name.endswith(".py")]
+    assert [name for name in code if name not in read and not name.startswith(tuple(f"{one}/" for one in read))] == []
+
+
 def test_what_is_packed_imports_nothing_that_is_not() -> None:
     left_out = {name.split("/")[0].removesuffix(".py") for name in packed.tracked()} - {
         name.split("/")[0] for name in packed.names()

@@ -126,7 +126,7 @@ class ComfyWeights:
         """Those whose places are for the most part in pages that no other layer needs. All, in several memories."""
         own = {id(layer) for layers in groups for layer in layers}
         needed = [sub._v for sub in self._paged() if id(sub) not in own]
-        places = [[layer._v for layer in layers if "_v" in layer.__dict__] for layers in groups]
+        places = [[layer.__dict__["_v"] for layer in layers if "_v" in layer.__dict__] for layers in groups]
         memories = {id(place[0]): place[0] for group in (needed, *places) for place in group}
         if len(memories) != 1:
             return [True] * len(groups)

@@ -80,7 +80,7 @@ def launch(
     unknown = set(written) - (arguments.keys() & set(kernel.arg_names))
     assert not unknown, f"{kernel} has no arguments {sorted(unknown)}, which it is said to write to"
     _note_limits(grid, arguments)
-    made = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
+    made: Callable[..., Any] = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
     number = kernel_side_table.add_kernel(kernel)
     # Inductor would compile the kernel halfway, an eighth of the time that a block of convolutions takes
     with replaced(triton_kernel_wrap, "identify_mutated_tensors", _said(kernel, written)):

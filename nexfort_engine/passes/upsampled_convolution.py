@@ -56,7 +56,7 @@ def _convolve(node: Node, x: Node, sizes: Any) -> None:
             tall, wide = (aten.sym_size.int(image, at) * 2 for at in (2, 3))
         else:
             tall, wide = (Proxy(size, tracer) if isinstance(size, Node) else size for size in sizes)
-        weight, bias = (None if one is None else Proxy(one, tracer) for one in (*node.args, None)[1:3])
+        weight, bias = (Proxy(one, tracer) if isinstance(one, Node) else None for one in (*node.args, None)[1:3])
         made = kernel.operator()(image, weight, bias, tall, wide)
     replace(node, made)
 
@@ -74,7 +74,7 @@ def _is_fit(node: Node, image: Node) -> bool:
     return channels % CHANNELS == 0 and bool(widths(columns)) and _is_plain(*node.args[3:], **node.kwargs)
 
 
-def _is_plain(stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> bool:
+def _is_plain(stride: object = 1, padding: object = 0, dilation: object = 1, groups: object = 1) -> bool:
     """Whether a convolution of three by three places gives as many as it is given, each of all channels."""
     once = (1, [1], [1, 1])
     return stride in once and dilation in once and (padding == "same" or padding in once) and groups == 1
