@@ -25,7 +25,7 @@ from .flags import without_collection
 
 log = logging.getLogger("nexfort")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage that is collected while it is held may be the memory of other graphs
 _capturing = 0  # captures that are under way in this process: nothing is trimmed meanwhile
 _left: set[int] = set()  # devices whose graphs went while something was captured
 

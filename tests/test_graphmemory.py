@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from nexfort_engine import graphmemory
 from nexfort_engine.graphmemory import GraphMemory
 
 
@@ -61,3 +63,21 @@ def test_a_graph_whose_capture_failed_uses_no_pool(pools: list[Any]) -> None:
     with memory.captured(Graph()):
         pass
     assert pools[1] is not pools[0]
+
+
+def test_memory_that_is_collected_while_its_lock_is_held_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected in whichever line makes an object, those under the lock among them."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(graphmemory, "_trim", given.append)
+    memory = GraphMemory()
+    memory._device = 0
+
+    def collected() -> None:
+        with graphmemory._lock:
+            memory.__del__()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and given == [0]

@@ -29,7 +29,7 @@ SYSTEMS = {"OS Independent", "Microsoft :: Windows", "POSIX :: Linux", "MacOS"}
 ACCELERATORS = {"NVIDIA CUDA", "AMD ROCm", "Intel Arc", "NPU :: Huawei Ascend", "Apple Metal"}
 PACKED = {
     *("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "LICENSE", "README.md", "__init__.py", "pyproject.toml"),
-    *("locales", "nexfort_engine", "nodes", "web", "workflows"),
+    *("docs", "locales", "nexfort_engine", "nodes", "web", "workflows"),
 }
 
 
