@@ -147,7 +147,7 @@ def _dispatch_mode() -> str | None:
 
 
 def _is_own(mode: object) -> bool:
-    return type(mode).__module__.partition(".")[0] == __package__
+    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_device(mode: object) -> bool:

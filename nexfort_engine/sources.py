@@ -192,7 +192,7 @@ def _module_of(file: str) -> str | None:
 
 
 def _is_host(name: str, file: str) -> bool:
-    if name.partition(".")[0] in ("torch", __package__, *_TRACERS) or file.startswith(_TORCH):
+    if name.partition(".")[0] in ("torch", __name__.partition(".")[0], *_TRACERS) or file.startswith(_TORCH):
         return False
     return not file.startswith(_STDLIB) or "site-packages" in file or "dist-packages" in file
 
