@@ -15,9 +15,9 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Job:
     names: list[list[Any]] = field(default_factory=list)  # what its code had reached by name when it failed
     modes: dict[str, Any] = field(default_factory=dict)  # of torch, that it is lowered under (modes.py)
     refused: bool = False  # the problem lies in the block's own code
+    lost: bool = False  # somebody took away the directory that it was lowered into
+    again: bool = False  # it was lost before
     notes: list[str] = field(default_factory=list)  # how it was made, where that was not as usual
     seconds: float = 0.0
     began: float = 0.0
@@ -94,8 +96,16 @@ def lower_all(
             workers = pool.count_for(len(group), device)
             with _workers(workers, device, group[0]) as helpers:
                 tracker.at_once = workers if helpers is not None else 1
-                _run(group, options, cancel, later, tracker, helpers)
+                lost = _run(group, options, cancel, later, tracker, helpers)
+                tracker.add(len(lost))
+                _run([_anew(job) for job in lost], options, cancel, no_later, tracker, helpers)
             later = no_later
+
+
+def _anew(job: Job) -> Job:
+    """The same once more, for good."""
+    clean = {"problem": None, "lost": False, "again": True, "seconds": 0.0, "finished": threading.Event()}
+    return replace(job, **clean, more=lambda *_: [])
 
 
 def _workers(count: int, device: str, first: Job) -> contextlib.AbstractContextManager[pool.Pool | None]:
@@ -129,8 +139,10 @@ def _run(
     later: Later,
     tracker: Tracker,
     helpers: pool.Pool | None,
-) -> None:
+) -> list[Job]:
+    """Make all; those that were lost for the first time."""
     running: list[Job] = []
+    lost: list[Job] = []
 
     def count(job: Job) -> None:
         if not job.seconds:
@@ -139,7 +151,10 @@ def _run(
 
     def collect(job: Job) -> None:
         count(job)
-        job.done(job)
+        if job.lost and not job.again:
+            lost.append(job)
+        else:
+            job.done(job)
 
     def begin(job: Job) -> list[Job]:
         """Capture one and have it lowered; what its capture shows to be needed besides."""
@@ -187,6 +202,7 @@ def _run(
         cancel()
         running.remove(ended)
         collect(ended)
+    return lost
 
 
 def await_left(cancel: Callable[[], None]) -> bool:
@@ -287,7 +303,7 @@ def _submit(
 
     def then(problem: str | None) -> None:
         try:
-            with stack:
+            with stack, _watched(job, staged):
                 if problem is None:
                     _commit(job, staged, manifest)
                 else:
@@ -320,9 +336,18 @@ def _options(job: Job, options: Callable[[str], dict[str, object]]) -> dict[str,
 
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:
-    with job.store.stage() as staged:
+    with job.store.stage() as staged, _watched(job, staged):
         lower.lower(captured, staged / "payload", options)
         _commit(job, staged, manifest)
+
+
+@contextlib.contextmanager
+def _watched(job: Job, staged: Path) -> Iterator[None]:
+    """Whoever empties a cache by hand takes away what is being made in it, too."""
+    try:
+        yield
+    finally:
+        job.lost = job.entry is None and job.store.lost(staged)
 
 
 def _commit(job: Job, staged: Path, manifest: dict[str, Any]) -> None:

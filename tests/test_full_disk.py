@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from refusing import CODES, refused, small_disk
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import compiled, cpu_probe, finding
+from nexfort_engine import compiled, cpu_probe, finding, modes, pool
 
 pytestmark = pytest.mark.usefixtures("threads")
 TOLERANCE = 1e-5
@@ -175,6 +176,28 @@ def test_a_directory_whose_name_is_too_long(tmp_path: Path, system: Path, monkey
         deep = deep / ("d" * 200)
     report = steps(deep / ("e" * (4096 - 60 - len(str(deep)) - 2)), monkeypatch)
     says(report, errno.ENAMETOOLONG)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_cache_that_somebody_empties_while_an_artefact_is_made(
+    tmp_path: Path, system: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    monkeypatch.setenv("NEXFORT_WORKERS", workers)
+    cache, emptied = tmp_path / "cache", []
+    kind, name = (pool.Pool, "submit") if workers == "1" else (modes, "applied")  # what a graph comes to
+
+    def at_lowering(*args: Any) -> Any:
+        given = real(*args)
+        if not emptied and list(cache.glob("staging/*")):
+            emptied.append(cache)
+            shutil.rmtree(cache)
+        return given
+
+    real = getattr(kind, name)
+    monkeypatch.setattr(kind, name, at_lowering)
+    report = steps(cache, monkeypatch).as_dict()
+    assert emptied and report["artefacts_compiled"] == 1 and not report["eager"] and not report["notes"], report
+    assert steps(cache, monkeypatch).as_dict()["artefacts_loaded"] == 1
 
 
 def test_what_is_refused_is_not_held_against_an_entry(

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from . import trust
-from .disk import NotPlainError, make_private, read_plain, replace_file
+from .disk import NotPlainError, make_private, read_plain
 from .lock import bounded_lock
+from .owner import replace_file
 
 log = logging.getLogger("nexfort")
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from . import contents, owner, ustar
 from .contents import Bundle
-from .disk import NotPlainError, hold, open_plain, sync_directory
+from .disk import NotPlainError, open_new, open_plain, sync_directory
 from .entry import PAYLOAD, Entry, made_by, now_text
 from .place import default_limit, size_text
 from .store import Store, StoreError
@@ -111,16 +111,13 @@ def _new_file(file: Path) -> Iterator[BinaryIO]:
     for name in os.listdir(file.parent):
         if owner.is_name_of_own(name, _UNDER_WAY):  # of an export that was killed
             owner.remove_left(file.with_name(name))
-    temporary = file.with_name(owner.name_of_own(_UNDER_WAY))
-    try:
-        with _created(temporary) as stream:
-            hold(stream.fileno())
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        owner.replacing(file, file.parent, _UNDER_WAY) as handle,
+        os.fdopen(handle, "wb", closefd=False) as stream,
+    ):
+        yield stream
+        stream.flush()
+        os.fsync(handle)
     sync_directory(file.parent)
 
 
@@ -266,8 +263,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def _created(path: Path) -> BinaryIO:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
+    return os.fdopen(open_new(path), "wb")
 
 
 def _copy(source: BinaryIO, target: BinaryIO | None, size: int) -> str:

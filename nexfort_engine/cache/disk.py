@@ -118,21 +118,20 @@ def read_plain(path: Path | str, most: int, check: Callable[[os.stat_result], No
     return content
 
 
-def write_new(path: Path, content: bytes, durable: bool = True, becomes: Path | None = None) -> None:
-    """Writes a file that must not exist yet; FileExistsError otherwise. becomes: what it then takes the place of."""
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NOFOLLOW | _BINARY, 0o600)
+def open_new(path: Path) -> int:
+    """A handle to write a file that must not exist yet and that only this user can read; FileExistsError otherwise."""
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NOFOLLOW | _BINARY, 0o600)
+
+
+def write_new(path: Path, content: bytes, durable: bool = True) -> None:
+    """Writes a file that must not exist yet; FileExistsError otherwise."""
+    handle = open_new(path)
     try:
-        if becomes is not None:
-            hold(handle)
         write_all(handle, content)
         if durable:
             os.fsync(handle)
-        if becomes is not None and os.name == "posix":  # elsewhere an open file cannot be moved, and none is held
-            os.replace(path, becomes)
     finally:
         os.close(handle)
-    if becomes is not None and os.name != "posix":
-        os.replace(path, becomes)
 
 
 def write_all(handle: int, content: bytes) -> None:
@@ -140,16 +139,6 @@ def write_all(handle: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(handle, view) :]
-
-
-def replace_file(path: Path, content: bytes, aside: Path) -> None:
-    """Gives a file a new content in one step, through a temporary one in `aside` (same file system)."""
-    temporary = aside / f"new-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        write_new(temporary, content, durable=False, becomes=path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def sync_directory(folder: Path) -> None:
@@ -199,13 +188,6 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, onexc=forgive)
     else:
         shutil.rmtree(path, onerror=forgive)
-
-
-def hold(handle: int) -> None:
-    """Lock a file that was made just now as long as it is open, where there are locks: nobody takes it for left."""
-    if (lock := flock()) is not None:
-        with contextlib.suppress(OSError):  # none here: others go by the process and the clock
-            lock.flock(handle, lock.LOCK_SH | lock.LOCK_NB)
 
 
 def flock() -> ModuleType | None:

@@ -63,11 +63,12 @@ class Ground:
 
     def folder(self, *inner: str) -> Path:
         """A directory of this process with the directories `inner`; elsewhere, where the store takes none."""
-        if self.writable:
-            try:
-                return self._staging.new(*inner)
-            except OSError as error:
-                self.failed(error)
+        for _ in range(2):  # what vanished is made again, once
+            if self.writable:
+                try:
+                    return self._staging.new(*inner)
+                except OSError as error:
+                    self.failed(error)
         try:
             return self._staging.elsewhere(*inner)
         except OSError as error:
@@ -76,7 +77,14 @@ class Ground:
             ) from error
 
     def failed(self, error: OSError) -> None:
-        """Notes that writing failed; the log says so once."""
+        """Notes that writing failed; the log says so once. A directory that somebody took away is made again instead."""
+        if isinstance(error, FileNotFoundError) and self.problem is None:
+            log.debug("something in %s vanished: %s", self.root, error)
+            self._probe()
+        else:
+            self._note(error)
+
+    def _note(self, error: OSError) -> None:
         self._probed = time.monotonic()
         known = self.problem is not None
         self.problem = (
@@ -85,6 +93,11 @@ class Ground:
         )
         if not known:
             log.warning("%s", self.problem)
+
+    def made_again(self) -> None:
+        """Directories were taken away and came back, made by others than this store: looks at them again."""
+        self._staging.make_private()
+        self._probe()
 
     def begin(self) -> None:
         """Removes what dead processes left, once, when this one begins to use the store, and beside what it does."""
@@ -123,21 +136,28 @@ class Ground:
         self._probed = time.monotonic()
         self.problem = None
         try:
-            make_private(self.root)
-            # before anything is written, and again: a file system without modes shows only afterwards
-            for _ in range(2):
-                if (reason := self._distrust()) is not None:
-                    raise PermissionError(errno.EACCES, reason)
-                for folder in self._folders:
-                    make_private(folder)
-            folder = self._staging.new()
             try:
-                write_new(folder / "probe", b"\0" * 4096)
-                for path in (folder, folder / "probe"):
-                    self._trust.check(path, path.lstat())
-            finally:
-                self._staging.end(folder)
+                self._try()
+            except FileNotFoundError:  # somebody took a directory away between its making and its use
+                self._try()
         except OSError as error:
-            self.failed(error)
+            self._note(error)
         except DistrustError as error:
-            self.failed(PermissionError(errno.EACCES, f"this file system keeps no owners and modes: {error}"))
+            self._note(PermissionError(errno.EACCES, f"this file system keeps no owners and modes: {error}"))
+
+    def _try(self) -> None:
+        """Makes the directories that are missing, and writes a file."""
+        make_private(self.root)
+        # before anything is written, and again: a file system without modes shows only afterwards
+        for _ in range(2):
+            if (reason := self._distrust()) is not None:
+                raise PermissionError(errno.EACCES, reason)
+            for folder in self._folders:
+                make_private(folder)
+        folder = self._staging.new()
+        try:
+            write_new(folder / "probe", b"\0" * 4096)
+            for path in (folder, folder / "probe"):
+                self._trust.check(path, path.lstat())
+        finally:
+            self._staging.end(folder)

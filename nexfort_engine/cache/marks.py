@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 from . import trust
-from .disk import open_plain, replace_file, write_all
+from .disk import open_plain, write_all
+from .owner import replace_file
 from .trust import Trust
 
 log = logging.getLogger("nexfort")

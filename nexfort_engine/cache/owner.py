@@ -8,15 +8,18 @@ in the name and the clock decide.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from .disk import flock, modified, open_plain, remove_tree
+from .disk import flock, modified, open_new, open_plain, remove_tree, write_all
 
 log = logging.getLogger("nexfort")
 
@@ -48,17 +51,56 @@ def new_folder(parent: Path, prefix: str = "") -> tuple[Path, int | None]:
         folder.mkdir(mode=0o700)
         try:
             handle = _locked(folder)
-            if handle is None:
-                return folder.rename(f"{folder}{_UNLOCKED}"), None
-            if _is_at(folder, handle):
-                return folder, handle
-            os.close(handle)
+            return (folder, handle) if handle is not None else (folder.rename(f"{folder}{_UNLOCKED}"), None)
         except (BlockingIOError, FileNotFoundError):  # somebody who sweeps saw it before it was locked
             continue
         except OSError:
             remove_tree(folder)
             raise
     raise FileNotFoundError(f"others remove what is made in {parent}")
+
+
+def new_file(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new file of this process and the handle to write it, which locks it until it is closed, where there are locks.
+
+    OSError where none can be made.
+    """
+    for _ in range(_TRIES):
+        file = parent / name_of_own(prefix)
+        handle = open_new(file)
+        try:
+            _hold(file, handle)
+            return file, handle
+        except OSError as error:
+            os.close(handle)
+            if not isinstance(error, (BlockingIOError, FileNotFoundError)):  # as above
+                file.unlink(missing_ok=True)
+                raise
+    raise FileNotFoundError(f"others remove what is made in {parent}")
+
+
+@contextlib.contextmanager
+def replacing(path: Path, aside: Path, prefix: str) -> Iterator[int]:
+    """A handle to a new file in `aside` (same file system), which takes the place of `path` at the end, in one step."""
+    made, handle = new_file(aside, prefix)
+    try:
+        try:
+            yield handle
+            if os.name == "posix":  # elsewhere an open file cannot be moved, and none is locked
+                os.replace(made, path)
+        finally:
+            os.close(handle)
+        if os.name != "posix":
+            os.replace(made, path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: Path, content: bytes, aside: Path) -> None:
+    """Gives a file a new content in one step, through a new one in `aside`."""
+    with replacing(path, aside, "new-") as handle:
+        write_all(handle, content)
 
 
 def remove_left(path: Path) -> None:
@@ -78,20 +120,37 @@ def remove_left(path: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """A handle that holds a directory; None where there are no locks. OSError: there is no handle to be had."""
+    """A handle that holds a directory; None where there are no locks. Raises what `_hold` raises, and OSError."""
+    if flock() is None:
+        return None
+    handle, held = os.open(path, os.O_RDONLY), False
+    try:
+        held = _hold(path, handle)
+    finally:
+        if not held:
+            os.close(handle)
+    return handle if held else None
+
+
+def _hold(path: Path, handle: int) -> bool:
+    """Lock what was made just now as long as it is open; False where there are no locks.
+
+    BlockingIOError or FileNotFoundError: somebody who sweeps took it for left before it was locked.
+    """
     lock = flock()
     if lock is None:
-        return None
-    handle = os.open(path, os.O_RDONLY)
+        return False
     try:
         lock.flock(handle, lock.LOCK_SH | lock.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError as error:
-        os.close(handle)
-        if isinstance(error, BlockingIOError):
-            raise
         log.debug("%s is not locked: %s", path, error)
-        return None
-    return handle
+        return False
+    found, held = path.lstat(), os.fstat(handle)
+    if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return True
 
 
 def _seized(path: Path) -> tuple[int | None, bool | None]:
@@ -112,12 +171,6 @@ def _seized(path: Path) -> tuple[int | None, bool | None]:
     except OSError:  # no locks here
         return handle, None
     return handle, True
-
-
-def _is_at(folder: Path, handle: int) -> bool:
-    """Whether the directory that is open is the one that lies there."""
-    found, held = folder.lstat(), os.fstat(handle)
-    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _is_old(path: Path) -> bool:

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import owner
-from .disk import listing, remove_tree
+from . import owner, trust
+from .disk import identity, listing, remove_tree
 
 log = logging.getLogger("nexfort")
 
@@ -35,6 +35,7 @@ class Staging:
         self.folder = folder
         self.kept: set[Path] = set()
         self._locks: dict[Path, int | None] = {}
+        self._made: dict[Path, tuple[int, int] | None] = {}
         self._storing = 0
         self._none_stored = threading.Condition()
         self._ends_with: int | None = None  # the process at whose end all of it goes
@@ -48,7 +49,7 @@ class Staging:
         return self._with(*owner.new_folder(Path(tempfile.gettempdir()), ELSEWHERE), inner)
 
     def _with(self, folder: Path, handle: int | None, inner: tuple[str, ...]) -> Path:
-        self._locks[folder] = handle
+        self._locks[folder], self._made[folder] = handle, identity(folder)
         try:
             for name in inner:
                 (folder / name).mkdir(mode=0o700)
@@ -66,8 +67,20 @@ class Staging:
             remove_tree(folder)
             self.release(folder)
 
+    def lost(self, folder: Path) -> bool:
+        """Whether somebody took the directory away. A compiler may have made another in its place, with others' rights."""
+        return identity(folder) != self._made.get(folder)
+
+    def make_private(self) -> None:
+        """Closes the directory of all to others again, if only this user could write there."""
+        with contextlib.suppress(OSError):
+            info = self.folder.lstat()
+            if stat.S_ISDIR(info.st_mode) and trust.own().problem(self.folder, info, trust.WRITABLE_BY_OTHERS) is None:
+                self.folder.chmod(0o700)
+
     def release(self, folder: Path) -> None:
         """Lets go of a directory that was moved into the store."""
+        self._made.pop(folder, None)
         handle = self._locks.pop(folder, None)
         if handle is not None:
             os.close(handle)

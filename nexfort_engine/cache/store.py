@@ -207,7 +207,14 @@ class Store:
                 self._ground.failed(error)
             raise
         finally:
+            lost = self.lost(folder)
             self._staging.end(folder)
+            if lost:
+                self._ground.made_again()
+
+    def lost(self, staged: Path) -> bool:
+        """Whether somebody took a staged directory away that was not committed; another may lie there now."""
+        return self._staging.lost(staged)
 
     def commit(self, primary: str, staged: Path, manifest: Mapping[str, Any], *, lasts: bool = True) -> Entry:
         """Makes the staged directory an entry in one step; an equal entry that is there already is kept.
@@ -223,6 +230,8 @@ class Store:
             return self._commit(primary, Path(staged), manifest, lasts)
 
     def _commit(self, primary: str, staged: Path, manifest: Mapping[str, Any], lasts: bool) -> Entry:
+        if self.lost(staged):
+            raise StoreError("somebody took the staged artefact away")
         try:
             files = payload.seal(staged / PAYLOAD)
         except (OSError, TornError) as error:
@@ -384,24 +393,36 @@ class Store:
         if not lasts or not self.writable or staged.parent != self._staging.folder:
             self._staging.keep(staged)
             return entry
-        try:
-            write_new(staged / MANIFEST, text)
-            marks.set_time(staged / MANIFEST, marks.tick(self.root))  # what was never used counts as used now
-            entry = self._publish(entry)
-        except OSError as error:
-            self._ground.failed(error)
+        published = self._written(entry, text) or self._written(entry, text)
+        if published is None:
+            if self.lost(staged):
+                raise StoreError("somebody took the staged artefact away")
             self._staging.keep(staged)
             return entry
         self._used.add(entry.id)
-        self._after_commit(entry)
-        return entry
+        self._after_commit(published)
+        return published
+
+    def _written(self, entry: Entry, manifest: bytes) -> Entry | None:
+        """The staged entry in its place; None if it could not be put there, which may be worth another try."""
+        try:
+            if not self.writable:
+                return None
+            (entry.path / MANIFEST).unlink(missing_ok=True)
+            write_new(entry.path / MANIFEST, manifest)
+            marks.set_time(entry.path / MANIFEST, marks.tick(self.root))  # what was never used counts as used now
+            return self._publish(entry)
+        except OSError as error:
+            self._ground.failed(error)
+            return None
 
     def _publish(self, entry: Entry) -> Entry:
         target = self._own.entries / entry.primary / entry.id
         for _ in range(3):
             if os.path.islink(target.parent) or os.path.isfile(target.parent):
                 self._set_aside(target.parent, identity(target.parent), "expected a directory of entries")
-            make_private(target.parent)
+            for folder in (self.root, self._own.entries, target.parent):  # somebody may have taken away what was made
+                make_private(folder)
             seen = identity(target)
             existing = self._own.read(target)
             problem = "it was not to be used, and was made again" if existing is None else existing.verify(quick=True)
