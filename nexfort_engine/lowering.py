@@ -104,8 +104,9 @@ def lower_all(
 
 def _anew(job: Job) -> Job:
     """The same once more, for good."""
-    clean = {"problem": None, "lost": False, "again": True, "seconds": 0.0, "finished": threading.Event()}
-    return replace(job, **clean, more=lambda *_: [])
+    made = replace(job, more=lambda *_: [], finished=threading.Event(), problem=None, seconds=0.0)
+    made.lost, made.again = False, True
+    return made
 
 
 def _workers(count: int, device: str, first: Job) -> contextlib.AbstractContextManager[pool.Pool | None]:

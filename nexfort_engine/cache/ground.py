@@ -77,7 +77,7 @@ class Ground:
             ) from error
 
     def failed(self, error: OSError) -> None:
-        """Notes that writing failed; the log says so once. A directory that somebody took away is made again instead."""
+        """Notes that writing failed; the log says so once. What somebody took away is made again instead."""
         if isinstance(error, FileNotFoundError) and self.problem is None:
             log.debug("something in %s vanished: %s", self.root, error)
             self._probe()

@@ -68,7 +68,7 @@ class Staging:
             self.release(folder)
 
     def lost(self, folder: Path) -> bool:
-        """Whether somebody took the directory away. A compiler may have made another in its place, with others' rights."""
+        """Whether somebody took the directory away. A compiler may have made another in its place, open to others."""
         return identity(folder) != self._made.get(folder)
 
     def make_private(self) -> None:

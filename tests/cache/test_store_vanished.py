@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
@@ -46,29 +47,33 @@ def test_one_that_is_taken_away_while_an_artefact_is_made(store: Store, folder: 
     keeps(store)
 
 
+def taken_away_at(store: Store, before: str, number: int) -> bool:
+    """Store something while all is taken away before the n-th call of a function of `os`; whether there was one."""
+    seen, real = 0, getattr(os, before)
+
+    def take_away(*args: object, **more: object) -> object:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            shutil.rmtree(store.root, ignore_errors=True)
+        return real(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, before, take_away)
+        with contextlib.suppress(StoreError, FileNotFoundError):  # what was being made went with the rest
+            put(store, variant=number)
+    return seen >= number
+
+
 @pytest.mark.parametrize("before", ["mkdir", "rename", "replace", "open"])
 def test_one_that_is_taken_away_before_it_is_used(store: Store, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
-    """Whoever asks is told, or it is stored."""
+    """Whoever stores is told, or it is stored; and what comes after it is."""
     monkeypatch.setattr(Ground, "begin", lambda _: None)  # nothing beside this thread
     put(store)
-    for number in range(1, 40):
-        with monkeypatch.context() as patch:
-            seen, real = [0], getattr(os, before)
-
-            def take_away(*args: object, **more: object) -> object:
-                seen[0] += 1
-                if seen[0] == number:  # noqa: B023
-                    shutil.rmtree(store.root, ignore_errors=True)
-                return real(*args, **more)  # noqa: B023
-
-            patch.setattr(os, before, take_away)
-            try:
-                put(store, variant=number)
-            except (StoreError, FileNotFoundError):  # what was being made went with the rest
-                assert not list((store.root / "staging").glob("*/payload/artefact.bin"))
-        if seen[0] < number:
-            break
+    number = 1
+    while taken_away_at(store, before, number):
         keeps(store)
+        number += 1
     assert number > 1, "there is one"
 
 
