@@ -218,32 +218,35 @@ def kills(given: Given, count: int) -> list[Kill]:
         with Server(given.comfyui, given.folder, "killed", cache=cache) as server:
             number = server.begin(next(prompts(1, draw.randrange(1 << 20), given.models)))
             compiled = _wait_for_compiling(server, number, draw)
-            if compiled is None:  # all is there
+            if found:
+                found[-1].left_after_start += _still_there(server, left)
+                left = Left()
+            if compiled is None:
                 server.running.post("/nexfort/cache/clear", {"confirm": True})
                 continue
-            if found:
-                found[-1].left_after_start = _still_there(server, left)
             left = server.kill(signal.SIGKILL)
             found.append(Kill(*compiled, server.artefacts(), unsound(cache), left.processes))
             told = f"killed {len(found)} times, this time with {compiled[0]} of {compiled[1]} regions compiled"
             given.say(f"{told}, {found[-1].artefacts} artefacts in the cache")
     if found:
-        found[-1].left_after_start = _after_next_start(given, "killed", cache, left)
+        found[-1].left_after_start += _after_next_start(given, "killed", cache, left)
     return found
 
 
 def _wait_for_compiling(server: Server, number: str, draw: random.Random) -> tuple[int, int] | None:
-    """Wait until a random part is compiled, and a moment more: (how much, of how much). None: nothing was compiled."""
-    share, moment, seen = draw.random(), draw.uniform(0.0, _MOMENT), (0, 0)
+    """Wait until a random part is compiled, and a moment more: (how much, of how much). None: all is compiled.
+
+    All is among the parts: where one region is left that takes longer than the moment, it would never be compiled.
+    """
+    share, moment = draw.random(), draw.uniform(0.0, _MOMENT)
     while True:
         nodes = server.running.get("/nexfort/nodes")["nodes"]
         compiling = [(node["done"], node["total"]) for node in nodes if node["state"] == "compiling"]
-        seen = compiling[0] if compiling else seen
-        if compiling and seen[0] >= int(share * seen[1]):
+        if compiling and compiling[0][0] >= int(share * (compiling[0][1] + 1)):
             time.sleep(moment)
-            return seen
+            return compiling[0]
         if not compiling and server.running.get(f"/history/{number}"):  # it has ended
-            return seen if seen[1] else None
+            return None
         time.sleep(0.02)
 
 
