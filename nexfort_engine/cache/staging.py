@@ -69,7 +69,7 @@ class Staging:
 
     def lost(self, folder: Path) -> bool:
         """Whether somebody took the directory away. A compiler may have made another in its place, open to others."""
-        return identity(folder) != self._made.get(folder)
+        return folder in self._made and identity(folder) != self._made[folder]
 
     def make_private(self) -> None:
         """Closes the directory of all to others again, if only this user could write there."""
