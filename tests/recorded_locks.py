@@ -57,8 +57,10 @@ def statements(tree: ast.AST, kind: str = "", is_inside: bool = False) -> Iterat
 
 
 def names_in(value: ast.AST) -> set[str]:
-    """Names that an expression uses, those of a module with its name: `threading.Lock`."""
-    return {ast.unparse(node) for node in ast.walk(value) if isinstance(node, (ast.Attribute, ast.Name))}
+    """Names that an expression uses, those of a module with its name: `threading.Lock`. Not what it hands to a call."""
+    found = {ast.unparse(value)} if isinstance(value, (ast.Attribute, ast.Name)) else set()
+    inner = [node for node in ast.iter_child_nodes(value) if getattr(node, "arg", None) in (None, "default_factory")]
+    return found.union(*map(names_in, inner))
 
 
 def _each(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -42,9 +42,9 @@ def test_each_cache_of_the_code_is_on_the_page() -> None:
 
 
 def _names(row: str, name: str, path: Path) -> bool:
-    """Whether a row names what is kept, and its file or the folder that this lies in."""
+    """Whether a row names what is kept, and its file or a folder that this lies in."""
     words = re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`]*)`", row)))
-    places = {f"`{name_of(path)}`", f"`{path.parent.relative_to(ROOT).as_posix()}/`"}
+    places = {f"`{name_of(path)}`", *(f"`{folder.as_posix()}/`" for folder in path.relative_to(ROOT).parents)}
     return any(word.rpartition(".")[2] == name for word in words) and any(place in row for place in places)
 
 
