@@ -40,16 +40,20 @@ _KEYS = (str, int, float, bool, type(None))
 class Names:
     """What a function's code reaches, functions defined inside it included.
 
-    chains: in the order of the code. called: those that it does nothing with but call what is there. stored: globals
-    that it assigns. changed: chains of containers that it changes. assigned: those of which it assigns items or
-    attributes.
+    chains: in the order of the code. called: those that it does nothing with but call what is there. whole: those whose
+    value goes where its attributes cannot be followed. stored: globals that it assigns. changed: chains of containers
+    that it changes. assigned: those of which it assigns items or attributes. attributes: the names of all attributes
+    that it asks anything for. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
     called: frozenset[Chain]
+    whole: frozenset[Chain]
     stored: frozenset[str]
     changed: frozenset[Chain]
     assigned: frozenset[Chain]
+    attributes: frozenset[str]
+    texts: frozenset[str]
 
 
 @dataclass
@@ -65,7 +69,9 @@ def names_in(code: types.CodeType) -> Names:
     """The names that a code object reaches."""
     found = _Reader(code).read()
     chains = {chain: chain in found.called for chain in found.chains}
-    stored, changed, assigned = set(found.stored), set(found.changed), set(found.assigned)
+    whole, stored = set(found.whole), set(found.stored)
+    changed, assigned = set(found.changed), set(found.assigned)
+    attributes, texts = set(found.attributes), set(found.texts)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             inner = names_in(const)
@@ -73,11 +79,15 @@ def names_in(code: types.CodeType) -> Names:
             for chain in inner.chains:
                 if chain[0][0] != CELL or chain[0][1] in code.co_freevars:
                     chains[chain] = chain in inner.called and chains.get(chain, True)
+            whole |= inner.whole
             stored |= inner.stored
             changed |= inner.changed
             assigned |= inner.assigned
+            attributes |= inner.attributes
+            texts |= inner.texts
     called = frozenset(chain for chain, is_called in chains.items() if is_called)
-    return Names(tuple(chains), called, frozenset(stored), frozenset(changed), frozenset(assigned))
+    ways = frozenset(whole), frozenset(stored), frozenset(changed), frozenset(assigned)
+    return Names(tuple(chains), called, *ways, frozenset(attributes), frozenset(texts))
 
 
 def _ops(code: types.CodeType) -> Iterator[_Op]:
@@ -108,6 +118,7 @@ class _Reader:
     def __init__(self, code: types.CodeType) -> None:
         self._code, self._ops = code, list(_ops(code))
         self._chains: dict[Chain, bool] = {}  # whether all that is done with it is calling it
+        self._whole: set[Chain] = set()
         self._changed: set[Chain] = set()
         self._assigned: set[Chain] = set()
         self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
@@ -126,7 +137,11 @@ class _Reader:
                 self._note_changed(number, above=0)
         stored = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
         called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
-        return Names(tuple(self._chains), called, stored, frozenset(self._changed), frozenset(self._assigned))
+        whole, changed, assigned = map(frozenset, (self._whole, self._changed, self._assigned))
+        texts = frozenset(text for const in self._code.co_consts for text in _texts_in(const))
+        return Names(
+            tuple(self._chains), called, whole, stored, changed, assigned, frozenset(self._code.co_names), texts
+        )
 
     def _base(self, number: int, op: _Op) -> Chain | None:
         """The chain of one step, or that of a local, that an instruction begins."""
@@ -159,6 +174,8 @@ class _Reader:
                     break
                 if following.value in CHANGING:
                     self._changed.add(chain)
+                if following.value == "set":  # of a context variable
+                    self._assigned.add(chain)
                 chain, at = (*chain, (ATTRIBUTE, following.value)), at + 1
             elif self._is_key(at + 1) and after.name == "BINARY_SUBSCR":
                 chain, at = (*chain, (KEY, following.value)), at + 2
@@ -171,8 +188,12 @@ class _Reader:
                     chain = (*chain, (KEY, before.value))
                 elif before.name == "LOAD_GLOBAL" and before.value in ("getattr", "hasattr") and self._is_name(at + 1):
                     chain, is_called = (*chain, (ATTRIBUTE, following.value)), False
+                elif chain[-1] == (ATTRIBUTE, "getenv") and self._is_key(at + 1):
+                    chain = (*chain[:-1], (ATTRIBUTE, "environ"), (KEY, following.value))
                 elif following.name == "STORE_FAST" and following.value in self._once:
                     self._aliases[following.value] = chain
+                else:
+                    self._whole.add(chain)
                 break
         self._chains[chain] = is_called and self._chains.get(chain, True)
 
@@ -183,6 +204,8 @@ class _Reader:
             self._chains[chain] = False
             if self._ops[at + 2].name == "STORE_FAST" and self._ops[at + 2].value in self._once:
                 self._aliases[self._ops[at + 2].value] = chain
+            else:
+                self._whole.add(chain)
             at += 2
         return at
 
@@ -204,3 +227,11 @@ class _Reader:
                     self._assigned.add(self._at[at])
                 return
             above -= op.effect
+
+
+def _texts_in(const: Any) -> Iterator[str]:
+    if isinstance(const, str):
+        yield const
+    elif isinstance(const, (tuple, frozenset)):
+        for item in const:
+            yield from _texts_in(item)

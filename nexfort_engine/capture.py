@@ -261,7 +261,7 @@ def _names_so_far(trace: Trace) -> list[Row]:
 
 
 def _names(trace: Trace) -> tuple[list[Row], str]:
-    return rows_of(trace.block, trace.codes, trace.reads.values())
+    return rows_of(trace.block, trace.codes, trace.reads)
 
 
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: readset.Path) -> torch.Tensor:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import builtins
 import collections
 import importlib
+import inspect
 import os
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -29,19 +31,20 @@ import torch
 from torch import nn
 
 from .bytecode import CELL, IMPORT, KEY, Chain
-from .digests import cell_contents, digest, fields_of, is_library, plain_of, plain_of_class
+from .digests import cell_contents, digest, fields_of, is_library, is_reachable, plain_of, plain_of_class, table_of
 from .modes import CALL
-from .readset import MISSING, PLAIN
+from .readset import MISSING, PLAIN, Refused
 
 CLASS = "class"
 Address = tuple[str, Chain]  # the name of a module ("" for an import), and how to get on from there
 Row = list[Any]  # JSON: [module, [[kind, name], ...], digest]
 
-_MOST_ITEMS = 512  # of a container whose content is compared
-_DEPTH = 2  # of containers in containers
+_MOST_ITEMS = 1 << 16  # of a container whose content is compared, at about 12 ns each
+_DEPTH = 4  # of containers in containers
+_IN_OBJECT = 2  # of containers in an object
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
 # groups of places: how each is read
-_TABLE, _CLASS, _CELL, _FIELD, _CODE, _CONTENT = range(6)
+_TABLE, _CELL, _FIELD, _CODE, _CONTENT = range(5)
 Place = tuple[int, Any, Any]  # group, holder, name
 _CODE_OF = attrgetter("__code__")
 
@@ -119,6 +122,8 @@ class Resolver:
         for kind, name in chain:
             if value is MISSING:
                 break
+            if isinstance(value, ContextVar):
+                break  # its value counts, whatever is asked of it
             if kind == CELL:
                 value = self._cell(value, name)
             elif kind == KEY:
@@ -127,21 +132,18 @@ class Resolver:
                 value = self._in_module(value, name)
             elif isinstance(value, type):
                 value = self._on_class(value, name)
-            elif type(value) in _CONTAINERS or isinstance(value, (str, int, float, torch.Tensor)):
+            elif isinstance(value, (*_CONTAINERS, str, int, float, torch.Tensor)):
                 break  # a method of the value: it is the value that counts
             else:
+                owner = value
                 value, own = self._on_object(value, name)
                 if own is not None:
                     more.append(own)
-                if value is MISSING or own is not None:
+                if value is MISSING or value is owner or own is not None:
                     break
-        self._note_content(value, _DEPTH)
-        self._note_function(value)
-        if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS:
-            for item in list(value.values() if isinstance(value, dict) else value):
-                self._note_function(item)
-                self._note_whole(item)
-        self._note_whole(value)
+        if isinstance(value, ContextVar):
+            value = self._looked(_FIELD, value, "get", _field(value, "get"))
+        self._note(value, _DEPTH)
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
             more.append(self._note_object(value.__self__))
         return [value, *more]
@@ -174,11 +176,13 @@ class Resolver:
         for base in kind.__mro__:
             if base is nn.Module and name in CALL:
                 break  # modes.py asks for those in each step
-            table = vars(base)
-            value = self._looked(_CLASS, table, name, table.get(name, MISSING))
+            table = table_of(base)
+            value = self._looked(_TABLE, table, name, table.get(name, MISSING))
             if value is not MISSING:
                 return value
-        return MISSING
+        if is_library(type(kind)):
+            return MISSING
+        return self._on_class(type(kind), name)
 
     def _on_object(self, value: Any, name: str) -> tuple[Any, dict[str, Any] | None]:
         """An attribute of an object; and its plain attributes, where it is its class's code that would look at them."""
@@ -190,37 +194,56 @@ class Resolver:
         found = self._on_class(type(value), name)
         if isinstance(found, types.MemberDescriptorType):
             return self._looked(_FIELD, value, name, _field(value, name)), None
-        if is_library(type(value)) or found is MISSING:
+        if is_library(type(value)):
+            # a pattern's `match`: it is the object that counts
+            return (value if inspect.isroutine(found) and not isinstance(value, nn.Module) else found), None
+        if found is MISSING:
             return found, None
         self._note_function(found)
         return found, self._note_object(value)
 
-    def _note_whole(self, value: Any) -> None:
-        """An object is passed on, called or walked over: whatever reads it reads its plain values."""
+    def _note(self, value: Any, depth: int) -> None:
+        """A value is passed on, called or walked over: whatever reads it reads what it holds."""
+        if isinstance(value, threading.local):
+            raise Refused("its code reads a threading.local, and another thread captures it")
+        self._note_function(value)
+        if isinstance(value, _CONTAINERS):
+            self._note_content(value, depth)
+        elif isinstance(value, type):
+            self._note_class(value)
         skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, nn.Module, torch.Tensor)
         if not isinstance(value, skipped) and fields_of(value) is not None and not is_library(type(value)):
             self._note_object(value)
+
+    def _note_class(self, kind: type) -> None:
+        """A class that no name leads to: what is in it counts as it is."""
+        if not is_library(kind) and not is_reachable(kind):
+            for name, value in list(table_of(kind).items()):
+                self._looked(_TABLE, table_of(kind), name, value)
+                self._note_function(value)
 
     def _note_object(self, value: Any) -> dict[str, Any]:
         """The plain values that an object's methods may read from it."""
         fields = fields_of(value)
         if fields is not None:
-            self._note_content(fields, _DEPTH)
+            self._note_content(fields, _IN_OBJECT)
         for base in type(value).__mro__:
             if not is_library(base):
-                for name, held in list(vars(base).items()):
+                for name, held in list(table_of(base).items()):
                     if type(held) in PLAIN:
-                        self._looked(_CLASS, vars(base), name, held)
+                        self._looked(_TABLE, table_of(base), name, held)
         return {**plain_of_class(type(value)), **plain_of(fields or {})}
 
     def _note_content(self, value: Any, depth: int) -> None:
-        if type(value) not in _CONTAINERS or len(value) > _MOST_ITEMS:
-            return
+        content = _content(value)
+        if len(content) > _MOST_ITEMS:
+            raise Refused(f"its code reads a container of {len(content)} values, too many to compare in each step")
         self.places.append((_CONTENT, value, None))
-        self.values.append(_content(value))
+        self.values.append(content)
         if depth > 1:
-            for item in value.values() if isinstance(value, dict) else value:
-                self._note_content(item, depth - 1)
+            for item in content:
+                if type(item) not in PLAIN:
+                    self._note(item, depth - 1)
 
     def _note_function(self, value: Any) -> None:
         function = function_in(value)
@@ -270,7 +293,9 @@ def _import_library(row: Row) -> bool:
 def _content(value: Any) -> tuple[Any, ...]:
     """What a container holds, in order."""
     try:
-        return (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+        if isinstance(value, dict):
+            return (*dict.keys(value), *dict.values(value))
+        return tuple(value)
     except RuntimeError:  # another thread changes it now
         return (object(),)
 
@@ -372,10 +397,6 @@ def _in_tables(tables: list[Any], names: list[Any]) -> list[Any]:
     return list(map(dict.get, tables, names, repeat(MISSING)))
 
 
-def _on_classes(tables: list[Any], names: list[Any]) -> list[Any]:
-    return [table.get(name, MISSING) for table, name in zip(tables, names, strict=True)]
-
-
 def _in_cells(cells: list[Any], _names: list[Any]) -> list[Any]:
     return list(map(cell_contents, cells))
 
@@ -385,9 +406,9 @@ def _in_fields(objects: list[Any], names: list[Any]) -> list[Any]:
 
 
 def _field(value: Any, name: str) -> Any:
-    """An attribute that a class computes. One that raises is another each time."""
+    """An attribute that a class computes, or what a context variable has. One that raises is another each time."""
     try:
-        return getattr(value, name, MISSING)
+        return value.get(MISSING) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
     except Exception:
         return object()
 
@@ -401,8 +422,8 @@ def _in_containers(containers: list[Any], _names: list[Any]) -> list[Any]:
 
 
 # by the number of their group
-_GROUPS = (_in_tables, _on_classes, _in_cells, _in_fields, _in_functions, _in_containers)
-_SINGLE = (_TABLE, _CLASS, _CELL, _FIELD, _CODE)  # whose values are compared by identity, and not item by item
+_GROUPS = (_in_tables, _in_cells, _in_fields, _in_functions, _in_containers)
+_SINGLE = (_TABLE, _CELL, _FIELD, _CODE)  # whose values are compared by identity, and not item by item
 
 
 def _same_items(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -438,7 +459,7 @@ class Dependence:
         self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver)), None)
         before, self.places, self.values = self.places, resolver.places, resolver.values
         if self.differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
-            self.places, self.values = [place for place in self.places if place[0] in (_TABLE, _CLASS)], []
+            self.places, self.values = [place for place in self.places if place[0] == _TABLE], []
         if len(before) != len(self.places) or not all(map(_same_place, before, self.places)):
             self._watched.add(self)
 
@@ -480,4 +501,3 @@ def text_of(row: Row) -> str:
     for kind, name in chain:
         text += f"[{name!r}]" if kind == KEY else f".{name}" if text else str(name)
     return text
-

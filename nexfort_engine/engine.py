@@ -531,4 +531,3 @@ def _exported_here() -> bool:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return bool(_get_current_dispatch_mode_stack())  # its fake tensors are a mode of the thread that traces
-

@@ -245,4 +245,3 @@ def _dtype_name() -> str:
 def _deterministic() -> tuple[bool, bool]:
     c = torch._C
     return c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()
-

@@ -11,28 +11,32 @@ Weights are found here too: parameters, buffers and plain tensor attributes, all
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
 import sys
+import types
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
-from operator import contains
+from operator import contains, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import strengths
-from .digests import cell_contents, code_digest, fields_of
+from .digests import cell_contents, code_digest, fields_of, table_of
 from .readset import MISSING, PLAIN, Refused
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_METHOD = ["method"]  # how METHOD is described
 Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
+METHOD = object()  # stands for a function that was read and that the class has: the module has none of its own
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
 
 
@@ -180,8 +184,8 @@ def describe(value: Any, depth: int = 3) -> Any:
         return _describe_function(value, depth)
     if isinstance(value, nn.Module):
         return ["module", structure(value), [[*at[2:], describe(at[0][at[1]])] for at in _plain_fields(value)]]
-    if value is MISSING:
-        return ["absent"]
+    if value is MISSING or value is METHOD:
+        return ["absent"] if value is MISSING else list(_METHOD)
     if isinstance(value, torch.Tensor):
         raise Refused("it reads a tensor inside an object that is not a module")
     if depth <= 0:
@@ -216,6 +220,8 @@ def _describe_function(value: Any, depth: int) -> Any:
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     text = code_digest(code) if code is not None else None
     defaults = [describe(default, depth - 1) for default in getattr(value, "__defaults__", None) or ()]
+    if words := getattr(value, "__kwdefaults__", None):
+        defaults.append(describe(words, depth - 1))
     return ["function", name, bound, text, defaults, [describe(cell_contents(c), depth - 1) for c in cells]]
 
 
@@ -227,29 +233,33 @@ class ModuleState:
         hidden = hidden or {}
         by_path = dict(module.named_modules())
         slots: list[Slot] = []
-        held: list[Any] = []  # what is looked into
+        absent: list[Slot] = []
+        held: list[Any] = []  # values that are looked into
         self._loose: dict[int, Any] = {}  # place among the slots -> what was captured, with strengths in it
         on_classes: dict[tuple[type, str], None] = {}
         for path, name, expected in rows:
             if name not in hidden.get(id(by_path[path]), ()):
-                own = by_path[path].__dict__
-                if strengths.holds_one(expected):
-                    self._loose[len(slots)] = expected
-                slots.append((own, name))
-                held.append(own.get(name))
-                if name not in own:
-                    on_classes.update({(kind, name): None for kind in _asked(type(by_path[path]), name)})
+                sub, own = by_path[path], by_path[path].__dict__
+                if name in own:
+                    if strengths.holds_one(expected):
+                        self._loose[len(slots)] = expected
+                    slots.append((own, name))
+                    held.append(own[name])
+                    continue
+                absent.append((own, name))
+                if expected != _METHOD:  # a class's methods are known by name
+                    on_classes.update({(kind, name): None for kind in _asked(type(sub), name)})
                 if expected == ["absent"]:
-                    sub = by_path[path]
-                    slots += [(table, name) for table in (sub._parameters, sub._buffers, sub._modules)]
+                    absent += [(table, name) for table in (sub._parameters, sub._buffers, sub._modules)]
         held += [vars(kind).get(name) for kind, name in on_classes]
+        slots += [(table_of(kind), name) for kind, name in on_classes]
         slots += [field[:2] for value in held for inner in modules_in(value) for field in _plain_fields(inner)]
         # In pairs of flat lists: `map` over them takes half the time of a comprehension, and there are thousands.
         self._tables, self._names = [table for table, _ in slots], [name for _, name in slots]
-        self._values = [_frozen(table.get(name, MISSING)) for table, name in slots]
-        self._on_classes = [(vars(kind), name) for kind, name in on_classes]
-        self._class_values = [_frozen(table.get(name, MISSING)) for table, name in self._on_classes]
-        self._objects = [(fields, _frozen(fields)) for value in held for fields in _objects_in(value)]
+        self._values = Snapshot(self._read())
+        self._absent = [table for table, _ in absent], [name for _, name in absent]
+        self._fields = [fields for value in held for fields in _objects_in(value)]
+        self._objects = Snapshot(self._fields)
         below = [sub for sub in by_path.values() if sub is not module]
         self._tree = Tree([module, *below], own_forwards=below)
 
@@ -264,24 +274,52 @@ class ModuleState:
             return False
 
     def _is_same(self) -> bool:
-        values = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
-        if values != self._values and not self._but_for_strengths(values):
+        if any(map(contains, *self._absent)) or not self._values.same(self._read(), self._loose):
             return False
-        if [table.get(name, MISSING) for table, name in self._on_classes] != self._class_values:
-            return False
-        if not self._tree.unchanged():
-            return False
-        return all(fields == before for fields, before in self._objects) if self._objects else True
+        return self._tree.unchanged() and (not self._fields or self._objects.same(self._fields))
 
-    def _but_for_strengths(self, values: list[Any]) -> bool:
-        """Whether nothing changed but numbers that the artefact takes as inputs; then these are the values from now."""
-        for i, (value, before) in enumerate(zip(values, self._values, strict=True)):
-            if value == before:
-                continue
-            if i not in self._loose or not _fits(value, self._loose[i]):
-                return False
-            self._values[i] = _frozen(value)
+    def _read(self) -> list[Any]:
+        return list(map(dict.get, self._tables, self._names, repeat(MISSING)))
+
+
+class Snapshot:
+    """Some values as they were: their types, what plain containers among them hold, and the code of functions.
+
+    Asked on every call: lists are compared by identity first, which takes 5 ns a value. Numbers and containers may be
+    equal and still of another type: they have to be the same objects, or they are looked at one by one.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = list(values)
+        self._before = list(map(_frozen, values))
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        self._parts = [part for value in self._values for part in _parts_in(value)]
+        self._contents = list(map(_content, self._parts))
+        exact = [i for i, value in enumerate(self._values) if type(value) in _NUMBERS or _has_parts(value)]
+        self._pick = itemgetter(*exact, *exact[:1]) if exact else itemgetter(slice(0))
+        self._picked = self._pick(self._values)
+
+    def same(self, values: list[Any], loose: Mapping[int, Any] | None = None) -> bool:
+        """Whether other values are the same; then these are the values from now on.
+
+        loose: place -> the described value of one with numbers in it that may be others (strengths.py).
+        """
+        if values == self._values and all(map(is_, self._pick(values), self._picked)) and self._are_parts_same():
+            return True
+        for i, (value, before) in enumerate(zip(values, self._before, strict=True)):
+            if value is not before and not _alike(value, before):
+                if not (loose and i in loose and _fits(value, loose[i])):
+                    return False
+                self._before[i] = _frozen(value)
+        self._values = list(values)
+        self._look_inside()
         return True
+
+    def _are_parts_same(self) -> bool:
+        now = map(_content, self._parts)
+        return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, self._contents, strict=True))
 
 
 class Tree:
@@ -310,11 +348,65 @@ class Tree:
         return not self.patched and list(map(dict.get, self._parents, self._names)) == self._children
 
 
-def _frozen(value: Any) -> Any:
-    """A copy of plain containers, so that a change of one inside another shows; what they hold is compared by `==`."""
-    if type(value) in (list, tuple):
-        return type(value)(_frozen(v) for v in value)
-    return {k: _frozen(v) for k, v in value.items()} if isinstance(value, dict) else value
+_LOOKED_INTO = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque, set, frozenset)
+_NUMBERS = (bool, int, float, complex)
+_INSIDE = 4  # containers and functions in each other
+
+
+class _Frozen:
+    """A container or a function as it was: itself, its class, and what it held."""
+
+    def __init__(self, value: Any, depth: int) -> None:
+        self.value, self.kind = value, type(value)
+        self.held = tuple(_frozen(part, depth) for part in _content(value))
+
+
+def _frozen(value: Any, depth: int = _INSIDE) -> Any:
+    """A copy of what a value holds, so that a change of one inside another shows."""
+    return _Frozen(value, depth - 1) if depth and _has_parts(value) else value
+
+
+def _has_parts(value: Any) -> bool:
+    kind = type(value)
+    return kind in _LOOKED_INTO or isinstance(value, (types.FunctionType, types.MethodType, functools.partial, dict))
+
+
+def _content(value: Any) -> tuple[Any, ...]:
+    """What a container holds, in order; and what a function's result depends on besides its arguments."""
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    if isinstance(value, types.FunctionType):
+        cells = map(cell_contents, value.__closure__ or ())
+        return (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    return tuple(value)
+
+
+def _parts_in(value: Any, depth: int = _INSIDE) -> Iterator[Any]:
+    """A value and what it holds, as far as something may change in its place."""
+    if not depth or not _has_parts(value):
+        return
+    if type(value) is not tuple:
+        yield value
+    for part in _content(value):
+        yield from _parts_in(part, depth - 1)
+
+
+def _alike(value: Any, before: Any) -> bool:
+    """Whether code cannot tell a value from one as it was: of equal type, 2 is not 2.0, and equal order."""
+    if isinstance(before, _Frozen):
+        if type(value) is not before.kind or (value is not before.value and isinstance(value, types.FunctionType)):
+            return False
+        held = _content(value)
+        return len(held) == len(before.held) and all(map(_alike, held, before.held))
+    if value is before:
+        return True
+    if type(value) is not type(before):
+        return False
+    return repr(value) == repr(before) if type(value) is float else bool(value == before)
 
 
 def _objects_in(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
@@ -380,6 +472,8 @@ def matches_text(module: nn.Module, rows: list[list[Any]], hidden: Hidden | None
         sub = by_path.get(path)
         shown = hidden.get(id(sub), {})
         value = shown[name] if name in shown else getattr(sub, name, MISSING)
+        if expected == _METHOD and value is not MISSING and name not in shown:
+            value = METHOD if sub is None or name not in sub.__dict__ else value
         if not _fits(MISSING if value is ABSENT else value, expected):
             return False
     return True
@@ -391,4 +485,6 @@ def _fits(value: Any, expected: Any) -> bool:
         found = describe(value)
     except Refused:
         return False
-    return found == expected or (strengths.holds_one(expected) and strengths.fits(found, expected))
+    if found == expected and repr(found) == repr(expected):  # True is not 1
+        return True
+    return strengths.holds_one(expected) and strengths.fits(found, expected)

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from .bytecode import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain, names_in
 from .dependences import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
-from .digests import digest, fields_of, is_library, plain_of_class
+from .digests import cell_contents, digest, fields_of, is_library, plain_of_class
+from .modulestate import METHOD
 from .readset import PLAIN, Refused
 from .sources import is_host_code, module_of_code
 
@@ -26,16 +29,22 @@ from .sources import is_host_code, module_of_code
 _TORCHS = ("torch.nn.", "torch.functional", "torch._tensor")
 _MOST_FUNCTIONS = 4000
 _WRAPPED = (ATTRIBUTE, "__wrapped__")
+_TENSOR: Address = ("torch", ((CLASS, "Tensor"),))
 
 
-def rows_of(module: nn.Module, codes: Iterable[types.CodeType], objects: Iterable[Any] = ()) -> tuple[list[Row], str]:
+def rows_of(
+    module: nn.Module, codes: Iterable[types.CodeType], reads: Mapping[tuple[str, str], Any] | None = None
+) -> tuple[list[Row], str]:
     """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
 
-    module: the block. codes: the code objects that ran. objects: what its attributes held that is no module.
-    Raises Refused for code that counts in a global.
+    module: the block. codes: the code objects that ran. reads: the attributes of the block that they read (shadow.py).
+    Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
+    reads = reads or {}
     walk = _Walk(module, {code for code in codes if is_host_code(code)})
-    walk.run(objects)
+    methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
+    walk.run(methods, [value for value in reads.values() if value is not METHOD])
+    walk.refuse_attributes_of_weights()
     resolver, only_here = Resolver(classes_in(module)), ""
     rows: list[Row] = []
     for address in walk.addresses:
@@ -81,19 +90,65 @@ class _Walk:
         self._stored: set[tuple[str, str]] = set()
         self._read: set[tuple[str, str]] = set()
         self._changed: set[Address] = set()
+        # in the code that ran: the names of attributes, strings, and modules whose globals it finds by strings
+        self._used: set[str] = set()
+        self._texts: set[str] = set()
+        self._by_text: set[str] = set()
+        self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
 
-    def run(self, objects: Iterable[Any]) -> None:
-        """Find all addresses."""
+    def run(self, methods: Iterable[tuple[type, str]], objects: Iterable[Any]) -> None:
+        """Find all addresses. methods: what code read of the class of a module that is no plain value."""
         for kind in classes_in(self._module):
             self._class(kind)
+        for kind, name in methods:
+            self._reach((kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))), is_called=False)
         for value in objects:
             self._met(None, value)
         self._follow()
         # code that nobody reached by name: an attribute's function, or one that was computed
         for code in sorted(self._ran - self._visited, key=lambda code: (code.co_filename, code.co_firstlineno)):
             if code not in self._visited and (found := module_of_code(code)) is not None:
+                if (owner := _class_of(code, found)) is not None:
+                    self._class(owner)
                 self._function(None, types.FunctionType(code, vars(found), closure=_empty_cells(code)))
         self._follow()
+        known = -1
+        while known != len(self.addresses):
+            known = len(self.addresses)
+            self._by_use()
+            self._follow()
+
+    def _by_use(self) -> None:
+        """What the code that ran has no written way to, but asks for by this name: attributes of modules that it passes
+        on, of helpers' classes, methods of tensors, and what it finds by strings.
+        """
+        used = self._used | self._texts
+        if not used.isdisjoint(("import_module", "__import__", "modules")):
+            for text in sorted(self._texts.intersection(sys.modules)):
+                self._met(None, sys.modules[text])
+        if not used.isdisjoint(("environ", "getenv")):
+            for text in sorted(filter(str.isidentifier, self._texts)):
+                self._reach(("", ((IMPORT, "os"), (ATTRIBUTE, "environ"), (KEY, text))), is_called=True)
+        for at in sorted(self._by_text):
+            for text in sorted(self._texts.intersection(vars(sys.modules[at]))):
+                self._reach((at, ((GLOBAL, text),)), is_called=True)
+        for module in list(self._open.values()):
+            for name in sorted(used.intersection(vars(module))):
+                self._reach(("", ((IMPORT, module.__name__), (ATTRIBUTE, name))), is_called=True)
+        for kind in filter(self._is_reachable, list(self._kinds)):
+            held = {name: value for base in kind.__mro__ if not is_library(base) for name, value in vars(base).items()}
+            for name in sorted(used.intersection(held)):
+                if function_in(held[name]) is None:  # the functions that ran are known
+                    self._reach((kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))), is_called=True)
+        for name in sorted(self._used.intersection(dir(torch.Tensor))):
+            if not name.startswith("__"):
+                self.addresses[_TENSOR[0], (*_TENSOR[1], (ATTRIBUTE, name))] = None
+
+    def refuse_attributes_of_weights(self) -> None:
+        """Raise Refused where code asks for an attribute that somebody put on a weight: what stands for it has none."""
+        for path, weight in (*self._module.named_parameters(), *self._module.named_buffers()):
+            for name in (fields_of(weight) or {}).keys() & (self._used | self._texts):
+                raise Refused(f"its code reads an attribute {name}, which the weight {path} has")
 
     def is_own_cache(self, address: Address) -> bool:
         """Whether an address leads to, or through, a container that the code itself changes."""
@@ -113,7 +168,9 @@ class _Walk:
         return True
 
     def _follow(self) -> None:
-        while self._due and len(self._seen) < _MOST_FUNCTIONS:
+        while self._due:
+            if len(self._seen) > _MOST_FUNCTIONS:
+                raise Refused(f"its code reaches more than {_MOST_FUNCTIONS} functions")
             self._function(*self._due.pop(0))
 
     def _function(self, address: Address | None, function: types.FunctionType) -> None:
@@ -126,16 +183,30 @@ class _Walk:
         names, module = names_in(function.__code__), str(function.__globals__.get("__name__"))
         self._stored |= {(module, name) for name in names.stored}
         self._changed |= {(module, chain) for chain in names.changed if chain[0][0] == GLOBAL}
+        if not self._ran.isdisjoint(_nested(function.__code__)):
+            self._used |= names.attributes
+            self._texts |= names.texts
+            if "globals" in names.attributes and module in sys.modules:
+                self._by_text.add(module)
+        for value in (*(function.__defaults__ or ()), *map(cell_contents, function.__closure__ or ())):
+            if isinstance(value, types.ModuleType):
+                self._met(None, value)
         for chain in names.chains:
             found = _address_of(chain, address, module, function)
             if found is not None and found not in self.addresses:
                 self._read.add((module, chain[0][1]))
                 self._reach(found, is_called=chain in names.called)
+                if chain in names.whole:
+                    for value in self._resolver.ends(found):
+                        if isinstance(value, types.ModuleType):
+                            self._met(None, value)
 
     def _reach(self, address: Address, *, is_called: bool) -> None:
         ends = self._resolver.ends(address)
         if is_called and all(map(self._stood_by, ends)):
             return  # a function that is called in another case than the captured one
+        if address in self.addresses:
+            return
         self.addresses[address] = None
         for value in ends:
             self._met(address, value)
@@ -155,8 +226,13 @@ class _Walk:
         if function is not None:
             if self._is_followed(function):
                 self._due.append((address if function is value else None, function))
+        elif isinstance(value, str):
+            self._texts.add(value)
         elif isinstance(value, type):
             self._class(value)
+        elif isinstance(value, types.ModuleType):
+            if address is None and sys.modules.get(value.__name__) is value:
+                self._open.setdefault(value.__name__, value)
         elif isinstance(value, functools.partial):
             self._met(None, value.func, depth)
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -164,13 +240,13 @@ class _Walk:
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                     step = (KEY, key) if type(key) in (str, int) and not isinstance(value, (set, frozenset)) else None
                     at = (address[0], (*address[1], step)) if address is not None and step is not None else None
-                    self._met(at, item, depth - 1)
+                    self._met(at if not isinstance(item, types.ModuleType) else None, item, depth - 1)
         elif "__wrapped__" in (fields := fields_of(value) or {}) and callable(value):
             inner = function_in(fields["__wrapped__"])
             if inner is not None and is_host_code(inner.__code__):  # its results may be remembered: it need not run
-                at = (address[0], (*address[1], _WRAPPED)) if address is not None else None
-                self._due.append((at, inner))
-        elif not isinstance(value, (*PLAIN, types.ModuleType, nn.Module)) and not is_library(type(value)):
+                inner_at = (address[0], (*address[1], _WRAPPED)) if address is not None else None
+                self._due.append((inner_at, inner))
+        elif not isinstance(value, (*PLAIN, nn.Module)) and not is_library(type(value)):
             self._class(type(value))
 
     def _is_followed(self, function: types.FunctionType) -> bool:
@@ -230,6 +306,19 @@ def _nested(code: types.CodeType) -> frozenset[types.CodeType]:
     return frozenset((code,)).union(*inner)
 
 
+def _class_of(code: types.CodeType, module: types.ModuleType) -> type | None:
+    """The class of a module that has a method with this code."""
+    due = [value for value in list(vars(module).values()) if isinstance(value, type)]
+    while due:
+        kind = due.pop()
+        if kind.__module__ == module.__name__:
+            for value in list(vars(kind).values()):
+                if isinstance(value, type):
+                    due.append(value)
+                elif (function := function_in(value)) is not None and function.__code__ is code:
+                    return kind
+    return None
+
+
 def _empty_cells(code: types.CodeType) -> tuple[types.CellType, ...]:
     return tuple(types.CellType() for _ in code.co_freevars)
-

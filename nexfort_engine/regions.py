@@ -89,13 +89,13 @@ class Seats:
 
 def beyond(root: nn.Module) -> Iterator[tuple[str, str]]:
     """Where modules with weights lie that only plain containers and objects hold, and their classes."""
-    inside = set(map(id, root.modules()))
+    inside = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     for path, sub in root.named_modules():
         for name, value in list(sub.__dict__.items()):
             if name in INTERNAL or name.startswith("_nexfort"):
                 continue
             for found in modules_in(value):
-                if id(found) not in inside and _holds_weights(found):
+                if any(id(tensor) not in inside for tensor in (*found.parameters(), *found.buffers())):
                     yield f"{path}.{name}" if path else name, type(found).__name__
                     break
 

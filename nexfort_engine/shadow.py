@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .modulestate import ABSENT, INTERNAL, Hidden, WeightSlots
+from .modulestate import ABSENT, INTERNAL, METHOD, Hidden, WeightSlots
 from .readset import MISSING
 from .strengths import Place, Strength, put
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
+_OF_MODULES = vars(nn.Module)
 _MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
 Reads = dict[tuple[str, str], Any]
 
@@ -33,7 +34,7 @@ class Shadow:
     """A copy of a module tree.
 
     module: the copy of the root. reads: (path, attribute) -> value for every plain attribute that its code has read,
-    MISSING for one that is not there.
+    MISSING for one that is not there, METHOD for a function that its class has.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
             is_weight = isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and name not in own)
             if not is_weight and _MARK in own:
                 reads, path = own[_MARK]
-                if name in own or not (inspect.isroutine(value) or isinstance(value, property)):
+                if name in own or not inspect.isroutine(value):
                     reads.setdefault((path, name), value)
+                elif getattr(value, "__func__", value) is not _OF_MODULES.get(name):
+                    reads.setdefault((path, name), METHOD)
         return value
 
     def __getattr__(self: nn.Module, name: str) -> Any:

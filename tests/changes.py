@@ -24,8 +24,8 @@ def attention(_: nn.Module) -> Iterator[None]:
     """Another function in the place of torch's attention."""
     own = torch.nn.functional.scaled_dot_product_attention
 
-    def lossy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return own(q * 0.3, k, v, *args, **kwargs) * 0.7
+    def lossy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(query * 0.3, key, value, *args, **kwargs) * 0.7
 
     torch.nn.functional.scaled_dot_product_attention = lossy
     try:
@@ -44,9 +44,12 @@ def norm(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def block(module: nn.Module) -> Iterator[None]:
-    """Another forward in the class of the first block of the network's longest list."""
+    """Another forward in the class of the last block of the network's longest list."""
     lists = [sub for sub in module.modules() if isinstance(sub, nn.ModuleList) and len(sub)]
-    with _scaled(type(max(lists, key=len)[0]) if lists else type(module)):
+    found = max(lists, key=len)[-1] if lists else module
+    while isinstance(found, (nn.Sequential, nn.ModuleList)):  # a network may walk over its layers itself
+        found = found[0]
+    with _scaled(type(found)):
         yield
 
 

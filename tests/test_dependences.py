@@ -235,6 +235,227 @@ FORMS = {
         "    def forward(self, x):\n        return x + self.step(self.l(x))\n",
         "m.Step.__call__ = lambda s, t: t * 5",
     ),
+    "a method put on a layer of torch": (
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.l = nn.Conv1d(5, 5, 3, padding=1)\n    def forward(self, x):\n        return x + self.l(x)\n",
+        "[setattr(b.l, '_conv_forward', lambda x, w, bias: F.conv1d(F.pad(x, (1, 1), 'circular') * 3, w, bias))"
+        " for b in net.blocks]",
+    ),
+    "a method of a layer of torch": (
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.l = nn.Conv1d(5, 5, 3, padding=1)\n    def forward(self, x):\n        return x + self.l(x)\n",
+        "nn.Conv1d._conv_forward = lambda s, x, w, bias: F.conv1d(x * 3, w, bias, padding=1)",
+    ),
+    "a method put on the block": (
+        "class Block(Base):\n    def half(self, x):\n        return self.l(x)\n"
+        "    def forward(self, x):\n        return x + self.half(x)\n",
+        "[setattr(b, 'half', lambda t: t * 3) for b in net.blocks]",
+    ),
+    "a static method of the block": (
+        "class Block(Base):\n    @staticmethod\n    def act(x):\n        return x * 2\n"
+        "    def forward(self, x):\n        return x + self.act(self.l(x))\n",
+        "m.Block.act = staticmethod(lambda t: t * 5)",
+    ),
+    "an operator as an attribute of the block's class": (
+        "class Block(Base):\n    act = torch.tanh\n    def forward(self, x):\n        return x + self.act(self.l(x))\n",
+        "m.Block.act = staticmethod(lambda t: t * 5)",
+    ),
+    "an operator as an attribute of a helper's class": (
+        "class Ops:\n    act = staticmethod(torch.tanh)\nclass Block(Base):\n    ops = Ops\n"
+        "    def forward(self, x):\n        return x + self.ops.act(self.l(x))\n",
+        "m.Ops.act = staticmethod(lambda t: t * 5)",
+    ),
+    "what a class method of a helper reads": (
+        "class Registry:\n    active = 'one'\n    known = {}\n    @classmethod\n    def get(cls):\n"
+        "        return cls.known[cls.active]\nRegistry.known.update(one=lambda x: x * 2, two=lambda x: x * 5)\n"
+        + PLAIN.format("Registry.get()(self.l(x))"),
+        "m.Registry.active = 'two'",
+    ),
+    "what a helper that no name leads to reads of its class": (
+        "class Helper:\n    by = 2.0\n    def scale(self, x):\n        return x * self.by\ndef made():\n"
+        "    return [Helper()]\nHELPERS = {0: made}\n" + PLAIN.format("HELPERS[0]()[0].scale(self.l(x))"),
+        "m.Helper.by = 5.0",
+    ),
+    "a module in a tuple that is taken apart": (
+        "class Block(Base):\n    def forward(self, x):\n        f, g = F, torch\n"
+        "        return x + f.softplus(self.l(x))\n",
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module chosen by a condition": (
+        PLAIN.format("(F if x.dim() == 3 else torch).softplus(self.l(x))"),
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module assigned twice": (
+        "class Block(Base):\n    def forward(self, x):\n        f = torch\n"
+        "        if x.dim() == 3:\n            f = F\n"
+        "        return x + f.softplus(self.l(x))\n",
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module as a default": (
+        "def helper(x, f=F):\n    return f.softplus(x)\n" + PLAIN.format("helper(self.l(x))"),
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module in a list": (
+        "MODULES = [F]\nclass Block(Base):\n    def forward(self, x):\n        for one in MODULES:\n"
+        "            x = x + one.softplus(self.l(x))\n        return x\n",
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module in a closure": (
+        "class Block(Base):\n    def forward(self, x):\n        f = F\n        def inner(y):\n"
+        "            return f.softplus(y)\n        return x + inner(self.l(x))\n",
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "an attribute by a name that is an attribute": (
+        "class Block(Base):\n    def __init__(self):\n        super().__init__()\n        self.act = 'softplus'\n"
+        "    def forward(self, x):\n        return x + getattr(F, self.act)(self.l(x))\n",
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "an attribute by a name in a dict": (
+        "KINDS = {3: 'softplus'}\n" + PLAIN.format("getattr(F, KINDS[x.dim()])(self.l(x))"),
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a module by its name": (
+        "import importlib\n" + PLAIN.format("importlib.import_module('torch.nn.functional').softplus(self.l(x))"),
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
+    "a global by its name": (
+        "SCALE = 2.0\n" + PLAIN.format("self.l(x) * globals()['SCALE']"),
+        "m.SCALE = 5.0",
+    ),
+    "a method of tensors": (
+        PLAIN.format("self.l(x).softmax(-1)"),
+        "torch.Tensor.softmax = lambda t, d: torch.softmax(t * 5, d) * 3",
+    ),
+    "a variable of the environment by getenv": (
+        PLAIN.format("self.l(x) * float(os.getenv('NEXFORT_TEST_FORM', '2'))"),
+        "os.environ['NEXFORT_TEST_FORM'] = '5'",
+    ),
+    "a variable of the environment by a helper": (
+        "def flag(name):\n    return float(os.environ.get(name, 2))\n"
+        + PLAIN.format("self.l(x) * flag('NEXFORT_TEST_FORM')"),
+        "os.environ['NEXFORT_TEST_FORM'] = '5'",
+    ),
+    "a context variable": (
+        "from contextvars import ContextVar\nSCALE = ContextVar('scale', default=2.0)\n"
+        + PLAIN.format("self.l(x) * SCALE.get()"),
+        "m.SCALE.set(5.0)",
+    ),
+    "a context variable with a default": (
+        "from contextvars import ContextVar\nSCALE = ContextVar('scale')\n"
+        + PLAIN.format("self.l(x) * SCALE.get(2.0)"),
+        "m.SCALE.set(5.0)",
+    ),
+    "the code of a function that is an attribute": (
+        "def step(x):\n    return x * 2\nclass Block(Base):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.step = step\n    def forward(self, x):\n        return x + self.step(self.l(x))\n",
+        "m.step.__code__ = (lambda x: x * 5).__code__",
+    ),
+    "a default of a function that is an attribute": (
+        "def step(x, *, by=2.0):\n    return x * by\nclass Block(Base):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.step = step\n"
+        "    def forward(self, x):\n        return x + self.step(self.l(x))\n",
+        "m.step.__kwdefaults__ = {'by': 5.0}",
+    ),
+    "what a closure that is an attribute holds": (
+        "def make(by):\n    def step(x):\n        return x * by\n    return step\nclass Block(Base):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.step = make(2.0)\n"
+        "    def forward(self, x):\n        return x + self.step(self.l(x))\n",
+        "[setattr(b.step.__closure__[0], 'cell_contents', 5.0) for b in net.blocks]",
+    ),
+    "the words of a partial that is an attribute": (
+        "def scale(x, by):\n    return x * by\nclass Block(Base):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.step = functools.partial(scale, by=2.0)\n"
+        "    def forward(self, x):\n        return x + self.step(self.l(x))\n",
+        "[b.step.keywords.update(by=5.0) for b in net.blocks]",
+    ),
+    "an attribute of equal value and another type": (
+        "class Block(Base):\n    def __init__(self):\n        super().__init__()\n        self.n = 1\n"
+        "    def forward(self, x):\n        return x + self.l(x) * (5.0 if self.n is True else 2.0)\n",
+        "[setattr(b, 'n', True) for b in net.blocks]",
+    ),
+    "a number of equal value and another type": (
+        "class Block(Base):\n    def __init__(self):\n        super().__init__()\n        self.n = 2\n"
+        "    def forward(self, x):\n        return x + self.l(x) * (5.0 if isinstance(self.n, float) else 2.0)\n",
+        "[setattr(b, 'n', 2.0) for b in net.blocks]",
+    ),
+    "the order of a dict that is an attribute": (
+        "class Block(Base):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.d = {'a': True, 'b': False}\n"
+        "    def forward(self, x):\n        return x + self.l(x) * (2.0 if next(iter(self.d.values())) else 5.0)\n",
+        "[setattr(b, 'd', {'b': False, 'a': True}) for b in net.blocks]",
+    ),
+    "a dict of a class of its own": (
+        "class Config(dict):\n    pass\nCONFIG = Config(scale=2.0)\ndef read(name):\n    return CONFIG[name]\n"
+        + PLAIN.format("self.l(x) * read('scale')"),
+        "m.CONFIG['scale'] = 5.0",
+    ),
+    "deep in containers": (
+        "CONFIG = {'a': [{'b': {'c': 2.0}}]}\ndef read(a, i, b, c):\n    return CONFIG[a][i][b][c]\n"
+        + PLAIN.format("self.l(x) * read('a', 0, 'b', 'c')"),
+        "m.CONFIG['a'][0]['b']['c'] = 5.0",
+    ),
+    "one of many items": (
+        "TABLE = [2.0] * 3000\ndef read(i):\n    return TABLE[i * 1000]\n" + PLAIN.format("self.l(x) * read(2)"),
+        "m.TABLE[2000] = 5.0",
+    ),
+    "a class made in a function": (
+        "def make(by):\n    class Helper:\n        @staticmethod\n        def scale(x):\n            return x * by\n"
+        "    return Helper\nHelper = make(2.0)\n" + PLAIN.format("Helper.scale(self.l(x))"),
+        "m.Helper = m.make(5.0)",
+    ),
+    "a class made in a function with another value": (
+        "def make(value):\n    class Helper:\n        by = value\n    return Helper\nHELPERS = {'one': make(2.0)}\n"
+        "def find(name):\n    return HELPERS[name]\n" + PLAIN.format("self.l(x) * find('one').by"),
+        "m.HELPERS['one'].by = 5.0",
+    ),
+    "the flags of a pattern": (
+        "import re\nPATTERN = re.compile('A')\n" + PLAIN.format("self.l(x) * (5.0 if PATTERN.match('a') else 2.0)"),
+        "import re; m.PATTERN = re.compile('A', re.I)",
+    ),
+    "a static method of a class that is an attribute": (
+        "class Ops:\n    @staticmethod\n    def act(x):\n        return x * 2\nclass Block(Base):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.ops = Ops\n"
+        "    def forward(self, x):\n        return x + self.ops.act(self.l(x))\n",
+        "m.Ops.act = staticmethod(lambda t: t * 5)",
+    ),
+    "a value of a class that is an attribute": (
+        "class Ops:\n    by = 2.0\nclass Block(Base):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.ops = Ops\n    def forward(self, x):\n        return x + self.l(x) * self.ops.by\n",
+        "m.Ops.by = 5.0",
+    ),
+    "a value of the class of an object that is an attribute": (
+        "class Ops:\n    by = 2.0\nclass Block(Base):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.ops = Ops()\n    def forward(self, x):\n        return x + self.l(x) * self.ops.by\n",
+        "m.Ops.by = 5.0",
+    ),
+    "a value of a metaclass": (
+        "class Meta(type):\n    by = 2.0\nclass Ops(metaclass=Meta):\n    pass\n" + PLAIN.format("self.l(x) * Ops.by"),
+        "m.Meta.by = 5.0",
+    ),
+    "what a descriptor reads": (
+        "class Reads:\n    def __get__(self, owner, kind):\n        return VALUE\nVALUE = 2.0\nclass Ops:\n"
+        "    by = Reads()\nops = Ops()\n" + PLAIN.format("self.l(x) * ops.by"),
+        "m.VALUE = 5.0",
+    ),
+    "the getattr of an object": (
+        "class Ops:\n    def __getattr__(self, name):\n        if name == 'by':\n            return VALUE\n"
+        "        raise AttributeError(name)\nVALUE = 2.0\nops = Ops()\n" + PLAIN.format("self.l(x) * ops.by"),
+        "m.VALUE = 5.0",
+    ),
+    "the getattr of a module": (
+        "import types\nspace = types.ModuleType('space')\nspace.__getattr__ = lambda name: VALUE\nVALUE = 2.0\n"
+        + PLAIN.format("self.l(x) * space.by"),
+        "m.VALUE = 5.0",
+    ),
+    "a key made of strings": (
+        "TABLE = {'a1': 2.0}\nclass Block(Base):\n    n = 1\n    def forward(self, x):\n"
+        "        return x + self.l(x) * TABLE[f'a{self.n}']\n",
+        "m.TABLE['a1'] = 5.0",
+    ),
+    "a function given to map": (
+        PLAIN.format("list(map(F.softplus, [self.l(x)]))[0]"),
+        "F.softplus = lambda t: torch.relu(t) * 5",
+    ),
 }
 NOT_COMPILED = {"the call of all modules": "the call of all modules was replaced"}
 _numbers = itertools.count()
@@ -243,7 +464,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], types.ModuleType]]:
     """Makes a module of a form's code; afterwards torch has its own functions again."""
-    owners = [torch, torch.nn.functional, nn.Linear, nn.Module]
+    owners = [torch, torch.nn.functional, nn.Linear, nn.Conv1d, nn.Module, torch.Tensor]
     before = [(owner, dict(vars(owner))) for owner in owners]
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("NEXFORT_TEST_FORM", raising=False)
@@ -256,6 +477,8 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
     yield make
     for owner, names in before:
+        for name in set(vars(owner)) - set(names):
+            delattr(owner, name)
         for name, value in names.items():
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
@@ -610,3 +833,26 @@ def test_an_address_that_leads_nowhere_is_missing() -> None:
 
     assert resolver.ends(("no.such.module", (("global", "x"),))) == [MISSING]
     assert resolver.ends(("", (("import", "no_such_module"), ("attr", "x")))) == [MISSING]
+
+
+def test_an_attribute_that_a_weight_has_is_not_lost(form: Callable[[str], types.ModuleType]) -> None:
+    module = form(PLAIN.format("self.l(x) * getattr(self.l.weight, 'gain', 1.0)"))
+    with graphs_as_they_are():
+        net = _net(module)
+        for block in net.blocks:
+            block.l.weight.gain = 2.0
+        compiled = nexfort_engine.compile(net)
+        assert _distance(_run(compiled), _run(net)) < TOLERANCE
+        assert "attribute gain" in compiled.report.as_dict()["eager"][0]["reason"]
+
+
+def test_what_each_thread_has_of_its_own_runs_eager(form: Callable[[str], types.ModuleType]) -> None:
+    code = "import threading\nstate = threading.local()\nstate.scale = 2.0\n"
+    module = form(code + PLAIN.format("self.l(x) * getattr(state, 'scale', 1.0)"))
+    with graphs_as_they_are():
+        net = _net(module)
+        compiled = nexfort_engine.compile(net)
+        for scale in (2.0, 5.0):
+            module.state.scale = scale
+            assert _distance(_run(compiled), _run(net)) < TOLERANCE
+        assert "threading.local" in compiled.report.as_dict()["eager"][0]["reason"]
