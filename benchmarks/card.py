@@ -164,7 +164,7 @@ def idle(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
 
 def main() -> int:
     """Print what the device is."""
-    from nexfort_engine.quant.products import missing
+    from nexfort_engine.quant.matmul import missing
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     print(json.dumps({"type": kind, "gpu": name(), "torch": torch.__version__, "no_fp8": missing(kind) or ""}))

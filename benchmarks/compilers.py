@@ -56,8 +56,8 @@ def parse_config(text: str | None) -> Any:
 
 def parse_quantize(text: str | None, submodules: str | None) -> dict[str, Any]:
     """Keywords of `quantize_pipe` from --quantize-config and --quant-submodules-config-path. Raises Unusable."""
-    from nexfort_engine.hosts.diffusers_quant import measured_layers
-    from nexfort_engine.quant.kinds import quant_type
+    from nexfort_engine.hosts.diffusers.quantize import measured_layers
+    from nexfort_engine.quant.quant_types import quant_type
 
     try:
         found = json.loads(text or DEFAULT_QUANTIZE)

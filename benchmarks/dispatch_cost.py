@@ -84,8 +84,8 @@ def prepare(backbone: Any) -> tuple[Any, Callable[[int], Any]]:
     import comfy.sd
     import torch
 
-    from nexfort_engine.config import CompileConfig
-    from nexfort_engine.hosts.comfy import attach, engine_for
+    from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.hosts.comfy.model import attach, engine_for
 
     from .backbones import state_dict
 
@@ -114,11 +114,11 @@ class Clock:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Take the times of the engine's steps."""
-        from nexfort_engine import standins
-        from nexfort_engine.flags import replaced
+        from nexfort_engine.dispatch import forward_shim
+        from nexfort_engine.system.process_settings import replaced
 
         kinds = {id(region.module): region.kind for region in self.engine.regions}
-        make = standins._forward
+        make = forward_shim._forward
         with contextlib.ExitStack() as put_back:
             for graph in _compiled_graphs():
                 inner = _given_before(graph.current_callable) if self.still else graph.current_callable
@@ -126,7 +126,7 @@ class Clock:
             for binding in [binding for region in self.engine.regions for binding in region.bindings]:
                 put_back.enter_context(replaced(binding, "code", self._around("_artefact", binding.code)))
             stood_in = lambda block: self._stood_in(make(block), kinds.get(id(block)))  # noqa: E731
-            put_back.enter_context(replaced(standins, "_forward", stood_in))
+            put_back.enter_context(replaced(forward_shim, "_forward", stood_in))
             put_back.enter_context(replaced(self.engine, "active", self._stepping(self.engine.active)))
             yield
 

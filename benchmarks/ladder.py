@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.ladder_table import line_of, table
 from benchmarks.rows import COLUMNS, Row, append_rows, child, commit, device, distance, row_of
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.grammar import OPTIONS
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.config.options import OPTIONS
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
 REWRITES = tuple(name for name in OPTIONS if name.startswith("fuse."))

@@ -137,8 +137,8 @@ def prepare(patcher: Any, way: str, options: str, repeated: tuple[str, ...]) -> 
     if way in ("core", "regional"):
         return with_core(patcher, repeated if way == "regional" else None)
     if way == "nexfort":
-        from nexfort_engine.config import CompileConfig
-        from nexfort_engine.hosts.comfy import attach
+        from nexfort_engine.config.compile_config import CompileConfig
+        from nexfort_engine.hosts.comfy.model import attach
 
         return attach(patcher, CompileConfig.parse(options or None))
     return patcher
@@ -295,7 +295,7 @@ def measure(model: Any, backbone: Any, args: argparse.Namespace) -> dict[str, An
         "finite": bool(out.isfinite().all()),
     }
     if args.way == "nexfort":
-        from nexfort_engine.hosts.comfy import report_of
+        from nexfort_engine.hosts.comfy.model import report_of
 
         found["report"] = report_of(model).as_dict()
     if args.latent:

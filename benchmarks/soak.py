@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nexfort_engine.locate import ComfyError
+from nexfort_engine.hosts.comfy_install import ComfyError
 
 from .soak_prompts import MODELS, Prompt, first, prompts
 from .soak_server import Left, Server, find, make_files, names_in, small_disk, unsound

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nexfort_engine.headless import ComfyError, ComfyServer, failure
+from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer, failure
 
 from .soak_prompts import Prompt
 
@@ -148,7 +148,7 @@ def unsound(cache: Path) -> str | None:
 
 def find(given: Path | None) -> Path:
     """The ComfyUI that was named, or that of this machine."""
-    from nexfort_engine.locate import find_comfyui
+    from nexfort_engine.hosts.comfy_install import find_comfyui
 
     if given is not None:
         return given

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nexfort_engine.locate import ComfyError, find_comfyui, is_comfyui
+from nexfort_engine.hosts.comfy_install import ComfyError, find_comfyui, is_comfyui
 
 ROOT = Path(__file__).resolve().parent.parent
 # What ComfyUI has by the time it loads packs, with a pretended server, and what it then does with a pack's module.

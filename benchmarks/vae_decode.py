@@ -95,8 +95,8 @@ def prepare(vae: Any, way: str, options: str) -> Any:
         model = vae.first_stage_model
         model.decoder = torch.compile(model.decoder.to(memory_format=torch.channels_last))
     if way == "nexfort":
-        from nexfort_engine.config import CompileConfig
-        from nexfort_engine.hosts.comfy import attach_vae
+        from nexfort_engine.config.compile_config import CompileConfig
+        from nexfort_engine.hosts.comfy.model import attach_vae
 
         return attach_vae(vae, CompileConfig.parse(options or None))
     return vae

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nexfort_engine.locate import ComfyError, comfyui_version, find_comfyui
+from nexfort_engine.hosts.comfy_install import ComfyError, comfyui_version, find_comfyui
 
 from .outcome import Outcome
 

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nexfort_engine.headless import ComfyServer
-from nexfort_engine.headless_run import listening
-from nexfort_engine.locate import comfyui_version
+from nexfort_engine.cli.comfy_server import ComfyServer
+from nexfort_engine.cli.run_workflows import listening
+from nexfort_engine.hosts.comfy_install import comfyui_version
 
 from .outcome import SIZES, STEPS, Outcome, Stop, first_step_s, per_step_ms
 

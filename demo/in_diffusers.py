@@ -170,7 +170,7 @@ def main() -> None:
     """One role: `python -m demo.in_diffusers cold|warm SCRATCH OUTPUT`."""
     import logging
 
-    from nexfort_engine import progress
+    from nexfort_engine.reporting import progress
 
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("cold", "warm"))

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .cache import inherited  # noqa: F401  it notes one variable before Inductor, once imported, writes it
+from .cache import startup_env  # noqa: F401  it notes one variable before Inductor, once imported, writes it
 
 if TYPE_CHECKING:
-    from .compiled import compile
-    from .config import CompileConfig
-    from .hosts.diffusers import compile_pipe
-    from .hosts.diffusers_quant import quantize_pipe
-    from .report import Report
+    from .api import compile
+    from .config.compile_config import CompileConfig
+    from .hosts.diffusers.pipeline import compile_pipe
+    from .hosts.diffusers.quantize import quantize_pipe
+    from .reporting.report import Report
 
 __version__ = "0.1.0"
 __all__ = ["CompileConfig", "Report", "compile", "compile_pipe", "quantize_pipe"]
 
 _HOMES = {
-    "compile": ".compiled",
-    "compile_pipe": ".hosts.diffusers",
-    "quantize_pipe": ".hosts.diffusers_quant",
+    "compile": ".api",
+    "compile_pipe": ".hosts.diffusers.pipeline",
+    "quantize_pipe": ".hosts.diffusers.quantize",
     "CompileConfig": ".config",
-    "Report": ".report",
+    "Report": ".reporting.report",
 }
 
 

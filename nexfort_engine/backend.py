@@ -1,27 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.compile(module, backend="nexfort")`: the engine's lowering settings behind torch's own tracing and guards.
+"""An older name of `torch_backend`. Installed entry points of `torch.compile` name it."""
 
-For code that already calls torch.compile. Regions, read-set guards and the artefact store belong to
-`nexfort_engine.compile`; here torch decides what is traced and when it is traced again.
-"""
+import sys
 
-from __future__ import annotations
+from . import torch_backend
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
-from .config import CompileConfig
-from .flags import disabled, supported_options
-
-
-def nexfort(graph: torch.fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
-    """torch.compile's backend entry point. options: as for `nexfort_engine.compile`. ValueError for wrong ones."""
-    config = CompileConfig.parse(options)
-    if config.disable or disabled():
-        return graph.forward
-    from torch._inductor.compile_fx import compile_fx
-
-    device = next((v.device.type for v in example_inputs if isinstance(v, torch.Tensor)), "cpu")
-    return compile_fx(graph, example_inputs, config_patches=supported_options(config.inductor_options(device)))
+sys.modules[__name__] = torch_backend

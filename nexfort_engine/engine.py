@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine: one backbone with one config. It stands its regions in the blocks' places for the length of a call.
 
-What it knows between calls is here: regions, artefacts, the report, what is held of the device. standins.py has what
-stands in a block's place.
+What it knows between calls is here: regions, artefacts, the report, what is held of the device.
+dispatch/forward_shim.py has what stands in a block's place.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import compilers, heap, modes, pool
-from .artefact import Binding, Known
-from .build import Builder
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
-from .config import CompileConfig
-from .constants import tensors_in
-from .cudagraph import StepGraphs
-from .dispatch import Region
-from .effects import tensors_held
-from .faults import UNSEEN, is_passed_on
-from .flags import backend_scope, disabled
-from .images import lie_innermost, outermost
-from .importing import import_ahead, import_tracing_ahead
-from .keeping import hold_once, spared
-from .loans import Lender
-from .modulestate import Slot, own_foreign, structure
-from .prepared import Version
-from .promise import Promise
-from .reached import assigns_names
-from .regions import RegionSpec, Seats, beyond, find_regions
-from .remedies import remedy, written_to
-from .report import Report, named
-from .session import Instead, Session, entered
-from .shortage import begun, told
-from .signature import of_its_own
-from .standins import leave, stand_in
-from .support import OLDEST, NotNow, torch_version, unsupported
-from .verify import Verifier
-from .worth import Worth
+from .capture.reached_names import assigns_names
+from .capture.side_effects import tensors_held
+from .compilation.builder import Builder
+from .compilation.support import OLDEST, NotNow, torch_version, unsupported
+from .config.compile_config import CompileConfig
+from .cudagraphs.host_constants import tensors_in
+from .cudagraphs.step_graphs import StepGraphs
+from .dispatch.compiled_share import Worth
+from .dispatch.forward_shim import leave, stand_in
+from .dispatch.prepack_cache import hold_once, spared
+from .dispatch.recovery import remedy, written_to
+from .dispatch.region import Region
+from .dispatch.slowdown import Promise
+from .dispatch.verify import Verifier
+from .guards.call_spec import of_its_own
+from .guards.module_guards import Slot, own_foreign, structure
+from .lowering import worker_pool
+from .lowering.preload import import_ahead, import_tracing_ahead
+from .modules.channels_last import lie_innermost, outermost
+from .modules.regions import RegionSpec, Seats, beyond, find_regions
+from .reporting.report import Report, named
+from .reporting.resource_shortages import begun, told
+from .runtime.artifact import Binding, Known
+from .runtime.fault_attribution import UNSEEN, is_passed_on
+from .runtime.forward_context import Instead, Session, entered
+from .system import compiler_processes, heap_trim, torch_modes
+from .system.process_settings import backend_scope, disabled
+from .weights.lease import Lender
+from .weights.prepack_entry import Version
 
 log = logging.getLogger("nexfort")
 
@@ -166,8 +167,8 @@ class Engine:
                 begun("nexfort-ahead", self.store.ahead, there)  # or the first step makes them ready
             else:
                 import_tracing_ahead()
-                pool.expect(device.type, self.store.root)
-        except pool.NoWorkers as error:
+                worker_pool.expect(device.type, self.store.root)
+        except worker_pool.NoWorkers as error:
             self.report.note(f"no workers were started ahead: {error}")
         except OSError as error:
             self.report.note(f"nothing was made ready for the first step: {told(error)}")
@@ -316,7 +317,7 @@ class Engine:
             self.report.note(UNSEEN.format(named(error)))
 
     def verify_next(self) -> None:
-        """Compare the next step with eager, region by region, once it has ended; see verify.py."""
+        """Compare the next step with eager, region by region, once it has ended; see dispatch/verify.py."""
         self._verify_due = True
 
     def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -337,7 +338,7 @@ class Engine:
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         self.known.watched.look()
-        session.modes, session.fingerprint = modes.current(), modes.fingerprint()
+        session.modes, session.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         session.wary = self.sets_names or self._brings_code(args, kwargs)
         session.others_ran = session.wary
         due, self._verify_due = self._verify_due, False
@@ -420,13 +421,13 @@ class Engine:
         if (reason := self.unfit_modes(args, kwargs or {})) is not None:
             return reason
         if self._off is None:
-            stop = compilers.cancel.set(self.cancel)
+            stop = compiler_processes.cancel.set(self.cancel)
             try:
                 self._off = unsupported(self.root, self.store.root) or ""
             except NotNow as error:  # the next step asks again
                 return str(error)
             finally:
-                compilers.cancel.reset(stop)
+                compiler_processes.cancel.reset(stop)
             if self._off:
                 log.warning("Nexfort: running eager: %s", self._off)
         return self._off or None
@@ -439,7 +440,7 @@ class Engine:
         def device_types() -> set[str]:
             return {tensor.device.type for tensor in (*tensors_in((args, kwargs)), *self.root.parameters())}
 
-        return modes.unsupported(device_types)
+        return torch_modes.unsupported(device_types)
 
     def _may_need_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether something that a call computes with may require a gradient.
@@ -461,7 +462,7 @@ class Engine:
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
         session = Session(self, instead=instead)
-        session.modes, session.fingerprint = modes.current(), modes.fingerprint()
+        session.modes, session.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         placed = []
         if self._seats is not None and not self._seats.unchanged():
             self.refresh()
@@ -486,10 +487,10 @@ class Engine:
             self._sessions.discard(session)
             for module in placed:
                 leave(module)
-            heap.give_back(session.new_sizes)
+            heap_trim.give_back(session.new_sizes)
             if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
-                pool.dismiss()
+                worker_pool.dismiss()
 
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""

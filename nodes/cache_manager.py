@@ -69,8 +69,8 @@ class NexfortCacheManager(io.ComfyNode):
 
 def listing() -> list[dict[str, Any]]:
     """The cache as plain rows, last used first; times are UTC text. It is the cache that the engines here use."""
-    from nexfort_engine.compiled import store_at
-    from nexfort_engine.hosts.comfy import cache_root
+    from nexfort_engine.api import store_at
+    from nexfort_engine.hosts.comfy.model import cache_root
 
     rows = [_row(row) for row in store_at(cache_root()).rows()]
     return sorted(rows, key=lambda row: (row["last_used"], row["id"]), reverse=True)
@@ -80,8 +80,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as aligned text with a line of totals, or one sentence for an empty cache."""
     if not rows:
         return "The compile cache is empty. It fills when a compiled model first samples."
-    from nexfort_engine.cache import view
-    from nexfort_engine.cache.place import size_text
+    from nexfort_engine.cache import table as view
+    from nexfort_engine.cache.paths import size_text
 
     lines = [HEADINGS]
     for row in rows:
@@ -93,7 +93,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """What may leave the server of one row of the store. Whatever else the engine noted stays there."""
-    from nexfort_engine.cache import view
+    from nexfort_engine.cache import table as view
 
     last_used = row["last_used"]
     found = {

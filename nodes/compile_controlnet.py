@@ -13,8 +13,8 @@ from comfy_api.latest import io
 from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
 
 if TYPE_CHECKING:
-    from nexfort_engine.config import CompileConfig
-    from nexfort_engine.report import Report
+    from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.reporting.report import Report
 
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
@@ -85,7 +85,7 @@ class NexfortCompileControlNet(io.ComfyNode):
 
 
 def _attach(control_net: Any, config: CompileConfig) -> tuple[Any, Report | None]:
-    from nexfort_engine.hosts import comfy_control
+    from nexfort_engine.hosts.comfy import controlnet
 
-    attached = comfy_control.attach_control(control_net, config)
-    return attached, comfy_control.report_of(attached)
+    attached = controlnet.attach_control(control_net, config)
+    return attached, controlnet.report_of(attached)

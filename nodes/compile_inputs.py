@@ -15,8 +15,8 @@ from comfy_api.latest import io
 from .status import remember
 
 if TYPE_CHECKING:
-    from nexfort_engine.config import CompileConfig
-    from nexfort_engine.report import Report
+    from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.reporting.report import Report
 
 CATEGORY = "model/compile"
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
@@ -93,7 +93,7 @@ def compiled(
     config = read_config(*widgets) if enabled else None
     result, report = (given, None) if config is None or config.disable else attach(given, config)
     if verify and report is not None:
-        from nexfort_engine.hosts.comfy import verify_next
+        from nexfort_engine.hosts.comfy.model import verify_next
 
         verify_next(report, once=True)
     if node.hidden is not None:
@@ -106,7 +106,7 @@ def read_config(mode: str, dynamic: bool, memory_format: str, options: str | Non
 
     Raises ValueError with one sentence for options text that cannot be read.
     """
-    from nexfort_engine.config import CompileConfig
+    from nexfort_engine.config.compile_config import CompileConfig
 
     text = (options or "").strip()
     CompileConfig.parse(text)  # on its own first, so that an error is about what the user wrote

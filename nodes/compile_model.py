@@ -13,8 +13,8 @@ from comfy_api.latest import io
 from .compile_inputs import CATEGORY, check_options, compiled, shared_inputs
 
 if TYPE_CHECKING:
-    from nexfort_engine.config import CompileConfig
-    from nexfort_engine.report import Report
+    from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.reporting.report import Report
 
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
@@ -78,7 +78,7 @@ class NexfortCompileModel(io.ComfyNode):
 
 
 def _attach(model: Any, config: CompileConfig) -> tuple[Any, Report | None]:
-    from nexfort_engine.hosts import comfy
+    from nexfort_engine.hosts.comfy import model as comfy
 
     attached = comfy.attach(model, config)
     return attached, comfy.report_of(attached)

@@ -66,8 +66,8 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     "nodes" are the compile nodes it belongs to, {"id", "workflow"} each, "cache" says where artefacts are kept, without
     the path, "memory" how much of the device is in use: {"device", "used", "total"}, in bytes.
     """
-    from nexfort_engine.cache.place import chosen_root
-    from nexfort_engine.hosts.comfy import memory, reports
+    from nexfort_engine.cache.paths import chosen_root
+    from nexfort_engine.hosts.comfy.model import memory, reports
 
     found = await asyncio.to_thread(reports)
     engines = [
@@ -89,7 +89,7 @@ async def post_verify(request: web.Request) -> dict[str, Any]:
     {}: of all. "workflow": the id of the only workflow whose nodes are meant, null for prompts without one. Tells which
     "nodes"; without a next step, such as one whose result is cached, nothing happens.
     """
-    from nexfort_engine.hosts.comfy import verify_next
+    from nexfort_engine.hosts.comfy.model import verify_next
 
     body = await read_body(request, ("nodes", "workflow"), '{"nodes": ["12"]}')
     ids = node_ids_in(body) if "nodes" in body else None
@@ -202,7 +202,7 @@ async def _changed(action: Callable[[Store], T]) -> T:
 
 def _store() -> Store:
     """The live one: what engines use now stays."""
-    from nexfort_engine.compiled import store_at
-    from nexfort_engine.hosts.comfy import cache_root
+    from nexfort_engine.api import store_at
+    from nexfort_engine.hosts.comfy.model import cache_root
 
     return store_at(cache_root())

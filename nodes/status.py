@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from . import running
 
 if TYPE_CHECKING:
-    from nexfort_engine.progress import Event
-    from nexfort_engine.report import Report
+    from nexfort_engine.reporting.progress import Event
+    from nexfort_engine.reporting.report import Report
 
 EVENT = "nexfort.status"
 WHOLE = "(whole module)"
@@ -74,7 +74,7 @@ def _sit(now: running.Prompt | None, node: str, kind: str, report: Report | None
 
 @functools.cache
 def _listen() -> None:
-    from nexfort_engine.hosts.comfy_progress import listen
+    from nexfort_engine.hosts.comfy.progress import listen
 
     listen(watch)
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from nexfort_engine.kernels.laying import empty_laid_out
+from nexfort_engine.kernels.layouts import empty_laid_out
 
 TORCHS = torch.ops.aten.scaled_dot_product_attention.default
 PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all

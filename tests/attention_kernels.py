@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nexfort_engine.attention.choice import Chooser, Told
-from nexfort_engine.attention.kernels import OWN, Call, Kernel, own
-from nexfort_engine.report import Report
+from nexfort_engine.attention.backends import OWN, Call, Kernel, own
+from nexfort_engine.attention.tuner import Chooser, Told
+from nexfort_engine.reporting.report import Report
 
 
 class Kernels:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import served
 
-from nexfort_engine.headless import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BADGE = ".nexfort-badge"

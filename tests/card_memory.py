@@ -160,7 +160,7 @@ def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[A
     import comfy_aimdo.model_vbar
     import comfy_aimdo.torch
 
-    from nexfort_engine.hosts import comfy_weights
+    from nexfort_engine.hosts.comfy import weights as comfy_weights
 
     patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda place: place[0].fault(place))
     patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda place: place[0].unpin(place))

@@ -132,7 +132,7 @@ def threads() -> int:
 @pytest.fixture(scope="session")
 def comfyui(threads: int) -> Path:
     """The ComfyUI of this machine, importable and set to the CPU; skips the test where there is none."""
-    from nexfort_engine.locate import find_comfyui
+    from nexfort_engine.hosts.comfy_install import find_comfyui
 
     found = find_comfyui()
     if found is None:

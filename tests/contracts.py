@@ -43,7 +43,10 @@ from subjects import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nexfort_engine import dispatch, lower, lowering, standins
+from nexfort_engine.compilation import jobs as lowering
+from nexfort_engine.dispatch import forward_shim
+from nexfort_engine.dispatch import region as dispatch
+from nexfort_engine.lowering import inductor as lower
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 every = pytest.mark.parametrize("name", names())
@@ -237,7 +240,7 @@ def _assert_plain(tiny: Subject) -> None:
 
 
 def _assert_nothing_left(tiny: Subject) -> None:
-    assert not standins._installed
+    assert not forward_shim._installed
     assert not [path for path, sub in tiny.module.named_modules() if "forward" in vars(sub)]
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nexfort_engine import images, pool
-from nexfort_engine.capture import Captured
-from nexfort_engine.conditions import Conditions
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.guards.shape_guards import Conditions
+from nexfort_engine.lowering import worker_pool
+from nexfort_engine.modules import channels_last
 from nexfort_engine.passes import rotary
 
 CHANNELS, WIDTH, EMBEDDING = 64, 128, 256
@@ -362,7 +363,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
     graph = exported(function, *args, [symbols for _, symbols in inputs])
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for place, weight in own.items():
-        images.laid(graph, nodes[place], weight)
+        channels_last.laid(graph, nodes[place], weight)
     named = list(range(len(weights)))
     return Captured(
         graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {}, [], [True] * len(named)
@@ -382,7 +383,7 @@ def lowered(
 ) -> dict[str, Path]:
     """The payload of blocks, by one forked worker that imports `module` of the tests first (on PYTHONPATH)."""
     answers: queue.Queue[str | None] = queue.Queue()
-    with pool.Pool(1, "cuda", None) as helpers:
+    with worker_pool.Pool(1, "cuda", None) as helpers:
         for kind in kinds:
             (folder / kind).mkdir()
             one = capture(kind)

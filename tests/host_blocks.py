@@ -16,9 +16,9 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nexfort_engine import parts
-from nexfort_engine.capture import Captured, Example, capture
-from nexfort_engine.signature import Flat, flatten_call
+from nexfort_engine.capture.exporter import Captured, Example, capture
+from nexfort_engine.guards.call_spec import Flat, flatten_call
+from nexfort_engine.weights import subclass_unwrap
 
 TEXT, IMAGE, FRAMES = 512, 4096, 14040  # tokens
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -90,7 +90,7 @@ def host_captured(kind: str, options: dict[str, Any] | None = None) -> Captured:
     """A block as a process with a GPU captures it."""
     block, inputs = {**HOST_BLOCKS, **WITHOUT_ROTARY}[kind]()
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        patch.setattr(parts, "is_plain", lambda _: True)
+        patch.setattr(subclass_unwrap, "is_plain", lambda _: True)
         patch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor))
         for module in block.modules():
             for name, weight in list(module._parameters.items()):

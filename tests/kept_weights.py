@@ -18,11 +18,14 @@ from backbones import make
 from card_memory import PAGE, PagedMemory, page
 from patchers import TOLERANCE, patcher_around, sample, with_lora
 
-from nexfort_engine import images, loans, prepared
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts.comfy_weights import ComfyWeights
-from nexfort_engine.quant import precision, products
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.hosts.comfy.weights import ComfyWeights
+from nexfort_engine.modules import channels_last
+from nexfort_engine.passes import low_precision
+from nexfort_engine.quant import matmul
+from nexfort_engine.weights import lease as loans
+from nexfort_engine.weights import prepack_entry
 
 aten = torch.ops.aten
 FP8_ERROR = 0.2
@@ -47,9 +50,9 @@ def packing_flux(patch: pytest.MonkeyPatch) -> Any:
 
     patch.setattr(CompileConfig, "lowering_options", options)
     _as_on_a_card(patch)
-    patch.setattr(products, "missing", lambda *_: None)
-    patch.setattr(precision, "gain", lambda *_: 1.0)
-    patch.setattr(precision, "times_rows", _times_rows)
+    patch.setattr(matmul, "missing", lambda *_: None)
+    patch.setattr(low_precision, "gain", lambda *_: 1.0)
+    patch.setattr(low_precision, "times_rows", _times_rows)
     network = make("comfy_flux").module.bfloat16()
     network.dtype = torch.bfloat16
     return patcher_around(network, flux=True)
@@ -57,15 +60,15 @@ def packing_flux(patch: pytest.MonkeyPatch) -> Any:
 
 def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     """A patcher of a UNet in float32, the weights of whose convolutions are laid out however small, and on the CPU."""
-    patch.setattr(images, "_LEAST", 1)
-    patch.setattr(images, "MEASURED", ("cpu", "cuda"))
+    patch.setattr(channels_last, "_LEAST", 1)
+    patch.setattr(channels_last, "MEASURED", ("cpu", "cuda"))
     _as_on_a_card(patch)
     return patcher_around(make("comfy_unet").module)
 
 
 def _as_on_a_card(patch: pytest.MonkeyPatch) -> None:
     """Have weights prepared that are small too."""
-    patch.setattr(prepared, "LEAST", 1)
+    patch.setattr(prepack_entry, "LEAST", 1)
     patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
     patch.setenv("NEXFORT_WORKERS", "0")
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from gpu_blocks import OPTIONS, captured, lowered
 
-from nexfort_engine import flags, pool
-from nexfort_engine.capture import Captured
+from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.lowering import worker_pool
+from nexfort_engine.system import process_settings
 
 TESTS = Path(__file__).resolve().parent
 
@@ -29,7 +30,7 @@ def lowered_ahead(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
-        patch.setattr(pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
+        patch.setattr(worker_pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
         return lowered(folder, module, kinds, options, capture)
 
 
@@ -47,7 +48,7 @@ def kernels_of(payload: Path) -> list[dict[str, Any]]:
     found = []
     (folder,) = (payload / "fxgraph").glob("*/*")
     for file in folder.iterdir():
-        with flags.inductor_scope(payload, OPTIONS):
+        with process_settings.inductor_scope(payload, OPTIONS):
             graph = pickle.loads(file.read_bytes())
         for bundled in graph._triton_bundle.kernel_artifacts:
             names = [artifact.filename for artifact in bundled.artifacts]

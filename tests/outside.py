@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from nexfort_engine.regions import find_regions
+from nexfort_engine.modules.regions import find_regions
 
 _CALL = nn.Module._call_impl.__code__
 

@@ -20,8 +20,8 @@ from backbones import make
 from subjects import graphs_as_they_are
 from torch import nn
 
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as host
 
 STEPS = 2
 TOLERANCE = 1e-3  # of the latent after the sampler's steps

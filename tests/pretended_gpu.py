@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.config.compile_config import CompileConfig
 
 FORKED = "NEXFORT_TEST_FORKED"  # names a file that gets a line for each process that a worker forks: which function did
 READ = "NEXFORT_TEST_READ"  # names a file that gets a line for each kernel that a graph calls, when it was read

@@ -2,7 +2,8 @@
 """CUDA graphs on a machine without a GPU: a replay runs the captured call again, on the very tensors of the capture.
 
 So what the engine feeds, compares and forgets can be tested anywhere: what is not fed stays as it was when the graph
-was made, as on a GPU. What only a GPU does (streams, pools of memory, what refuses a capture) is in test_cudagraph.py.
+was made, as on a GPU. What only a GPU does (streams, pools of memory, what refuses a capture) is in
+test_step_graphs_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from nexfort_engine import cudagraph, engine
-from nexfort_engine.asides import Asides
-from nexfort_engine.session import current
+from nexfort_engine import engine
+from nexfort_engine.cudagraphs import step_graphs
+from nexfort_engine.cudagraphs.invariant_cache import Asides
+from nexfort_engine.runtime.forward_context import current
 
 
 def nothing() -> None:
@@ -59,12 +61,12 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone, engines on the CPU make graphs of their steps."""
     Graph.made = []
     cuda = _Instead(torch.cuda, CUDAGraph=Graph, is_available=lambda: True, is_current_stream_capturing=lambda: False)
-    for module in (cudagraph, engine):
+    for module in (step_graphs, engine):
         patch.setattr(module, "torch", _Instead(torch, cuda=cuda))
-    patch.setattr(cudagraph, "fragile", lambda: False)
-    patch.setattr(cudagraph, "GraphMemory", _Memory)
-    patch.setattr(cudagraph, "DEVICE", "cpu")
-    capture, capture_calls = cudagraph.StepGraphs._capture, cudagraph.StepGraphs._captured
+    patch.setattr(step_graphs, "fragile", lambda: False)
+    patch.setattr(step_graphs, "GraphMemory", _Memory)
+    patch.setattr(step_graphs, "DEVICE", "cpu")
+    capture, capture_calls = step_graphs.StepGraphs._capture, step_graphs.StepGraphs._captured
 
     def captured(self: Any, key: Any, step: Any, call: Any, plain: Callable[..., Any], session: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +79,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
                 try:
                     with step.asides or contextlib.nullcontext():
                         result = plain(*_containers(given[0]), **_containers(given[1]))
-                    cudagraph._write(result, step.outputs, step.output)
+                    step_graphs._write(result, step.outputs, step.output)
                 finally:
                     now.asides = None
 
@@ -99,8 +101,8 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
             graph.again = run
         return graph, result
 
-    patch.setattr(cudagraph.StepGraphs, "_capture", captured)
-    patch.setattr(cudagraph.StepGraphs, "_captured", captured_calls)
+    patch.setattr(step_graphs.StepGraphs, "_capture", captured)
+    patch.setattr(step_graphs.StepGraphs, "_captured", captured_calls)
     patch.setattr(Asides, "program", launched)
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from pretended_gpu import FORKED, READ, pretend
 
-from nexfort_engine.forked_kernels import _Result
-from nexfort_engine.kernels import launching
-from nexfort_engine.worker import FORK
+from nexfort_engine.kernels import inductor_launch
+from nexfort_engine.lowering.kernel_forks import _Result
+from nexfort_engine.lowering.worker import FORK
 
 _asked = False
 _lost = False
@@ -64,7 +64,7 @@ def _note_what_is_done_again() -> None:
 def _read_kernels() -> None:
     from torch._higher_order_ops.triton_kernel_wrap import identify_mutated_tensors
 
-    said = launching._said
+    said = inductor_launch._said
 
     def read(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
         def both(*given: Any) -> list[str]:
@@ -76,7 +76,7 @@ def _read_kernels() -> None:
 
         return both
 
-    pytest.MonkeyPatch().setattr(launching, "_said", read)
+    pytest.MonkeyPatch().setattr(inductor_launch, "_said", read)
 
 
 if FORK not in sys.argv:

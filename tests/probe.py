@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nexfort_engine import artefact as artefacts
-from nexfort_engine.capture import Captured, Example, capture
-from nexfort_engine.modulestate import WeightSlots
-from nexfort_engine.signature import Flat, flatten_call
+from nexfort_engine.capture.exporter import Captured, Example, capture
+from nexfort_engine.guards.call_spec import Flat, flatten_call
+from nexfort_engine.guards.module_guards import WeightSlots
+from nexfort_engine.runtime import artifact as artefacts
 
 T = torch.Tensor
 

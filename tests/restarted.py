@@ -96,7 +96,7 @@ def main(names: list[str], control: bool) -> None:
     import backbones
 
     import nexfort_engine
-    from nexfort_engine import selfcheck
+    from nexfort_engine.compilation import selfcheck
 
     found: dict[str, Any] = {}
     with counting() as counted:

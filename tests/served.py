@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests on a real ComfyUI server share: a base folder with tiny files, shipped workflows cut to them.
 
-The server itself is `nexfort_engine.headless.ComfyServer`. No test lives here.
+The server itself is `nexfort_engine.cli.comfy_server.ComfyServer`. No test lives here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tiny_checkpoints
 from PIL import Image
 from workflow_graph import Graph
 
-from nexfort_engine.headless import ComfyServer, find_comfyui
+from nexfort_engine.cli.comfy_server import ComfyServer, find_comfyui
 
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "workflows" / "api"

@@ -23,13 +23,13 @@ from backbones import BACKBONES, Backbone, Tiny, make, tensors_of
 from torch import nn
 
 from nexfort_engine import compile as nexfort_compile
-from nexfort_engine import lower
+from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
-from nexfort_engine.capture import Captured
-from nexfort_engine.compiled import wrap_methods
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.engine import Engine
-from nexfort_engine.report import Report
+from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.reporting.report import Report
 
 TOLERANCE = 1e-4  # the distance rule in fp32 on a CPU, as a relative norm
 SECONDS_BETWEEN_LOOKS = 0.02  # or looking takes as long as what is looked at

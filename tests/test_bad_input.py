@@ -30,12 +30,15 @@ from patchers import patcher_around, sample
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import engine, finding, lower, support
-from nexfort_engine.cache import ground
+from nexfort_engine import engine
+from nexfort_engine.cache import root_dir
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as comfy_host
+from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.compilation import support
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as comfy_host
+from nexfort_engine.lowering import inductor as lower
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 TOLERANCE = 1e-4
@@ -346,7 +349,7 @@ def _refuse(patch: pytest.MonkeyPatch, number: int, times_before: int = 0) -> No
         left[0] -= 1
         write_new(path, content, **more)
 
-    for module in (ground, store_module):
+    for module in (root_dir, store_module):
         patch.setattr(module, "write_new", write)
 
 

@@ -18,7 +18,7 @@ import browser
 import pytest
 import served
 
-from nexfort_engine.headless import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 

@@ -22,7 +22,10 @@ from refusing import CODES, refused, small_disk
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import compiled, cpu_probe, finding, modes, pool
+from nexfort_engine import api as compiled
+from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.lowering import vec_isa_cache, worker_pool
+from nexfort_engine.system import torch_modes
 
 pytestmark = pytest.mark.usefixtures("threads")
 TOLERANCE = 1e-5
@@ -57,7 +60,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cpu_probe, "_folder", None)
+    monkeypatch.setattr(vec_isa_cache, "_folder", None)
     yield
     _forget()
 
@@ -184,7 +187,7 @@ def test_a_cache_that_somebody_empties_while_an_artefact_is_made(
 ) -> None:
     monkeypatch.setenv("NEXFORT_WORKERS", workers)
     cache, emptied = tmp_path / "cache", []
-    kind, name = (pool.Pool, "submit") if workers == "1" else (modes, "applied")  # what a graph comes to
+    kind, name = (worker_pool.Pool, "submit") if workers == "1" else (torch_modes, "applied")  # what a graph comes to
 
     def at_lowering(*args: Any) -> Any:
         given = real(*args)

@@ -34,7 +34,7 @@ with torch.inference_mode():
     for _ in range(2):
         assert torch.allclose(compiled(x), net(x), atol=1e-5)
 before = {name for name in ("LOGNAME", "USER", "LNAME", "USERNAME") if name in os.environ}
-print(before, nexfort_engine.compiled.default_root(), compiled.report, sep="\\n")
+print(before, nexfort_engine.api.default_root(), compiled.report, sep="\\n")
 """
 
 

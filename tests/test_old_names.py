@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from nexfort_engine import cli, flags
-from nexfort_engine.cache import inherited
+from nexfort_engine.cache import startup_env
+from nexfort_engine.cli import main as cli
+from nexfort_engine.system import process_settings
 
-ROOT = Path(cli.__file__).parents[1]
+ROOT = Path(cli.__file__).parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("NEXFORT_", "TORCHINDUCTOR_"))}
 
 
@@ -32,7 +33,7 @@ def answer(code: str, **environment: str) -> Any:
 
 # ---- TORCHINDUCTOR_CACHE_DIR -------------------------------------------------------------------------------
 
-DEFAULT = "from nexfort_engine.cache.place import default_root; print(json.dumps(str(default_root())))"
+DEFAULT = "from nexfort_engine.cache.paths import default_root; print(json.dumps(str(default_root())))"
 
 
 def test_what_was_set_at_the_start_is_honoured(tmp_path: Path) -> None:
@@ -59,7 +60,11 @@ BY_HAND = "os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/somewhere/else'"
 )
 def test_what_is_written_later_is_not(tmp_path: Path, later: str, proc: bool) -> None:
     """With /proc and, as on other systems, without: there the value counts that the engine's import found."""
-    first = "" if proc else "from nexfort_engine.cache import inherited; inherited.AT_START = inherited.Path('/none')"
+    first = (
+        ""
+        if proc
+        else "from nexfort_engine.cache import startup_env as inherited; inherited.AT_START = inherited.Path('/none')"
+    )
     given = {"XDG_CACHE_HOME": str(tmp_path / "xdg")}
     code = f"import nexfort_engine\n{first}\n{later}\nassert 'TORCHINDUCTOR_CACHE_DIR' in os.environ\n{DEFAULT}"
     assert answer(code, **given) == str(tmp_path / "xdg" / "nexfort")
@@ -77,19 +82,19 @@ def test_torchs_own_default_handed_down_is_no_choice(tmp_path: Path) -> None:
 def test_a_compiler_that_was_there_first_may_have_written_it(tmp_path: Path) -> None:
     code = (
         "import torch._inductor; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/somewhere/else'\n"
-        "from nexfort_engine.cache import inherited; inherited.AT_START = inherited.Path('/none')\n"
+        "from nexfort_engine.cache import startup_env as inherited; inherited.AT_START = inherited.Path('/none')\n"
     )
     assert answer(code + DEFAULT, XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "nexfort")
 
 
-@pytest.mark.skipif(not inherited.AT_START.exists(), reason="no /proc/self/environ")
+@pytest.mark.skipif(not startup_env.AT_START.exists(), reason="no /proc/self/environ")
 def test_names_that_only_begin_alike_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = tmp_path / "environ"
     environment.write_bytes(b"TORCHINDUCTOR_CACHE_DIR_2=/a\0XTORCHINDUCTOR_CACHE_DIR=/b\0TORCHINDUCTOR_CACHE_DIR=\0")
-    monkeypatch.setattr(inherited, "AT_START", environment)
-    assert inherited.inductor_directory() is None
+    monkeypatch.setattr(startup_env, "AT_START", environment)
+    assert startup_env.inductor_directory() is None
     environment.write_bytes(b"A=1\0TORCHINDUCTOR_CACHE_DIR=/c=d\0B=2\0")
-    assert inherited.inductor_directory() == Path("/c=d")
+    assert startup_env.inductor_directory() == Path("/c=d")
 
 
 @pytest.mark.comfy
@@ -97,7 +102,7 @@ def test_comfyui_keeps_its_artefacts_where_it_was_told(comfyui: Path, tmp_path: 
     code = (
         f"sys.path.insert(0, {str(comfyui)!r})\n"
         "import comfy.cli_args; comfy.cli_args.args.cpu = True\n"
-        "from nexfort_engine.hosts.comfy import cache_root; print(json.dumps(str(cache_root())))"
+        "from nexfort_engine.hosts.comfy.model import cache_root; print(json.dumps(str(cache_root())))"
     )
     given = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     assert answer(code, **given) == str(tmp_path / "inductor" / "nexfort")
@@ -113,16 +118,16 @@ def test_comfyui_keeps_its_artefacts_where_it_was_told(comfyui: Path, tmp_path: 
     [(None, False), ("", False), ("1", False), ("true", False), ("0", True), ("false", True), ("Off", True)],
 )
 def test_the_variable_is_read_afresh(monkeypatch: pytest.MonkeyPatch, value: str | None, nothing: bool) -> None:
-    monkeypatch.delenv(flags.DISK_VARIABLE, raising=False)
-    assert not flags.keeps_nothing()
+    monkeypatch.delenv(process_settings.DISK_VARIABLE, raising=False)
+    assert not process_settings.keeps_nothing()
     if value is not None:
-        monkeypatch.setenv(flags.DISK_VARIABLE, value)
-    assert flags.keeps_nothing() is nothing
+        monkeypatch.setenv(process_settings.DISK_VARIABLE, value)
+    assert process_settings.keeps_nothing() is nothing
 
 
 COMPILE = """
 import torch, nexfort_engine
-from nexfort_engine.compiled import store_at
+from nexfort_engine.api import store_at
 torch.manual_seed(0)
 module = nexfort_engine.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
 with torch.no_grad():

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import nexfort_engine
-from nexfort_engine.graphmemory import GraphMemory
 from nexfort_engine.passes.linear_gelu import product
+from nexfort_engine.system.cuda_graph_pool import GraphMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("artefact_cache")]
 
@@ -123,7 +123,7 @@ class Wide(nn.Module):
 
 @torch.inference_mode()
 def test_low_precision_says_which_products_it_takes_and_is_near() -> None:
-    from nexfort_engine.quant.products import missing
+    from nexfort_engine.quant.matmul import missing
 
     if reason := missing("cuda"):
         pytest.skip(reason)
@@ -139,9 +139,9 @@ def test_low_precision_says_which_products_it_takes_and_is_near() -> None:
 
 @torch.inference_mode()
 def test_packed_weights_are_kept_in_graphs_for_as_long_as_the_host_says_that_they_hold() -> None:
-    from test_prepared import Host
+    from weights.test_prepack_entry import Host
 
-    from nexfort_engine.quant.products import missing
+    from nexfort_engine.quant.matmul import missing
 
     if reason := missing("cuda"):
         pytest.skip(reason)

@@ -17,96 +17,81 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ROOT / "nexfort_engine"
 
-# The engine's rooms from the bottom up; DESIGN.md explains them. A room imports from rooms below it and from itself.
-ROOMS: dict[str, tuple[str, ...]] = {
-    "plain": (
-        *("config", "grammar", "report", "flags", "progress", "locate", "session", "signature", "readset", "guards"),
-        *("conditions", "driver", "graphmemory", "graphnodes", "held", "budget", "pace", "heap", "recent", "modes"),
-        *("shortage", "processes", "compilers", "keeper"),
-    ),
-    "cache": ("cache",),
-    "block": (
-        *("bytecode", "digests", "dependences"),
-        "modulestate",
-        "strengths",
-        "substitutes",
-        "sites",
-        "shadow",
-        "parts",
-        "aliases",
-        "prepared",
-        "loans",
-        "offload",
-        "residence",
-        "glue",
-        "regions",
-        "cpu_probe",
-    ),
-    "quant": ("quant",),
-    "capture": (
-        *("capture", "tracing", "placeholders", "images", "assumptions", "operands", "effects", "sources"),
-        "subclasses",
-        "reached",
-    ),
-    "lower": (
-        "lower",
-        "attention",
-        "passes",
+# The engine's packages from the bottom up, and the files that lie beside them; DESIGN.md says what each is for. One
+# imports from those below it and from itself, for types too.
+PACKAGES = (
+    *(
+        "config",
+        "system",
+        "modules",
+        "graph",
+        "reporting",
+        "cache",
+        "guards",
+        "weights",
         "kernels",
-        "choices",
-        "pairs",
-        "repeats",
-        "prompted",
-        "parting",
-        "folding",
-        "worker",
-        "orphaned",
-        "lines",
-        "forked_kernels",
-        "shared_kernels",
-        "timing",
-        "torchs_pool",
-        "importing",
-        "pool",
-        "artefact",
-        "selfcheck",
-        "support",
+        "quant",
+        "attention",
     ),
-    "making": ("lowering",),
-    "dispatch": (
-        "dispatch",
-        "keeping",
-        "remedies",
-        "faults",
-        "build",
-        "finding",
-        "background",
-        "planning",
-        "cudagraph",
-        "stepgraph",
-        "asides",
-        "stepcall",
-        "constants",
-        "rehearsal",
-        "verify",
-        "worth",
-        "promise",
-    ),
-    "engine": ("engine", "standins"),
-    "entry": ("compiled", "backend"),
-    "hosts": ("hosts",),
-    "command": (
-        *("doctor", "headless", "headless_run", "warm_workflow", "warm", "terminal", "cli_cache", "cli_plan", "cli"),
-        *("clear_cache", "__main__"),
-    ),
-}
-# (file, file of a room above that it imports): all are there for types. This list only shrinks.
+    *("capture", "passes", "lowering", "runtime", "cudagraphs", "dispatch", "compilation"),
+    *("engine", "api", "torch_backend", "hosts", "cli"),
+)
+ENTRIES = ("__main__", "clear_cache")  # they start a command
+OLD_NAMES = ("backend", "build", "compiled", "flags", "offload")  # each is another name of a file that moved
+RANK = {name: rank for rank, name in enumerate((*PACKAGES, *OLD_NAMES, *ENTRIES))}
+MOST_BESIDE_PACKAGES = 12
+# (file, file of a package above that it imports), and a ring of files that import each other. These lists only shrink.
 STILL_UPWARD = {
-    *(("background", "engine"), ("build", "engine"), ("cudagraph", "engine"), ("dispatch", "engine")),
-    *(("faults", "engine"), ("finding", "engine"), ("keeping", "engine"), ("planning", "engine")),
-    *(("promise", "engine"), ("remedies", "engine"), ("session", "engine"), ("verify", "engine"), ("worth", "engine")),
+    ("attention/operator.py", "runtime/forward_context.py"),
+    ("compilation/background.py", "engine.py"),
+    ("compilation/builder.py", "engine.py"),
+    ("compilation/lookup.py", "engine.py"),
+    ("compilation/planner.py", "engine.py"),
+    ("cudagraphs/step_graphs.py", "engine.py"),
+    ("dispatch/compiled_share.py", "engine.py"),
+    ("dispatch/prepack_cache.py", "engine.py"),
+    ("dispatch/recovery.py", "engine.py"),
+    ("dispatch/region.py", "engine.py"),
+    ("dispatch/slowdown.py", "engine.py"),
+    ("dispatch/verify.py", "engine.py"),
+    ("modules/channels_last.py", "guards/call_spec.py"),
+    ("modules/regions.py", "guards/module_guards.py"),
+    ("runtime/fault_attribution.py", "dispatch/region.py"),
+    ("runtime/fault_attribution.py", "engine.py"),
+    ("runtime/forward_context.py", "engine.py"),
 }
-RANK = {name: rank for rank, names in enumerate(ROOMS.values()) for name in names}
+STILL_IN_A_RING = {
+    "attention/operator.py",
+    "capture/exporter.py",
+    "capture/trace.py",
+    "compilation/background.py",
+    "compilation/builder.py",
+    "compilation/jobs.py",
+    "compilation/lookup.py",
+    "compilation/planner.py",
+    "compilation/selfcheck.py",
+    "compilation/support.py",
+    "cudagraphs/invariant_cache.py",
+    "cudagraphs/step_graph.py",
+    "cudagraphs/step_graphs.py",
+    "dispatch/compiled_share.py",
+    "dispatch/forward_shim.py",
+    "dispatch/prepack_cache.py",
+    "dispatch/recovery.py",
+    "dispatch/region.py",
+    "dispatch/slowdown.py",
+    "dispatch/verify.py",
+    "engine.py",
+    "lowering/inductor.py",
+    "lowering/worker.py",
+    "lowering/worker_main.py",
+    "lowering/worker_pool.py",
+    "passes/registry.py",
+    "passes/tuned_attention.py",
+    "runtime/artifact.py",
+    "runtime/fault_attribution.py",
+    "runtime/forward_context.py",
+}
 HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),
     "diffusers",
@@ -149,29 +134,104 @@ def is_in(module: str, packages: set[str]) -> bool:
 # ---- imports -----------------------------------------------------------------------------------------------
 
 
-def test_every_engine_file_has_a_room() -> None:
+def test_every_engine_file_has_a_package() -> None:
     names = {path.relative_to(ENGINE).parts[0].removesuffix(".py") for path in sources(ENGINE)} - {"__init__"}
-    assert names == set(RANK), "name the room of a new file in ROOMS and in DESIGN.md"
+    assert names == set(RANK), "name the place of a new package in PACKAGES, and what it is for in DESIGN.md"
+    assert len(list(ENGINE.glob("*.py"))) <= MOST_BESIDE_PACKAGES
+
+
+def edges(path: Path) -> dict[str, int]:
+    """File of the engine, as a path, that a file imports -> line."""
+    found = {}
+    for module, line in imports(path):
+        parts = module.split(".")
+        if parts[0] != ENGINE.name:
+            continue
+        for place in (ROOT.joinpath(*parts), ROOT.joinpath(*parts[:-1])):
+            file = next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
+            if file is not None and place != ENGINE:
+                found[file.relative_to(ENGINE).as_posix()] = line
+                break
+    return found
 
 
 def upward(path: Path) -> dict[tuple[str, str], int]:
-    """(file of the engine, file or package of a room above that it imports) -> line."""
-    own = path.relative_to(ENGINE).parts[0].removesuffix(".py")
-    if own == "__init__":  # the public names, loaded on first use
+    """(file of the engine, file of a package above that it imports) -> line."""
+    own = path.relative_to(ENGINE).as_posix()
+    if own == "__init__.py":  # the public names, loaded on first use
         return {}
-    others = ((module.split(".")[1], line) for module, line in imports(path) if module.startswith("nexfort_engine."))
-    return {(own, other): line for other, line in others if RANK.get(other, -1) > RANK[own]}
+    return {(own, other): line for other, line in edges(path).items() if rank(other) > rank(own)}
+
+
+def rank(file: str) -> int:
+    return RANK[file.partition("/")[0].removesuffix(".py")]
 
 
 @pytest.mark.parametrize("path", sources(ENGINE), ids=name_of)
 def test_imports_run_downwards(path: Path) -> None:
     new = {f"line {line}: {names[1]}" for names, line in upward(path).items() if names not in STILL_UPWARD}
-    assert not new, f"{name_of(path)} imports from a room above"
+    assert not new, f"{name_of(path)} imports from a package above"
 
 
-def test_the_list_of_imports_that_run_upwards_only_shrinks() -> None:
+def in_rings() -> set[str]:
+    """Files of the engine that import each other, at once or through others."""
+    inner = {path.relative_to(ENGINE).as_posix(): set(edges(path)) for path in sources(ENGINE) if path.parent != ENGINE}
+    inner |= {path.name: set(edges(path)) for path in ENGINE.glob("*.py") if path.name != "__init__.py"}
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        due = list(inner[start])
+        while due:
+            one = due.pop()
+            if one not in found and one in inner:
+                found.add(one)
+                due += inner[one]
+        return found
+
+    return {name for name in inner if name in reached(name)}
+
+
+def test_the_lists_of_what_still_runs_upwards_or_in_a_ring_only_shrink() -> None:
     gone = STILL_UPWARD - {names for path in sources(ENGINE) for names in upward(path)}
     assert not gone, "no longer imported: take them off STILL_UPWARD"
+    rings = in_rings()
+    assert not rings - STILL_IN_A_RING, "files that import each other"
+    assert not STILL_IN_A_RING - rings, "no longer in a ring: take them off STILL_IN_A_RING"
+
+
+def test_names_of_tests_are_unique() -> None:
+    """pytest imports a test by the name of its file alone."""
+    names = [path.name for path in sources(ROOT / "tests") if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
+
+
+OLD_IMPORTS = r"""
+import importlib, pickle, torch
+import nexfort_engine
+from nexfort_engine.config import CompileConfig
+from nexfort_engine.engine import Engine
+from nexfort_engine.flags import replaced
+from nexfort_engine.hosts import comfy, comfy_weights
+from nexfort_engine import build, capture, compile, compile_pipe, quantize_pipe
+from nexfort_engine.hosts.comfy import attach, attach_vae, report_of
+
+assert CompileConfig is nexfort_engine.CompileConfig and comfy.attach is attach
+for old, new in (
+    ("build", "compilation.builder"), ("flags", "system.process_settings"), ("compiled", "api"),
+    ("backend", "torch_backend"), ("offload", "weights.offload"), ("hosts.comfy_weights", "hosts.comfy.weights"),
+):
+    one, other = (importlib.import_module(f"nexfort_engine.{name}") for name in (old, new))
+    assert one is other, old
+# what pickles of an earlier version name
+assert pickle.loads(b"cnexfort_engine.offload\n_nowhere\n.")() is None
+assert pickle.loads(b"cnexfort_engine.hosts.comfy\n_Engines\n.")() == {}
+assert callable(pickle.loads(b"cnexfort_engine.compiled\n_rebuild\n."))
+"""
+
+
+def test_names_from_before_the_packages_still_work() -> None:
+    done = subprocess.run([sys.executable, "-c", OLD_IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", sources(ENGINE), ids=name_of)
@@ -279,9 +339,9 @@ def test_the_readme_answers_on_its_first_screen() -> None:
         assert needed in first_screen, needed
 
 
-def test_the_design_names_every_room() -> None:
+def test_the_design_names_every_package() -> None:
     text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
-    missing = [name for names in ROOMS.values() for name in names if name != "__main__" and name not in text]
+    missing = [name for name in PACKAGES if f"`{name}/`" not in text and f"`{name}.py`" not in text]
     assert not missing
 
 

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import served
 
-from nexfort_engine.headless import ComfyError, ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
 
 pytestmark = pytest.mark.comfy
 

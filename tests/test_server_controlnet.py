@@ -14,7 +14,7 @@ import numpy
 import pytest
 import served
 
-from nexfort_engine.headless import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.large]  # in one process: hosts/test_comfy_controlnet.py
 FILES = ("sd15_checkpoint", "sd15_controlnet")

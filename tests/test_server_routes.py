@@ -20,7 +20,7 @@ import raw_http
 import served
 
 from nexfort_engine.cache.store import Store
-from nexfort_engine.headless import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = pytest.mark.comfy
 

@@ -107,7 +107,7 @@ def install(venv: Path, purpose: str) -> None:
 def _comfyui_requirements() -> Path | None:
     """The requirements of the ComfyUI that the project finds on this machine."""
     sys.path.insert(0, str(ROOT))
-    from nexfort_engine.locate import ComfyError, find_comfyui
+    from nexfort_engine.hosts.comfy_install import ComfyError, find_comfyui
 
     try:
         found = find_comfyui()

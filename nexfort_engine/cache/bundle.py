@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from . import contents, owner, ustar
-from .contents import Bundle
-from .disk import NotPlainError, open_new, open_plain, sync_directory
+from . import bundle_manifest, bundle_tar, owner
+from .bundle_manifest import Bundle
 from .entry import PAYLOAD, Entry, made_by, now_text
-from .place import default_limit, size_text
+from .fs import NotPlainError, open_new, open_plain, sync_directory
+from .paths import default_limit, size_text
 from .store import Store, StoreError
 
 __all__ = ["Bundle", "Exported", "Imported", "export", "inspect", "load"]
@@ -68,7 +68,7 @@ def export(store: Store, file: Path, ids: Iterable[str] | None = None) -> Export
     entries = {entry.id: entry for entry in sorted(chosen, key=lambda entry: entry.id)}
     left_out = {}
     for entry in list(entries.values()):
-        reason = contents.problem(entry.manifest) or entry.verify()
+        reason = bundle_manifest.problem(entry.manifest) or entry.verify()
         if reason is not None:
             left_out[entry.id] = reason
             del entries[entry.id]
@@ -78,27 +78,27 @@ def export(store: Store, file: Path, ids: Iterable[str] | None = None) -> Export
     if not entries:
         why = "".join(f"; {name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise ValueError(f"found nothing to export in {store.root}{why}")
-    text = contents.write(now_text(), made_by(), [entry.manifest for entry in entries.values()])
+    text = bundle_manifest.write(now_text(), made_by(), [entry.manifest for entry in entries.values()])
     with _new_file(file) as stream:
-        stream.write(ustar.header(contents.NAME, len(text)) + text + ustar.padding(len(text)))
+        stream.write(bundle_tar.header(bundle_manifest.NAME, len(text)) + text + bundle_tar.padding(len(text)))
         for entry in entries.values():
             _write_payload(stream, entry)
-        stream.write(ustar.END)
+        stream.write(bundle_tar.END)
     return Exported(len(entries), sum(entry.size for entry in entries.values()), left_out)
 
 
 def _write_payload(stream: BinaryIO, entry: Entry) -> None:
     """Appends the payload, hashed once more while it is copied: what is written is what the manifest lists."""
-    for name, (size, digest) in contents.files_of(entry.manifest):
-        stream.write(ustar.header(f"{entry.id}/{name}", size))
+    for name, (size, digest) in bundle_manifest.files_of(entry.manifest):
+        stream.write(bundle_tar.header(f"{entry.id}/{name}", size))
         try:
             with os.fdopen(open_plain(entry.payload.joinpath(*name.split("/"))), "rb") as source:
                 found = _copy(source, stream, size)
         except (FileNotFoundError, NotPlainError) as error:
             raise ValueError(f"the entry {entry.id} changed while it was exported: {error}") from None
         if found != digest:
-            raise ValueError(f"the entry {entry.id} changed while it was exported: {ustar.quoted(name)} differs")
-        stream.write(ustar.padding(size))
+            raise ValueError(f"the entry {entry.id} changed while it was exported: {bundle_tar.quoted(name)} differs")
+        stream.write(bundle_tar.padding(size))
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def inspect(file: Path) -> Bundle:
     ValueError with one sentence if it is no sound bundle, OSError if the file cannot be read.
     """
     with _opened(Path(file)) as stream:
-        found = contents.parse(ustar.first_file(stream, contents.NAME, contents.LIMIT))
+        found = bundle_manifest.parse(bundle_tar.first_file(stream, bundle_manifest.NAME, bundle_manifest.LIMIT))
         _check_length(stream, found)
         return found
 
@@ -149,7 +149,7 @@ def load(store: Store, file: Path, *, trust: bool, fingerprints: Collection[str]
             "pass --trust; without it `cache import` shows what the bundle says of itself"
         )
     with _opened(Path(file)) as stream:
-        found = contents.parse(ustar.first_file(stream, contents.NAME, contents.LIMIT))
+        found = bundle_manifest.parse(bundle_tar.first_file(stream, bundle_manifest.NAME, bundle_manifest.LIMIT))
         _refuse_other_machines(found, fingerprints)
         _check_length(stream, found)
         _check_room(store, found)
@@ -162,7 +162,7 @@ def load(store: Store, file: Path, *, trust: bool, fingerprints: Collection[str]
             entry = _take(store, stream, manifest)
             entries += 1
             size += entry.size
-        if stream.read(len(ustar.END)) != ustar.END or stream.read(1):
+        if stream.read(len(bundle_tar.END)) != bundle_tar.END or stream.read(1):
             raise ValueError("found something else than the end of the archive after the last file it lists")
     return Imported(entries, size, kept)
 
@@ -183,9 +183,9 @@ def _take(store: Store, stream: BinaryIO, manifest: Mapping[str, Any]) -> Entry:
 
 def _read_payload(stream: BinaryIO, manifest: Mapping[str, Any], payload: Path | None) -> None:
     """Reads the files of one entry in their order, into the directory `payload` unless it is None."""
-    for name, (size, digest) in contents.files_of(manifest):
+    for name, (size, digest) in bundle_manifest.files_of(manifest):
         member = f"{manifest['id']}/{name}"
-        ustar.expect(stream, member, size)
+        bundle_tar.expect(stream, member, size)
         if payload is None:
             found = _copy(stream, None, size)
         else:
@@ -197,8 +197,8 @@ def _read_payload(stream: BinaryIO, manifest: Mapping[str, Any], payload: Path |
             with _created(target / last) as copy:
                 found = _copy(stream, copy, size)
         if found != digest:
-            raise ValueError(f"found {ustar.quoted(member)} altered: its SHA-256 is not the one the bundle lists")
-        ustar.expect_padding(stream, member, size)
+            raise ValueError(f"found {bundle_tar.quoted(member)} altered: its SHA-256 is not the one the bundle lists")
+        bundle_tar.expect_padding(stream, member, size)
 
 
 def _is_present(store: Store, manifest: Mapping[str, Any]) -> bool:
@@ -217,7 +217,7 @@ def _refuse_other_machines(found: Bundle, fingerprints: Collection[str]) -> None
     if not other:
         return
     info = other[0]["info"]
-    theirs = f"{contents.machine_text(info.get('machine', {}))} ({info['fingerprint'][:16]})"
+    theirs = f"{bundle_manifest.machine_text(info.get('machine', {}))} ({info['fingerprint'][:16]})"
     names = fingerprints if isinstance(fingerprints, Mapping) else dict.fromkeys(fingerprints, "fingerprint")
     ours = ", ".join(f"{name} ({mark[:16]})" for mark, name in names.items()) or "a machine of no known kind"
     raise ValueError(
@@ -229,12 +229,12 @@ def _refuse_other_machines(found: Bundle, fingerprints: Collection[str]) -> None
 def _check_length(stream: BinaryIO, found: Bundle) -> None:
     """Right after bundle.json: exactly the listed files can follow, and the archive's end."""
     rest = os.fstat(stream.fileno()).st_size - stream.tell()
-    listed = len(ustar.END)
+    listed = len(bundle_tar.END)
     for manifest, name, size, _ in found.files():
-        listed += ustar.length(f"{manifest['id']}/{name}", size)
+        listed += bundle_tar.length(f"{manifest['id']}/{name}", size)
     if rest != listed:
         what = "it was cut off" if rest < listed else "something was added to it"
-        raise ValueError(f"found {rest} bytes after {contents.NAME}, expected {listed}: {what}")
+        raise ValueError(f"found {rest} bytes after {bundle_manifest.NAME}, expected {listed}: {what}")
 
 
 def _check_room(store: Store, found: Bundle) -> None:

@@ -22,8 +22,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import marks, payload, trust
-from .disk import NotPlainError, read_plain
+from . import payload, trust
+from . import usage as marks
+from .fs import NotPlainError, read_plain
 from .key import package_version
 from .payload import TornError
 from .trust import DistrustError, Trust

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .disk import read_plain
 from .entry import SCHEMA, Entry, is_key
+from .fs import read_plain
 from .owner import replace_file
 from .trust import DistrustError, Trust
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .disk import identity, open_plain, write_new
+from .fs import identity, open_plain, write_new
 
 TIMEOUT = 10.0
 # A lock file of the plain kind that is older than this belongs to a process that died: nothing here holds it

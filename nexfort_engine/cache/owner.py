@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .disk import flock, modified, open_new, open_plain, remove_tree, write_all
+from .fs import flock, modified, open_new, open_plain, remove_tree, write_all
 
 log = logging.getLogger("nexfort")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .disk import NotPlainError, open_plain, remove_tree, write_all
+from .fs import NotPlainError, open_plain, remove_tree, write_all
 from .trust import Trust
 
 BLOCK = 1 << 20

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import owner, trust
-from .disk import identity, listing, remove_tree
+from .fs import identity, listing, remove_tree
 
 log = logging.getLogger("nexfort")
 

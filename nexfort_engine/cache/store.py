@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import index, marks, payload, trust
-from .attic import Attic
-from .copies import Copies
-from .disk import NotPlainError, identity, make_private, move_directory, sync_directory, write_new
+from . import index, payload, trust
+from . import usage as marks
+from .catalog import OTHER_SCHEMA, Seen, Shelf
 from .entry import (
     MANIFEST,
     PAYLOAD,
@@ -44,11 +43,13 @@ from .entry import (
     manifest_text,
     now_text,
 )
-from .ground import Ground, StoreError
-from .library import Library
+from .fs import NotPlainError, identity, make_private, move_directory, sync_directory, write_new
+from .load_copies import Copies
 from .lock import LockTimeout
-from .place import default_limit, default_root, parse_size
-from .shelf import OTHER_SCHEMA, Seen, Shelf
+from .overlay import Library
+from .paths import default_limit, default_root, parse_size
+from .quarantine import Attic
+from .root_dir import Ground, StoreError
 from .staging import Staging
 from .trust import DistrustError
 

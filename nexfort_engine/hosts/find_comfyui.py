@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for a ComfyUI as a command: `python -m nexfort_engine.hosts.find_comfyui` prints its root, or nothing.
 
-For the Makefile and scripts. The search itself, and its order, are in locate.py; it needs nothing but Python.
+For the Makefile and scripts. The search itself, and its order, are in comfy_install.py; it needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..locate import ComfyError, find_comfyui
+from .comfy_install import ComfyError, find_comfyui
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

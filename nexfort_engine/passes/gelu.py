@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from .writing import replace
+from ..graph.fx_builder import replace
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..kernels import group_factors
-from .writing import fixed, in_memory, replace
+from ..graph.fx_builder import fixed, in_memory, replace
+from ..kernels.group_norm_scale import op as group_factors
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -105,7 +105,7 @@ def by_channels(x: Any, weight: Any, bias: Any, *, like: torch.Tensor, groups: i
 def by_kernels(
     x: Any, weight: Any, bias: Any, offset: Any, offsets: Any, *, like: torch.Tensor, groups: int, eps: float
 ) -> Any:
-    """As `by_channels`, with factors and summands by kernels of our own (kernels/group_factors.py).
+    """As `by_channels`, with factors and summands by kernels of our own (kernels/group_norm_scale/op.py).
 
     offset: (C) or None, offsets: (N, C) or None, are still to be added to x.
     """

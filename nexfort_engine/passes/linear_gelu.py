@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from .writing import fixed, replace
+from ..graph.fx_builder import fixed, replace
 
 aten = torch.ops.aten
 _BETWEEN = {aten.dropout.default, aten.view.default, aten.reshape.default, aten.flatten.using_ints}

@@ -20,10 +20,10 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
-from ..aliases import Aliases
-from ..attention.choice import memory_order
-from ..quant.precision import hint
-from .writing import fill, fixed, replace
+from ..attention.tuner import memory_order
+from ..graph.alias_analysis import Aliases
+from ..graph.fx_builder import fill, fixed, replace
+from .low_precision import hint
 
 aten = torch.ops.aten
 log = logging.getLogger("nexfort")
@@ -86,7 +86,7 @@ def rotaries(module: GraphModule) -> int:
     """Write the rotary operators of the plan as `turned` has it; gives how many.
 
     Sizes of table and tensor that are equal at the captured call are taken to be so from here on, which the operators
-    do not: the shape environment has each as a guard, and `lower.py` makes it a condition of the artefact.
+    do not: the shape environment has each as a guard, and `lowering/inductor.py` makes it a condition of the artefact.
     """
     found = 0
     for seen in plan(module):

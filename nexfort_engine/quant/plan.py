@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modulestate import foreign
-from ..parts import is_plain
-from ..report import first_line
-from .kinds import QuantType
-from .linear import SCALE, QuantisedLinear
-from .products import FP8, MULTIPLE, missing
+from ..guards.module_guards import foreign
+from ..reporting.report import first_line
+from ..weights.subclass_unwrap import is_plain
+from .matmul import FP8, MULTIPLE, missing
+from .quant_types import QuantType
+from .quantized_linear import SCALE, QuantisedLinear
 
-BUDGET = 0.1  # of the norm of a layer's full product: what verify.py allows a region with products in fp8
+BUDGET = 0.1  # of the norm of a layer's full product: what dispatch/verify.py allows a region with products in fp8
 _ROWS = 32  # that a layer is measured with
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Chooser = Callable[[nn.Module], dict[str, str | None]]

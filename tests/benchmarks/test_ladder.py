@@ -17,8 +17,8 @@ import torch
 from benchmarks import card, ladder, rows
 from benchmarks.backbones import BACKBONES, network
 from benchmarks.table import read
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.grammar import OPTIONS
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.config.options import OPTIONS
 
 HOPPER = {"type": "cuda", "gpu": "A card", "torch": "2.11.0", "no_fp8": ""}
 AMPERE = {**HOPPER, "no_fp8": "too old"}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 from bundle_parts import FILES, HERE, KEY, MACHINE, dumped, payloads, put, snapshot
 
-from nexfort_engine.cache import bundle, contents
+from nexfort_engine.cache import bundle, bundle_manifest
 from nexfort_engine.cache.bundle import Exported, Imported, export, inspect, load
 from nexfort_engine.cache.key import primary_key
 from nexfort_engine.cache.store import Store
@@ -58,7 +58,7 @@ def test_what_a_bundle_holds_is_shown_without_taking_it(store: Store, file: Path
     assert found.entries == sorted((one.manifest for one in store.entries()), key=lambda one: str(one["id"]))
     assert found.fingerprints == {"ab" * 16, "cd" * 16} and found.bytes == 2 * entry.size
     assert len(found.machines) == 2 and MACHINE in found.machines and second in found.machines
-    assert found.made_by == entry.manifest["made_by"] and contents.parse_time(found.created) >= entry.created
+    assert found.made_by == entry.manifest["made_by"] and bundle_manifest.parse_time(found.created) >= entry.created
 
 
 def test_equal_entries_give_equal_bytes(store: Store, target: Store, tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pytest
 from bundle_parts import FILES, HERE, join, member, payloads, put, resealed, split
 
-from nexfort_engine.cache import bundle, contents, ustar
+from nexfort_engine.cache import bundle, bundle_manifest, bundle_tar
 from nexfort_engine.cache.bundle import Imported, export, inspect, load
 from nexfort_engine.cache.key import primary_key
 from nexfort_engine.cache.store import Store
@@ -217,8 +217,8 @@ def test_a_bundle_of_another_version_says_which(store: Store, target: Store, fil
 
 
 def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(contents, "LIMIT", 4096)
-    file.write_bytes(ustar.header("bundle.json", 4097) + b" " * 8192)
+    monkeypatch.setattr(bundle_manifest, "LIMIT", 4096)
+    file.write_bytes(bundle_tar.header("bundle.json", 4097) + b" " * 8192)
     with pytest.raises(ValueError, match="4097 bytes, expected 1 to 4096"):
         inspect(file)
 
@@ -228,14 +228,16 @@ def test_a_list_without_end_is_not_read(file: Path, monkeypatch: Any) -> None:
 )
 def test_what_a_bundle_says_of_itself_takes_little_memory(file: Path, value: bytes) -> None:
     """It is shown before the user trusts its maker."""
-    count = (contents.LIMIT - 200) // (len(value) + 1)
+    count = (bundle_manifest.LIMIT - 200) // (len(value) + 1)
     text = b'{"schema": 1, "entries": [' + b",".join([value] * count) + b"]}\n"
-    file.write_bytes(ustar.header("bundle.json", len(text)) + text + ustar.padding(len(text)) + ustar.END)
+    file.write_bytes(
+        bundle_tar.header("bundle.json", len(text)) + text + bundle_tar.padding(len(text)) + bundle_tar.END
+    )
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="values in"):
             inspect(file)
-        assert tracemalloc.get_traced_memory()[1] < 3 * contents.LIMIT
+        assert tracemalloc.get_traced_memory()[1] < 3 * bundle_manifest.LIMIT
     finally:
         tracemalloc.stop()
 
@@ -246,14 +248,14 @@ def test_manifests_are_twice_as_long_as_their_values_are_many(store: Store, file
     export(store, file)
     ((_, text), *_) = split(file.read_bytes())
     values = sum(map(text.count, (b"[", b"{", b",", b":")))
-    assert len(text) > 1 << 16 and len(text) > 1.5 * contents._BYTES_OF_A_VALUE * values
+    assert len(text) > 1 << 16 and len(text) > 1.5 * bundle_manifest._BYTES_OF_A_VALUE * values
     assert len(inspect(file).entries) == 300
 
 
 def test_a_manifest_that_the_store_would_not_read_does_not_travel(store: Store, file: Path, monkeypatch: Any) -> None:
     put(store)
     export(store, file)
-    monkeypatch.setattr(contents, "MANIFEST_LIMIT", 700)
+    monkeypatch.setattr(bundle_manifest, "MANIFEST_LIMIT", 700)
     for refused in (lambda: inspect(file), lambda: export(store, file)):
         with pytest.raises(ValueError, match="manifest is larger than 700 bytes"):
             refused()
@@ -279,12 +281,12 @@ def test_a_list_that_was_cut_off_says_so(store: Store, file: Path) -> None:
 @pytest.mark.parametrize("size", [-1, 8 << 30])
 def test_no_header_is_written_for_a_size_that_it_cannot_say(size: int) -> None:
     with pytest.raises(ValueError, match=f"found a file of {size} bytes"):
-        ustar.header("name", size)
+        bundle_tar.header("name", size)
 
 
 def test_too_many_manifests_are_exported_in_several_bundles(store: Store, file: Path, monkeypatch: Any) -> None:
     entry = put(store)
-    monkeypatch.setattr(contents, "LIMIT", 500)
+    monkeypatch.setattr(bundle_manifest, "LIMIT", 500)
     with pytest.raises(ValueError, match="export fewer entries"):
         export(store, file, [entry.id])
     assert not file.exists()

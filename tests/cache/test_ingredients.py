@@ -20,11 +20,12 @@ from subjects import graphs_as_they_are
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine import engine, finding
+from nexfort_engine import engine
+from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache import key
 from nexfort_engine.cache.store import Store
-from nexfort_engine.compiled import wrap_methods
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.config.compile_config import CompileConfig
 
 
 class Block(nn.Module):
@@ -99,7 +100,7 @@ def _patched(where: Any, name: str, value: Any) -> Change:
 def _edited_engine(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
     package = Path(key.__file__).parent.parent
     shutil.copytree(package, folder / "engine", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(folder / "engine" / "lower.py", "a", encoding="utf-8") as file:
+    with open(folder / "engine" / "lowering" / "inductor.py", "a", encoding="utf-8") as file:
         file.write("# another pass\n")
     patch.setattr(key, "engine_source_hash", functools.partial(key.engine_source_hash, folder / "engine"))
     return {}

@@ -167,7 +167,7 @@ def test_the_source_hash_follows_content_and_names_of_what_shapes_artefacts(tmp_
     (tmp_path / "lower.py").write_text("a = 1\n")
     (tmp_path / "passes" / "fuse.py").write_text("b = 1\n")
     base = source_hash()
-    (tmp_path / "cli.py").write_text("c = 1\n")
+    (tmp_path / "clear_cache.py").write_text("c = 1\n")
     (tmp_path / "passes" / "notes.txt").write_text("text")
     assert source_hash() == base
     (tmp_path / "lower.py").write_bytes(b"a = 1\r\n")
@@ -195,8 +195,8 @@ def test_the_files_that_shape_artefacts_are_those_listed() -> None:
 
 
 def test_a_folder_that_shapes_nothing_is_that_very_folder(tmp_path: Path) -> None:
-    for name in ("cache/store.py", "cache/old/store.py", "passes/cache/store.py", "cache.py", "passes/cli.py"):
+    for name in ("cache/store.py", "cache/old/store.py", "passes/cache/store.py", "cache.py", "passes/engine.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     names = [name for name, _ in key.shaping_files(tmp_path)]
-    assert names == ["cache.py", "passes/cache/store.py", "passes/cli.py"]
+    assert names == ["cache.py", "passes/cache/store.py", "passes/engine.py"]

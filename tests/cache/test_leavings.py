@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from stores import KEY, OTHER, ROOT, SIZE, put, snapshot
 
-from nexfort_engine.cache import owner, temporary
+from nexfort_engine.cache import ephemeral, owner
 from nexfort_engine.cache.store import Store
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are known by locks")
@@ -24,7 +24,7 @@ LOADS = """
 import sys, tempfile, time
 sys.path.insert(0, sys.argv[2])
 from stores import KEY, OTHER
-from nexfort_engine.cache import bundle, disk, owner, temporary
+from nexfort_engine.cache import bundle, fs as disk, owner, ephemeral as temporary
 from nexfort_engine.cache.store import Store
 store = Store(sys.argv[1])
 (entry,) = store.candidates(KEY)
@@ -220,10 +220,10 @@ def test_foreign_files_in_the_temporary_directory_stay(store: Store, system: Pat
 
 
 def test_scratch_goes_with_its_block_or_its_holder(system: Path) -> None:
-    with temporary.Scratch() as folder:
+    with ephemeral.Scratch() as folder:
         assert folder.parent == system and folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
-    held = temporary.Scratch()
+    held = ephemeral.Scratch()
     path = held.path
     del held
     assert not path.exists()

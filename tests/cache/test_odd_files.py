@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from stores import KEY, OTHER, loaded, put, snapshot
 
-from nexfort_engine.attention.remembered import Row, Table, file_name
-from nexfort_engine.cache.beside import recall, remember
+from nexfort_engine.attention.tuning_cache import Row, Table, file_name
+from nexfort_engine.cache.sidecar import recall, remember
 from nexfort_engine.cache.store import Store, StoreError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such files")

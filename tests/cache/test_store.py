@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from stores import KEY, OTHER, SIZE, put, snapshot, use_at
 
-from nexfort_engine.cache import index, place
+from nexfort_engine.cache import index, paths
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
 # -- the good way --------------------------------------------------------------------------------------------
@@ -193,24 +193,24 @@ def test_clearing_takes_all_entries_and_nothing_else(store: Store, tmp_path: Pat
 )
 def test_sizes(text: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_LIMIT", text)
-    assert place.default_limit() == place.parse_size(text) == size
+    assert paths.default_limit() == paths.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "8 PiB", "1e9", "GiB"])
 def test_a_wrong_limit_is_told_and_ignored(text: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_LIMIT", text)
-    assert place.default_limit() == 8 << 30 and text in caplog.text and "8GiB" in caplog.text
+    assert paths.default_limit() == 8 << 30 and text in caplog.text and "8GiB" in caplog.text
 
 
 def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "chosen"))
-    assert place.default_root() == tmp_path / "chosen"
+    assert paths.default_root() == tmp_path / "chosen"
     monkeypatch.delenv("NEXFORT_CACHE_DIR")
     if sys.platform.startswith("linux"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert place.default_root() == tmp_path / "nexfort"
+        assert paths.default_root() == tmp_path / "nexfort"
         monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/not/allowed")
-        assert place.default_root() == Path.home() / ".cache" / "nexfort"
+        assert paths.default_root() == Path.home() / ".cache" / "nexfort"
 
 
 # -- finding, pinning, removing ------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import pytest
 from stores import KEY, OTHER, ROOT, SIZE, put, quick_folder, snapshot, use_at
 from write_points import dies_at, disk_full_from
 
-from nexfort_engine.cache import ground, lock, marks, owner
+from nexfort_engine.cache import lock, owner, root_dir
+from nexfort_engine.cache import usage as marks
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
 # -- disks that do not take it -------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_a_disk_that_becomes_full(store: Store, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.undo()
     assert snapshot(first.path) == before and first.verify() is None
     assert all(entry.verify() is None for entry in Store(store.root).entries())
-    late._ground._probed = time.monotonic() - ground.RETRY_AFTER - 1
+    late._ground._probed = time.monotonic() - root_dir.RETRY_AFTER - 1
     assert late.writable and late.problem is None and put(late, variant=3).persistent, "it is tried again later"
 
 

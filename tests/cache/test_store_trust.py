@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from stores import KEY, OTHER, loaded, make_base, put, snapshot
 
-from nexfort_engine.cache import copies, index, trust
-from nexfort_engine.cache.place import base_root
+from nexfort_engine.cache import index, load_copies, trust
+from nexfort_engine.cache.paths import base_root
 from nexfort_engine.cache.store import Store, StoreError
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's; Windows has access lists")
@@ -222,8 +222,8 @@ def test_what_is_made_ready_ahead_is_the_checked_copy(store: Store, monkeypatch:
     late = Store(store.root)
     late.ahead([KEY, KEY])
     with monkeypatch.context() as patch:
-        patch.setattr(copies.payload, "copy", None)
-        patch.setattr(copies.payload, "check", None)
+        patch.setattr(load_copies.payload, "copy", None)
+        patch.setattr(load_copies.payload, "check", None)
         copy = late.ready(entry)  # nothing is left to do
     assert snapshot(copy) == stored
     (copy / "ab" / "kernel.py").write_bytes(b"laid out by loading")

@@ -14,8 +14,9 @@ import bundle_parts
 import pytest
 from stores import KEY, put
 
-from nexfort_engine.cache import beside, bundle, disk, owner
-from nexfort_engine.cache.ground import Ground
+from nexfort_engine.cache import bundle, owner, sidecar
+from nexfort_engine.cache import fs as disk
+from nexfort_engine.cache.root_dir import Ground
 from nexfort_engine.cache.store import Store, StoreError
 
 FOLDERS = [".", "entries", f"entries/{KEY}", "staging", "broken"]
@@ -85,8 +86,8 @@ def test_what_is_staged_and_gone_is_told(store: Store) -> None:
 
 
 def _remember(folder: Path) -> None:
-    beside.remember(folder, "fact.json", [1])
-    assert beside.recall(folder, "fact.json") == [1]
+    sidecar.remember(folder, "fact.json", [1])
+    assert sidecar.recall(folder, "fact.json") == [1]
 
 
 def _export(folder: Path) -> None:

@@ -22,10 +22,11 @@ from restarted import counting
 from subjects import graphs_as_they_are
 from tiny_autoencoders import taesd, vae
 
-from nexfort_engine import lower, promise, standins
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.pace import STEPS as STEPS_COMPARED
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.dispatch import forward_shim, slowdown
+from nexfort_engine.dispatch.step_times import STEPS as STEPS_COMPARED
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.lowering import inductor as lower
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 FAST = CompileConfig.parse("jit")
@@ -45,7 +46,7 @@ def report(patcher: Any) -> dict[str, Any]:
 
 def assert_clean(patcher: Any) -> None:
     """Nothing of the engine acts in the network, and this patcher knows nothing of it."""
-    assert not standins._installed
+    assert not forward_shim._installed
     assert not [p for p, sub in patcher.model.diffusion_model.named_modules() if "forward" in vars(sub)]
     assert host.KEY not in patcher.attachments
     assert not any(host.KEY in table for table in patcher.wrappers.values())
@@ -82,7 +83,7 @@ def test_the_latent_is_eager_s_and_bypass_is_eager_to_the_bit(patcher: Any) -> N
 
 def test_bypassed_steps_tell_how_long_eager_takes(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.2]
-    monkeypatch.setattr(promise, "begin", lambda device: lambda now=seconds[0]: lambda: now)
+    monkeypatch.setattr(slowdown, "begin", lambda device: lambda now=seconds[0]: lambda: now)
     wanted = sample(patcher)
     compiled = host.attach(patcher, CONFIG)
     for _ in range(STEPS_COMPARED // STEPS + 1):
@@ -93,7 +94,7 @@ def test_bypassed_steps_tell_how_long_eager_takes(patcher: Any, monkeypatch: pyt
         assert torch.equal(sample(patcher), wanted)
         sample(patcher, size=(24, 16))
     (row,) = report(compiled)["pace"]
-    assert row["slower"] and row["source"] == promise.WITHOUT and row["compiled_ms"] == pytest.approx(200)
+    assert row["slower"] and row["source"] == slowdown.WITHOUT and row["compiled_ms"] == pytest.approx(200)
     assert_clean(patcher)
 
 

@@ -18,7 +18,7 @@ from patchers import MOVES, TOLERANCE, distance
 from prompts import Executor, InTheMiddle, flux_prompt
 from restarted import counting
 
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 LACKING = 1e6  # gigabytes that are asked to be free: there is always too little

@@ -22,8 +22,8 @@ from patchers import CONFIG, FAMILIES, MOVES, TOLERANCE, Conditions, distance, n
 from prompts import WIDGETS, comfyui_nodes
 from subjects import graphs_as_they_are
 
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_control
+from nexfort_engine.hosts.comfy import controlnet
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 CALL: dict[str, Any] = {"size": (4, 4), "steps": 3, "length": 2}
@@ -73,7 +73,7 @@ class Union:
         self.model, self.control = UNIONS[name]()
         self.model_of_ours = host.attach(self.model, CONFIG)
         self.ours = self.compile(self.control)
-        self.reports: list[Any] = [host.report_of(self.model_of_ours), comfy_control.report_of(self.ours)]
+        self.reports: list[Any] = [host.report_of(self.model_of_ours), controlnet.report_of(self.ours)]
         self.plain = sample(self.model, **CALL)
         self.wanted = {what: self.picture(self.model, self.control, row) for what, row in ROWS.items()}
 
@@ -169,7 +169,7 @@ def test_a_type_that_is_set_in_front_of_our_node_acts(begun: Callable[[str], Uni
     for what in ("depth", "openpose", "chain"):
         found = at.picture(at.model, at.control, ROWS[what], in_front)
         assert distance(found, at.wanted[what]) < TOLERANCE, what
-    assert comfy_control.report_of(typed[0]) is at.reports[1] and not at.new(marks)[1]["artefacts"]
+    assert controlnet.report_of(typed[0]) is at.reports[1] and not at.new(marks)[1]["artefacts"]
 
 
 @pytest.mark.parametrize("name", UNIONS)

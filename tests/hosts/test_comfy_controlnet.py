@@ -21,10 +21,11 @@ from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, nothing_new, sam
 from restarted import counting
 from subjects import distance as tensors_distance
 
-from nexfort_engine import lower, standins
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_control
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.dispatch import forward_shim
+from nexfort_engine.hosts.comfy import controlnet
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.lowering import inductor as lower
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "quick")]
 FAST = CompileConfig.parse("jit")
@@ -35,8 +36,8 @@ class Pair:
 
     def __init__(self, name: str, config: CompileConfig = CONFIG) -> None:
         self.name, self.patcher, self.plain = name, model_for(name), KINDS[name][0]()
-        self.compiled = comfy_control.attach_control(self.plain, config)
-        report = comfy_control.report_of(self.compiled)
+        self.compiled = controlnet.attach_control(self.plain, config)
+        report = controlnet.report_of(self.compiled)
         assert report is not None
         self.report = report
 
@@ -63,7 +64,7 @@ def begun(name: str) -> tuple[Pair, Any]:
 
 def assert_clean() -> None:
     """No engine stands in any block's place."""
-    assert not standins._installed
+    assert not forward_shim._installed
 
 
 # ---- attach ----------
@@ -72,14 +73,14 @@ def assert_clean() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_attach_gives_a_copy_and_compiles_nothing(name: str) -> None:
     plain = KINDS[name][0]()
-    before, networks = dict(vars(plain)), comfy_control.networks_of(plain)
+    before, networks = dict(vars(plain)), controlnet.networks_of(plain)
     keys = [list(network.state_dict()) for network in networks.values()]
     with counting() as counted:
-        compiled = comfy_control.attach_control(plain, CONFIG)
+        compiled = controlnet.attach_control(plain, CONFIG)
     assert counted.as_dict() == {"exports": 0, "lowerings": 0}
     assert compiled is not plain and isinstance(compiled, type(plain))
-    assert vars(plain) == before and comfy_control.report_of(plain) is None
-    found = comfy_control.report_of(compiled)
+    assert vars(plain) == before and controlnet.report_of(plain) is None
+    found = controlnet.report_of(compiled)
     assert found is not None and not found.as_dict()["calls"] and not found.as_dict()["artefacts"]
     assert list(map(id, compiled.get_models())) == list(map(id, plain.get_models()))
     mine = [vars(compiled)[attribute] for attribute in networks]
@@ -91,7 +92,7 @@ def test_attach_gives_a_copy_and_compiles_nothing(name: str) -> None:
 def test_a_control_net_that_holds_its_network_keeps_its_exact_type(name: str) -> None:
     """Packs that convert control nets compare types."""
     plain = KINDS[name][0]()
-    assert type(comfy_control.attach_control(plain, CONFIG)) is type(plain)
+    assert type(controlnet.attach_control(plain, CONFIG)) is type(plain)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -115,9 +116,9 @@ def test_a_node_that_runs_again_finds_what_there_is(name: str) -> None:
     wanted = pair.ours()
     with counting() as counted:
         for again in (pair.plain, pair.compiled):
-            compiled = comfy_control.attach_control(again, CONFIG)
+            compiled = controlnet.attach_control(again, CONFIG)
             assert torch.equal(picture(pair.patcher, compiled), wanted)
-            found = comfy_control.report_of(compiled)
+            found = controlnet.report_of(compiled)
             assert found is not None and found.as_dict()["artefacts_compiled"] == (
                 0 if name == "lora" else pair.report.as_dict()["artefacts_compiled"]
             )
@@ -127,13 +128,13 @@ def test_a_node_that_runs_again_finds_what_there_is(name: str) -> None:
 @pytest.mark.parametrize("value", [None, 3, "a control net", torch.nn.Linear(2, 2)])
 def test_what_is_no_control_net_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match=rf"got a {type(value).__name__}, expected the CONTROL_NET output of a loader"):
-        comfy_control.attach_control(value, CONFIG)
+        controlnet.attach_control(value, CONFIG)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_freezing_is_told_to_have_no_effect(name: str) -> None:
-    compiled = comfy_control.attach_control(KINDS[name][0](), CompileConfig.parse("O2:freezing"))
-    found = comfy_control.report_of(compiled)
+    compiled = controlnet.attach_control(KINDS[name][0](), CompileConfig.parse("O2:freezing"))
+    found = controlnet.report_of(compiled)
     assert found is not None
     (row,) = found.as_dict()["inactive"]
     assert row["token"] == "freezing" and "ComfyUI's MODEL" in row["reason"]
@@ -141,11 +142,11 @@ def test_freezing_is_told_to_have_no_effect(name: str) -> None:
 
 def test_switched_off_it_gives_back_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = control_nets.t2i()
-    assert comfy_control.attach_control(plain, CompileConfig.parse({"disable": True})) is plain
+    assert controlnet.attach_control(plain, CompileConfig.parse({"disable": True})) is plain
     pair, _ = begun("t2i")
     calls = pair.report.as_dict()["calls"]
     monkeypatch.setenv("NEXFORT_DISABLE", "1")
-    assert comfy_control.attach_control(plain, CONFIG) is plain
+    assert controlnet.attach_control(plain, CONFIG) is plain
     assert torch.equal(pair.ours(), pair.eager()) and pair.report.as_dict()["calls"] == calls
 
 
@@ -259,8 +260,8 @@ def test_a_control_net_that_is_given_the_model_as_an_argument() -> None:
     plain = control_nets.qwen_fun()
     sampling = model_for("flux").model.model_sampling
     model = SimpleNamespace(model_sampling=sampling, diffusion_model=make("comfy_qwen").module)
-    compiled = comfy_control.attach_control(plain, CONFIG)
-    report = comfy_control.report_of(compiled)
+    compiled = controlnet.attach_control(plain, CONFIG)
+    report = controlnet.report_of(compiled)
     assert report is not None
     wanted = control_nets.called(plain, model)
     assert len(wanted) > 1 and all(bool(tensor.abs().max() > 0) for tensor in wanted)
@@ -280,9 +281,9 @@ def test_weights_that_are_cast_on_the_way() -> None:
     plain = control_nets.unet(dtype=torch.float16, operations=comfy.ops.manual_cast)
     plain.manual_cast_dtype = torch.float32
     patcher = model_for("unet")
-    compiled = comfy_control.attach_control(plain, CONFIG)
+    compiled = controlnet.attach_control(plain, CONFIG)
     assert distance(picture(patcher, compiled), picture(patcher, plain)) < TOLERANCE
-    report = comfy_control.report_of(compiled)
+    report = controlnet.report_of(compiled)
     assert report is not None and report.as_dict()["calls"] == STEPS and not report.as_dict()["eager"]
 
 
@@ -300,7 +301,7 @@ def test_a_network_that_raises_raises_the_same(name: str) -> None:
 
     pair, mark = begun(name)
     wanted = pair.ours()
-    (network,) = comfy_control.networks_of(pair.plain).values()
+    (network,) = controlnet.networks_of(pair.plain).values()
     hook = network.register_forward_pre_hook(broken)
     for run in (pair.eager, pair.ours):
         with pytest.raises(Broken, match="of its own"):
@@ -340,12 +341,12 @@ def test_a_control_object_without_a_network_runs_as_before_and_says_so(caplog: p
             return self.control_merge({"middle": [made]}, None, None)
 
     patcher, plain = model_for("unet"), Bare()
-    compiled = comfy_control.attach_control(plain, CONFIG)
+    compiled = controlnet.attach_control(plain, CONFIG)
     assert distance(picture(patcher, plain), sample(patcher)) > MOVES
     with caplog.at_level(logging.WARNING, "nexfort"):
         for _ in range(2):
             assert torch.equal(picture(patcher, compiled), picture(patcher, plain))
-    report = comfy_control.report_of(compiled)
+    report = controlnet.report_of(compiled)
     assert report is not None
     (row,) = report.as_dict()["eager"]
     assert row["region"] == "(whole module)" and "no network was found" in row["reason"]
@@ -362,7 +363,7 @@ def test_a_network_with_a_replaced_forward_runs_as_before_and_says_so(caplog: py
     wanted = picture(patcher, plain)
     assert distance(wanted, before) > TOLERANCE
     with caplog.at_level(logging.WARNING, "nexfort"):
-        compiled = comfy_control.attach_control(plain, CONFIG)
+        compiled = controlnet.attach_control(plain, CONFIG)
     assert "replaced forward" in caplog.text
     assert torch.equal(picture(patcher, compiled), wanted)
 
@@ -414,5 +415,5 @@ def test_a_copy_for_another_device_has_an_engine_of_its_own_that_knows_comfyui()
     with counting() as counted:
         assert distance(picture(pair.patcher, clone), pair.eager()) < TOLERANCE
     assert counted.as_dict() == {"exports": 0, "lowerings": 0}
-    report = comfy_control.report_of(clone)
+    report = controlnet.report_of(clone)
     assert report is not pair.report and report is not None and report.as_dict()["calls"] == STEPS

@@ -71,7 +71,7 @@ def test_a_cancel_between_two_steps(at: At) -> None:
 def test_no_memory_in_compiled_code_has_comfyui_unload_its_models(at: At) -> None:
     import comfy.model_management as management
 
-    from nexfort_engine.artefact import Binding
+    from nexfort_engine.runtime.artifact import Binding
 
     run, calls, loaded = Binding.run, [], []
 

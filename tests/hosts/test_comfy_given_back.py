@@ -12,11 +12,15 @@ from card_memory import PAGE
 from kept_weights import KINDS, Kind, Paged, engine_of, kept
 from patchers import CONFIG
 
-from nexfort_engine import dispatch, engine, keeping, loans
+from nexfort_engine import engine
+from nexfort_engine.dispatch import prepack_cache
+from nexfort_engine.dispatch import region as dispatch
 from nexfort_engine.engine import Engine
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_home, comfy_weights
-from nexfort_engine.hosts.comfy_weights import ComfyWeights
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.hosts.comfy import offload as comfy_offload
+from nexfort_engine.hosts.comfy import weights as comfy_weights
+from nexfort_engine.hosts.comfy.weights import ComfyWeights
+from nexfort_engine.weights import lease as loans
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
@@ -40,8 +44,8 @@ def _laid_out(patch: pytest.MonkeyPatch) -> tuple[Kind, Paged]:
 
 def _make_dynamic(patch: pytest.MonkeyPatch) -> None:
     """From here on pages are dynamic VRAM's, which on a CPU are none."""
-    patch.setattr(comfy_home, "FROM", ("cpu",))
-    for module in (comfy_home, comfy_weights):
+    patch.setattr(comfy_offload, "FROM", ("cpu",))
+    for module in (comfy_offload, comfy_weights):
         patch.setattr(module, "is_dynamic", lambda _: True)
 
 
@@ -100,7 +104,7 @@ def test_what_makes_room_is_judged_with_all_that_is_kept_and_where_it_lies(monke
     with monkeypatch.context() as patch:
         patch.setattr(ComfyWeights, "pays", lambda _, groups: [False] * len(groups))
         room = iter([False])
-        patch.setattr(keeping, "_has_room", lambda *_: next(room, True))
+        patch.setattr(prepack_cache, "_has_room", lambda *_: next(room, True))
         first, _ = roomy.sampled(steps=1)  # there is no room for what the first region keeps
         assert kept(roomy.clone).count(0) == 1, "the others stay"
         again, _ = roomy.sampled(steps=1)
@@ -166,7 +170,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     if why == "nobody can say":
         monkeypatch.setattr(ComfyWeights, "version", lambda _: None)
     elif why == "no room":
-        monkeypatch.setattr(keeping, "room_for", lambda *_: False)
+        monkeypatch.setattr(prepack_cache, "room_for", lambda *_: False)
     elif why == "memory was short":
         host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).keeps = False
     else:
@@ -178,7 +182,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
 def test_what_was_let_go_of_before_the_step_ended_is_not_given_back(
     roomy: Paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = keeping.hold_once
+    end = prepack_cache.hold_once
 
     def released(one: Engine) -> None:
         one.release()  # by another thread
@@ -229,7 +233,7 @@ def test_eager_code_leaves_no_pages_behind(roomy: Paged, monkeypatch: pytest.Mon
             return call(region, plain, args, kwargs, session)
 
         monkeypatch.setattr(dispatch.Region, "call", planned)
-    end = keeping.hold_once
+    end = prepack_cache.hold_once
     monkeypatch.setattr(engine, "hold_once", lambda one: (resident.append(set(roomy.memory.resident)), end(one)))
     assert torch.equal(roomy.sampled()[0], first)
     assert any(pages > left for pages in resident) and roomy.memory.resident == left

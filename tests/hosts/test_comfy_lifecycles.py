@@ -34,8 +34,8 @@ from patchers import (
 )
 from subjects import graphs_as_they_are
 
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 every = pytest.mark.parametrize("name", FAMILIES)
@@ -223,7 +223,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(pair: Callable[[str], Pair],
 def test_no_memory_is_for_comfyui_to_deal_with(
     pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nexfort_engine.artefact import Binding
+    from nexfort_engine.runtime.artifact import Binding
 
     at = pair(name)
     plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
@@ -256,7 +256,7 @@ def test_an_interrupt_while_the_first_step_is_planned_is_not_lost(monkeypatch: p
     """A step is run eagerly beside the first one; ComfyUI's own layers may see the interrupt there."""
     import comfy.model_management as management
 
-    from nexfort_engine import planning
+    from nexfort_engine.compilation import planner
 
     def interrupted(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
         management.interrupt_current_processing()
@@ -266,7 +266,7 @@ def test_an_interrupt_while_the_first_step_is_planned_is_not_lost(monkeypatch: p
         patcher = another("comfy_flux", seed=11)
         compiled = host.attach(patcher, CompileConfig.parse("jit:benchmark"))
         with monkeypatch.context() as patch:
-            patch.setattr(planning.Planner, "_observe", interrupted)
+            patch.setattr(planner.Planner, "_observe", interrupted)
             with pytest.raises(management.InterruptProcessingException):
                 sample(compiled)
         assert not host.report_of(compiled).as_dict()["notes"]  # type: ignore[union-attr]
@@ -299,7 +299,8 @@ def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
     """Where ComfyUI has a compiler of allocations of its own; this version may not, so its name is put there."""
     import comfy.model_prefetch
 
-    from nexfort_engine import build, finding
+    from nexfort_engine.compilation import builder as build
+    from nexfort_engine.compilation import lookup as finding
 
     inside, seen = [0], []
 

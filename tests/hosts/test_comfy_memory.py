@@ -17,9 +17,9 @@ from card_memory import unload
 from control_nets import KINDS, model_for, picture
 from patchers import CONFIG, patcher_around, sample
 
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts import comfy_control
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import controlnet
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
@@ -71,9 +71,9 @@ def _refuse(*_: Any, **__: Any) -> Any:
 def test_nothing_keeps_an_unloaded_control_net_alive(name: str) -> None:
     def used(compiled: bool) -> weakref.ref[Any]:
         plain, patcher = KINDS[name][0](), model_for(name)
-        control = comfy_control.attach_control(plain, CONFIG) if compiled else plain
+        control = controlnet.attach_control(plain, CONFIG) if compiled else plain
         picture(patcher, control)
-        kept = next(iter(comfy_control.networks_of(plain).values()), control)
+        kept = next(iter(controlnet.networks_of(plain).values()), control)
         return weakref.ref(kept)
 
     assert let_go(used(False)), "ComfyUI keeps it itself"
@@ -84,7 +84,7 @@ def test_nothing_keeps_an_unloaded_control_net_alive(name: str) -> None:
 def test_a_control_lora_s_network_goes_with_its_run() -> None:
     made: list[weakref.ref[Any]] = []
     plain, patcher = control_nets.lora(), model_for("lora")
-    compiled = comfy_control.attach_control(plain, CONFIG)
+    compiled = controlnet.attach_control(plain, CONFIG)
     kind = type(plain)
     with pytest.MonkeyPatch.context() as patch:
         own = kind.pre_run

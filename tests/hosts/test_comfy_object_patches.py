@@ -29,7 +29,7 @@ from patchers import (
     with_method,
 )
 
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 MakePair = Callable[[str], Pair]

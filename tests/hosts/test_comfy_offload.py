@@ -17,10 +17,11 @@ from patchers import CONFIG, distance, sample
 from pretended_graph import Graph, pretend
 from torch import nn
 
-from nexfort_engine import offload
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.engine import Engine
-from nexfort_engine.hosts import comfy_home, comfy_weights
+from nexfort_engine.hosts.comfy import offload as comfy_offload
+from nexfort_engine.hosts.comfy import weights as comfy_weights
+from nexfort_engine.weights import offload
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
@@ -38,7 +39,7 @@ class Offloaded(Elsewhere):
     """On a card, or main memory is taken for one's. wanted: the picture that eager code makes."""
 
     def __init__(self, kind: Kind, patch: pytest.MonkeyPatch, card: str = "cpu") -> None:
-        patch.setattr(comfy_home, "FROM", (card,))
+        patch.setattr(comfy_offload, "FROM", (card,))
         patch.setattr(offload, "LEAST", 1)
         self.plain = kind.made(patch)
         self.plain.load_device = torch.device(card)
@@ -285,7 +286,7 @@ def test_where_they_stay(offloaded: Offloaded, kind: Kind, monkeypatch: pytest.M
     elif why == "little":
         monkeypatch.setattr(offload, "LEAST", 1 << 40)
     else:
-        monkeypatch.setattr(comfy_home, "is_plain", lambda _: False)
+        monkeypatch.setattr(comfy_offload, "is_plain", lambda _: False)
     offloaded.settled()
     assert not offloaded.away and offloaded.offload._copies is None
     if kind.config is CONFIG and why != "dynamic":
@@ -339,7 +340,7 @@ def test_others_leave_before_weights_come_back(monkeypatch: pytest.MonkeyPatch) 
     import comfy.model_management as management
 
     asked: list[Any] = []
-    home = comfy_home.ComfyHome(lambda: None)  # type: ignore[arg-type]
+    home = comfy_offload.ComfyHome(lambda: None)  # type: ignore[arg-type]
     monkeypatch.setattr(management, "free_memory", lambda *a, **k: asked.append((a, k)))
     monkeypatch.setattr(management, "get_free_memory", lambda *_: 1 << 30)
     card = torch.device("meta")
@@ -423,6 +424,6 @@ def test_what_is_away_already_is_no_reason_for_others_to_stay(
     names = sorted(offloaded.away)
     offload.take_back(network.get_submodule(names[-1]))
     network.get_submodule(names[-1]).to("meta")
-    monkeypatch.setattr(comfy_home, "FROM", ("meta",))
+    monkeypatch.setattr(comfy_offload, "FROM", ("meta",))
     found = lender._home.resident([network.get_submodule(name) for name in names], lender.lends)
     assert [network.get_submodule(name) for name in names] == found

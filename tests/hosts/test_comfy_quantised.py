@@ -22,8 +22,8 @@ from quantised import CHANNELS, FORMATS, load, plain_weights, quantised_weights
 from subjects import graphs_as_they_are
 from test_comfy_weights import nothing_new, reported
 
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 sample = functools.partial(sample_any, channels=CHANNELS)

@@ -13,7 +13,7 @@ from patchers import CONFIG, MOVES, TOLERANCE, distance
 from subjects import graphs_as_they_are
 from tiny_autoencoders import kl_vae, taesd, vae, wan_vae
 
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 KEEPS_FRAMES = "it changes a list or an object that it is given"  # frames that the next call of a video's block needs

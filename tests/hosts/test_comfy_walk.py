@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from patchers import CONFIG, MOVES, TOLERANCE, Pair, distance, in_the_middle, nothing_new, pairs, sample
 from walk import Knobs, State
 
-from nexfort_engine.config import CompileConfig
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 SEEDS = {"comfy_unet": 21, "comfy_flux": 3, "comfy_wan": 30}  # of the walks, by the families that have one

@@ -19,8 +19,8 @@ from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, 
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
-from nexfort_engine.hosts import comfy as host
-from nexfort_engine.hosts.comfy_weights import ComfyWeights
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.hosts.comfy.weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 

@@ -13,9 +13,9 @@ from pretended_gpu import norms_as_on_a_gpu
 from subjects import graphs_as_they_are
 
 import nexfort_engine
-from nexfort_engine import build as builds
+from nexfort_engine.api import CompiledModule
 from nexfort_engine.cache.store import Store
-from nexfort_engine.compiled import CompiledModule
+from nexfort_engine.compilation import builder as builds
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")

@@ -13,8 +13,8 @@ from test_diffusers import image, pipeline
 
 import nexfort_engine
 from nexfort_engine.engine import Engine
-from nexfort_engine.hosts import diffusers_timesteps
-from nexfort_engine.hosts.diffusers_timesteps import at_hand
+from nexfort_engine.hosts.diffusers import timesteps as diffusers_timesteps
+from nexfort_engine.hosts.diffusers.timesteps import at_hand
 
 diffusers = pytest.importorskip("diffusers")
 LOOKING = ("DDIMScheduler", "PNDMScheduler", "CogVideoXDDIMScheduler", "DDIMInverseScheduler")

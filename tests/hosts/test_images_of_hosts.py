@@ -16,8 +16,8 @@ from patchers import CONFIG, TOLERANCE, distance
 from subjects import graph_subject, graphs_as_they_are, names, new_since
 from tiny_autoencoders import kl_vae, taesd, vae
 
-from nexfort_engine import images
-from nexfort_engine.hosts import comfy as host
+from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.modules import channels_last
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 AS_IT_IS = "images lie between blocks as eager code leaves them"
@@ -25,8 +25,8 @@ AS_IT_IS = "images lie between blocks as eager code leaves them"
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(images, "MEASURED", ("cpu", "cuda"))
-    monkeypatch.setattr(images, "_LEAST", 1)
+    monkeypatch.setattr(channels_last, "MEASURED", ("cpu", "cuda"))
+    monkeypatch.setattr(channels_last, "_LEAST", 1)
     with graphs_as_they_are():
         yield
 

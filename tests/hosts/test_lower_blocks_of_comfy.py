@@ -11,9 +11,9 @@ import torch
 from host_blocks import HOST_BLOCKS, host_captured, with_attention_of_others
 from lowering_ahead import code_of, lowered_ahead
 
-from nexfort_engine import lower
-from nexfort_engine.conditions import Conditions
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.guards.shape_guards import Conditions
+from nexfort_engine.lowering import inductor as lower
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():

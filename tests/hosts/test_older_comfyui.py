@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nexfort_engine.locate import comfyui_version, is_comfyui
+from nexfort_engine.hosts.comfy_install import comfyui_version, is_comfyui
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 HERE = Path(__file__).resolve().parent

@@ -14,10 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels import gluon_convolution
-from nexfort_engine.kernels.convolution import WIDTHS
-from nexfort_engine.kernels.gluon_convolution import convolve_in_groups as kernel
-from nexfort_engine.kernels.triton_convolution import sum_places
+from nexfort_engine.kernels.conv3x3 import gluon_kernel as gluon_convolution
+from nexfort_engine.kernels.conv3x3.gluon_kernel import convolve_in_groups as kernel
+from nexfort_engine.kernels.conv3x3.op import WIDTHS
+from nexfort_engine.kernels.conv3x3.triton_kernel import sum_places
 
 SHARED = 232448  # bytes of shared memory that a block may have on such a card
 SIZES = ("images", "height", "width", "channels", "columns")

@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels.few_keys_attention import KEYS, QUERIES, WIDTH
-from nexfort_engine.kernels.triton_few_keys_attention import attend_few
+from nexfort_engine.kernels.short_kv_attention.op import KEYS, QUERIES, WIDTH
+from nexfort_engine.kernels.short_kv_attention.triton_kernel import attend_few
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 SHARED = 101376  # bytes of shared memory that a block may have on the cards that have the least

@@ -7,8 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels import gluon_gated_linear
-from nexfort_engine.kernels.gluon_gated_linear import multiply_gated_in_groups as kernel
+from nexfort_engine.kernels.geglu_linear import gluon_kernel as gluon_gated_linear
+from nexfort_engine.kernels.geglu_linear.gluon_kernel import multiply_gated_in_groups as kernel
 
 SHARED = 232448  # bytes of shared memory that a block may have on such a card
 

@@ -7,8 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels import group_factors
-from nexfort_engine.kernels import triton_group_factors as kernels
+from nexfort_engine.kernels.group_norm_scale import op as group_factors
+from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 _SIZES = dict.fromkeys(("channels", "places", "chunk"), "i32")

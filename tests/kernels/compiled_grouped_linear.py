@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels import grouped_linear
-from nexfort_engine.kernels.triton_grouped_linear import multiply_rows
+from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
+from nexfort_engine.kernels.grouped_gemm.triton_kernel import multiply_rows
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 SHARED = 101376  # bytes of shared memory that a block may have on the cards that have the least

@@ -7,8 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels import innermost_weight
-from nexfort_engine.kernels import triton_innermost_weight as kernels
+from nexfort_engine.kernels.channels_last_weight import op as innermost_weight
+from nexfort_engine.kernels.channels_last_weight import triton_kernel as kernels
 
 for architecture in (80, 86, 89, 90, 100, 120):
     for dtype, places in (("fp16", 9), ("bf16", 3), ("fp32", 49)):

@@ -8,9 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels import gluon_narrow_attention as in_groups
-from nexfort_engine.kernels import triton_narrow_attention as kernels
-from nexfort_engine.kernels.narrow_attention import KEYS, QUERIES, QUERIES_IN_GROUPS, WIDTHS
+from nexfort_engine.kernels.low_precision_attention import gluon_kernel as in_groups
+from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
+from nexfort_engine.kernels.low_precision_attention.op import KEYS, QUERIES, QUERIES_IN_GROUPS, WIDTHS
 
 ARCHITECTURES = (89, 90, 100, 120)
 _NARROW = {"k8": "*i8", "v8": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}

@@ -9,8 +9,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels import gluon_unpadded_attention, unpadded_attention
-from nexfort_engine.kernels.gluon_unpadded_attention import attend_unpadded_in_groups as kernel
+from nexfort_engine.kernels.odd_head_dim_attention import (
+    gluon_kernel as gluon_unpadded_attention,
+)
+from nexfort_engine.kernels.odd_head_dim_attention import (
+    op as unpadded_attention,
+)
+from nexfort_engine.kernels.odd_head_dim_attention.gluon_kernel import attend_unpadded_in_groups as kernel
 
 SHARED = 232448  # bytes of shared memory that a block may have on such a card
 SIZES = ("batch", "heads", "queries", "keys")

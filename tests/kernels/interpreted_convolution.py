@@ -9,8 +9,8 @@ import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 from torch.nn.functional import conv2d, interpolate
 
-from nexfort_engine.kernels import convolution
-from nexfort_engine.kernels import triton_convolution as kernels
+from nexfort_engine.kernels.conv3x3 import op as convolution
+from nexfort_engine.kernels.conv3x3 import triton_kernel as kernels
 
 with_numbers()
 with_bfloat16()

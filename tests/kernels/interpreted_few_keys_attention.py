@@ -8,9 +8,9 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels import few_keys_attention
-from nexfort_engine.kernels.few_keys_attention import KEYS, QUERIES, WIDTH
-from nexfort_engine.kernels.triton_few_keys_attention import attend_few
+from nexfort_engine.kernels.short_kv_attention import op as few_keys_attention
+from nexfort_engine.kernels.short_kv_attention.op import KEYS, QUERIES, WIDTH
+from nexfort_engine.kernels.short_kv_attention.triton_kernel import attend_few
 
 PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all
 Order = tuple[int, ...]

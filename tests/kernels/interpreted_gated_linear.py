@@ -8,9 +8,10 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels import gated_linear, narrow_gated_linear
-from nexfort_engine.kernels import triton_gated_linear as kernels
-from nexfort_engine.quant.products import FP8, narrowed
+from nexfort_engine.kernels.geglu_linear import fp8_op as narrow_gated_linear
+from nexfort_engine.kernels.geglu_linear import op as gated_linear
+from nexfort_engine.kernels.geglu_linear import triton_kernel as kernels
+from nexfort_engine.quant.matmul import FP8, narrowed
 
 with_numbers()
 with_bfloat16()

@@ -8,8 +8,8 @@ import itertools
 import torch
 from interpreting import with_numbers
 
-from nexfort_engine.kernels import group_factors
-from nexfort_engine.kernels import triton_group_factors as kernels
+from nexfort_engine.kernels.group_norm_scale import op as group_factors
+from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
 Given = tuple[torch.Tensor | None, ...]
 

@@ -8,8 +8,8 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels import grouped_linear
-from nexfort_engine.kernels import triton_grouped_linear as kernels
+from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
+from nexfort_engine.kernels.grouped_gemm import triton_kernel as kernels
 
 with_numbers()
 with_bfloat16()

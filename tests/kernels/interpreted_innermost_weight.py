@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from interpreting import with_numbers
 
-from nexfort_engine.kernels import innermost_weight
-from nexfort_engine.kernels import triton_innermost_weight as kernels
+from nexfort_engine.kernels.channels_last_weight import op as innermost_weight
+from nexfort_engine.kernels.channels_last_weight import triton_kernel as kernels
 
 with_numbers()
 torch.manual_seed(0)

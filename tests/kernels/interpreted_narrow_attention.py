@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from interpreting import with_numbers, with_rounding
 
-from nexfort_engine.kernels import narrow_attention
-from nexfort_engine.kernels import triton_narrow_attention as kernels
+from nexfort_engine.kernels.low_precision_attention import op as narrow_attention
+from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
 
 with_numbers()
 with_rounding()

@@ -8,8 +8,8 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels import unpadded_attention
-from nexfort_engine.kernels.triton_unpadded_attention import attend_unpadded
+from nexfort_engine.kernels.odd_head_dim_attention import op as unpadded_attention
+from nexfort_engine.kernels.odd_head_dim_attention.triton_kernel import attend_unpadded
 
 PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all
 Order = tuple[int, ...]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from nexfort_engine.kernels.convolution import WIDTHS
-from nexfort_engine.kernels.gluon_convolution import convolve_in_groups
-from nexfort_engine.kernels.triton_convolution import sum_places
+from nexfort_engine.kernels.conv3x3.gluon_kernel import convolve_in_groups
+from nexfort_engine.kernels.conv3x3.op import WIDTHS
+from nexfort_engine.kernels.conv3x3.triton_kernel import sum_places
 
 
 def found(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, side: int, width: int) -> torch.Tensor:

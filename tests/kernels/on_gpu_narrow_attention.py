@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from nexfort_engine.kernels import gluon_narrow_attention as in_groups
-from nexfort_engine.kernels import narrow_attention
-from nexfort_engine.kernels import triton_narrow_attention as kernels
+from nexfort_engine.kernels.low_precision_attention import gluon_kernel as in_groups
+from nexfort_engine.kernels.low_precision_attention import op as narrow_attention
+from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
 
 
 def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

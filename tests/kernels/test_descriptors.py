@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nexfort_engine
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.config.compile_config import CompileConfig
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 SWITCHES = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")

@@ -18,7 +18,7 @@ import pytest
 import served
 
 from benchmarks.startup import HOST
-from nexfort_engine.config import CompileConfig
+from nexfort_engine.config.compile_config import CompileConfig
 
 HEAVY = ("triton", "torch._inductor", "torch._dynamo", "nexfort_engine", "diffusers")
 # As ComfyUI's load_custom_node does it: a module named by its path, whose package finds its own parts.
@@ -117,15 +117,15 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, CompileC
         calls.append((given, config))
         return "a clone"
 
-    host = types.ModuleType("nexfort_engine.hosts.comfy")
+    host = types.ModuleType("nexfort_engine.hosts.comfy.model")
     host.attach = host.attach_vae = attach  # type: ignore[attr-defined]
     host.attach_control = attach  # type: ignore[attr-defined]
     host.report_of = lambda attached: None  # type: ignore[attr-defined]
-    package = types.ModuleType("nexfort_engine.hosts")
-    package.comfy = package.comfy_control = host  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", package)
-    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
-    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy_control", host)
+    package = types.ModuleType("nexfort_engine.hosts.comfy")
+    package.model = package.controlnet = host  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", package)
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy.model", host)
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy.controlnet", host)
     yield calls
 
 
@@ -294,10 +294,11 @@ def test_rows_of_the_real_store(plugin: types.ModuleType, tmp_path: Path, monkey
         (staged / "payload" / "code.py").write_text("x = 1\n")
         info = {"region": "blocks.0", "kind": "Block", "family": "Flux", "source": "/somewhere/secret.py"}
         entry = store.commit("0" * 32, staged, {"inputs": 1, "info": info})
-    host = types.ModuleType("nexfort_engine.hosts.comfy")
+    host = types.ModuleType("nexfort_engine.hosts.comfy.model")
     host.cache_root = lambda: tmp_path  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts", types.ModuleType("nexfort_engine.hosts"))
-    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", host)
+    package = types.ModuleType("nexfort_engine.hosts.comfy")
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy", package)
+    monkeypatch.setitem(sys.modules, "nexfort_engine.hosts.comfy.model", host)
     (found,) = part(plugin, "cache_manager").listing()
     assert (found["id"], found["region"], found["kind"], found["size"]) == (entry.id, "blocks.0", "Block", 6)
     assert (found["family"], found["state"], found["shapes"]) == ("Flux", "ready", [])

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nexfort_engine.progress import Event
-from nexfort_engine.report import Report
+from nexfort_engine.reporting.progress import Event
+from nexfort_engine.reporting.report import Report
 
 FOLDER = Path(__file__).resolve().parents[2] / "nodes"
 ALONE = "nexfort_nodes_alone"

@@ -25,7 +25,7 @@ from PIL import Image
 from workflow_families.family import FLAVOURS
 from workflow_nodes import KINDS
 
-from nexfort_engine.headless import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer
 
 NAMES = sorted(workflow_source.build_all())
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}

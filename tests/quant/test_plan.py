@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from nexfort_engine.quant import products
-from nexfort_engine.quant.kinds import TYPES
-from nexfort_engine.quant.linear import QuantisedLinear
+from nexfort_engine.quant import matmul
 from nexfort_engine.quant.plan import BUDGET, Quantisation, Row, by_likeness, by_structure, quantise, unfit
+from nexfort_engine.quant.quant_types import TYPES
+from nexfort_engine.quant.quantized_linear import QuantisedLinear
 
 FP8 = TYPES["fp8_e4m3_e4m3_dynamic"]
 INT8 = TYPES["int8_dynamic"]
@@ -161,7 +161,7 @@ def test_a_product_that_an_operator_refuses_leaves_the_layer(monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise RuntimeError("self.size(0) needs to be greater than 16\nmore")
 
-    monkeypatch.setattr(products, "_whole_numbers", refuse)
+    monkeypatch.setattr(matmul, "_whole_numbers", refuse)
     result, rows = quantise(Net(), INT8, by_structure(Net()), BUDGET)
     assert not packed(result)
     assert sum("refused here: self.size(0) needs to be greater than 16" in (row.reason or "") for row in rows) == 4

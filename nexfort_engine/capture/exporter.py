@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block -> graph: one repeated block captured once, with its weights as arguments and its sizes as symbols.
+
+The way is torch.export in non-strict mode over the block's own Python code. What is added here: weights, buffers and
+plain tensor attributes become inputs; mappings are recorded (guards/option_recorder.py), attribute reads are recorded
+(shadow_module.py); the sizes, relations and ranges that the trace took for granted become conditions
+(shape_recorder.py); what it does besides computing its result is listed or refused (side_effects.py); the source files
+of the code that was walked through are listed with their hashes (source_hashes.py).
+
+Nothing is lowered here, and the module is the same after as before, also when the capture fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guards import module_guards, option_recorder
+from ..guards.call_spec import Flat, kind_of, spec_text
+from ..guards.callback_sites import settled
+from ..guards.module_guards import Hidden
+from ..guards.name_guards import Row
+from ..guards.option_guards import to_json
+from ..guards.option_recorder import Refused, ValueUsed
+from ..guards.scalar_inputs import Place, Strength, StrengthUsed
+from ..guards.shape_guards import Conditions
+from ..modules.channels_last import is_of_order, laid, only_convolved
+from ..modules.regions import most_alike
+from ..system.process_settings import tracing_scope
+from .graph_inputs import Placeholders
+from .reached_names import rows_of
+from .shape_recorder import check, computes_with_chosen_scale, conditions_of, counted, noted, settle
+from .side_effects import mapping_writes, refuse_random, take_out_kept
+from .source_hashes import hashes, operator_modules
+from .trace import Lifted, Trace
+
+LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
+_MAX_ADMISSIONS = 64
+_MANY_LAYERS = 6  # of equal ones in a block; the same sizes come so often then that it pays to remember results' sizes
+
+
+@dataclass
+class Example:
+    """One call of a block, enough to capture it: the structure, and sizes in place of tensors."""
+
+    spec: Any
+    tensors: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
+    ints: list[int]
+    mappings: list[dict[Any, Any]]
+
+    @classmethod
+    def of(cls, spec: Any, flat: Flat) -> Example:
+        metas = [(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]
+        return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
+
+
+@dataclass
+class Captured:
+    """A graph and everything that must be checked before its artefact is used.
+
+    graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
+    apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
+    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
+    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
+    option tensor. sites: where it calls functions of its options (guards/callback_sites.py). images: as it was captured
+    for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other
+    process can compare, or "".
+    """
+
+    graph: torch.fx.GraphModule
+    weights: list[int]
+    constants: list[torch.Tensor]
+    tensors: list[int]
+    options: list[option_recorder.Path]
+    ints: list[int]
+    strengths: list[Place]
+    conditions: Conditions
+    guards: list[list[Any]]
+    reads: list[list[Any]]
+    output: Any
+    mutated: list[int]
+    writes: list[list[Any]]
+    sources: dict[str, str]
+    modules: list[str] = field(default_factory=list)
+    lasting: list[bool] = field(default_factory=list)
+    option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
+    sites: list[list[list[Any]]] = field(default_factory=list)
+    images: bool = False
+    names: list[list[Any]] = field(default_factory=list)
+    only_here: str = ""
+
+
+def capture(
+    module: nn.Module,
+    example: Example,
+    *,
+    dynamic: bool = True,
+    weights: list[torch.Tensor] | None = None,
+    hidden: Hidden | None = None,
+    images: bool = False,
+    device: str | None = None,
+) -> Captured:
+    """Capture one block at one example call.
+
+    weights: what stands for the block's own, in the order of WeightSlots; hidden: see Shadow.
+    images: they lie with channels innermost, in the graph and among its results (modules/channels_last.py). device: the
+    default one. dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the
+    reason where no artefact can stand for the block; anything torch raises while tracing passes through.
+    """
+    reason = module_guards.foreign(module)
+    if reason:
+        raise Refused(f"it carries {reason}")
+    given = (module, example, dynamic, weights, hidden or {}, images, device)
+    if images:
+        try:
+            return _captured(*given, told=True)
+        except Exception as error:
+            if not is_of_order(error):
+                raise
+    return _captured(*given, told=False)
+
+
+def _captured(
+    module: nn.Module,
+    example: Example,
+    dynamic: bool,
+    weights: list[torch.Tensor] | None,
+    hidden: Hidden,
+    images: bool,
+    device: str | None,
+    *,
+    told: bool,
+) -> Captured:
+    begin = functools.partial(Trace, module, example, weights, hidden, images, told, device)
+    trace = begin()
+    try:
+        # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
+        with LOCK, torch.inference_mode(False):
+            program: torch.export.ExportedProgram | None = None
+            try:
+                program = _export(trace, dynamic, dynamic)
+            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
+                if not (dynamic and example.ints):
+                    raise
+            if dynamic and example.ints:
+                # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
+                other = begin()
+                fixed = _export(other, dynamic, False)
+                if program is None or not _alike(_tensor_ops(program), _tensor_ops(fixed)):
+                    program, trace = fixed, other
+        assert program is not None, "what failed was raised"
+        return _finish(program, trace)
+    except Exception as error:
+        # what the failure depended on
+        error.guards, error.names = _guards_so_far(trace), _names_so_far(trace)  # type: ignore[attr-defined]
+        raise
+
+
+def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
+    example = trace.example
+    tensors = [_without_data(*meta) for meta in example.tensors]
+    scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
+    for _ in range(_MAX_ADMISSIONS):
+        options = [look_tensor(example.mappings, p) for p in trace.paths]
+        factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
+        args = (trace.weights, tensors, options, list(example.ints), factors)
+        try:
+            with _hooks_taken_out(), tracing_scope(alike=alike), counted(), noted(scales) as trace.answers:
+                program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
+            if not (scales and computes_with_chosen_scale(program)):
+                return program
+            scales = False
+        except ValueUsed as used:
+            trace.admit(used.path)
+        except StrengthUsed as used_as_it_is:
+            trace.strengths.remove(used_as_it_is.place)
+        except Exception as error:
+            # what stands for a number is none to C code, or to code that asks for its exact type
+            if not trace.strengths or not (isinstance(error, TypeError) or Strength.__name__ in str(error)):
+                raise
+            trace.strengths.clear()
+    raise Refused(f"it uses more than {_MAX_ADMISSIONS} values of the options it is given")
+
+
+def _without_data(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose memory went at once. A trace looks at sizes alone, and a call may be given most of a video."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _trace(trace: Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(Lifted(trace), args, dynamic_shapes=dims, strict=False)
+
+
+def _on_tracing_thread(call: Callable[..., Any], *args: Any) -> Any:
+    """Run a trace on the one thread that does so as long as the process lives.
+
+    torch 2.11 leaves something of the first thread that traces behind, and crashes when another traces after that one
+    ended; hosts run each prompt or each device on threads that come and go.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> Any:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return call(*args)
+
+    future = _tracing_thread().submit(copy_context().run, run)
+    try:
+        return future.result()
+    except BaseException:
+        wait([future])  # an interrupt of the caller: settings must not be put back while it traces
+        raise
+    finally:
+        del future  # its error holds on to this frame, and both to all that was traced
+
+
+@functools.cache
+def _tracing_thread() -> ThreadPoolExecutor:
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nexfort-tracing")
+    thread.submit(int)  # it begins here, or RuntimeError: what is given to one that cannot begin would wait in it
+    return thread
+
+
+@contextlib.contextmanager
+def _hooks_taken_out() -> Iterator[None]:
+    """Take out the process-wide hook on buffers that a failed export leaves behind: it holds the block for good."""
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in [k for k, hook in hooks.items() if k not in before and hook.__module__.startswith("torch.")]:
+            del hooks[key]
+
+
+def _guards_so_far(trace: Trace) -> list[list[Any]]:
+    try:
+        return to_json(trace.log)
+    except Refused:
+        return []
+
+
+def _names_so_far(trace: Trace) -> list[Row]:
+    try:
+        return _names(trace)[0]
+    except Refused:
+        return []
+
+
+def _names(trace: Trace) -> tuple[list[Row], str]:
+    return rows_of(trace.block, trace.codes, trace.reads)
+
+
+def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:
+    """The tensor at a path of the call's mappings, as an input of the graph."""
+    return option_recorder.look(list(mappings), path).detach().contiguous()
+
+
+def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:
+    """The operators on tensors with their arguments.
+
+    Indexing with plain numbers leaves slices of everything and aliases behind, others do not.
+    """
+    aten = torch.ops.aten
+    nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    kept = [n for n in nodes if n not in whole and n.target is not aten.alias.default]
+    return [(str(n.target), [*n.args, *n.kwargs.values()]) for n in kept]
+
+
+def _alike(one: list[tuple[str, Sequence[Any]]], other: list[tuple[str, Sequence[Any]]]) -> bool:
+    """Whether two programs are the same but for what they compute themselves; defaults may be written out in one."""
+    return [name for name, _ in one] == [name for name, _ in other] and all(
+        all(map(_same, mine, theirs)) for (_, mine), (_, theirs) in zip(one, other, strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    computed = any(value is None or isinstance(value, torch.fx.Node) for value in (one, other))  # None: a default
+    return computed or one == other
+
+
+def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
+    auto = torch.export.Dim.AUTO
+
+    def of(tensor: torch.Tensor) -> Any:
+        return {i: auto for i, size in enumerate(tensor.shape) if size > 1} if dynamic else {}
+
+    weights, tensors, extra, ints, factors = args
+    free = [auto if numbers and number > 1 else None for number in ints]
+    return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free, [{} for _ in factors]
+
+
+def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
+    graph, example = program.graph_module, trace.example
+    refuse_random(graph)
+    settle(program)
+    names = trace.names if trace.parts is None else []
+    take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
+    inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
+    own = {w.data_ptr() for w in trace.weights if w.numel()}
+    if any(value.data_ptr() in own for _, value in inputs.constants):
+        raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
+    for place, weight in trace.own.items():
+        if not only_convolved(inputs.weights[place]):
+            raise RuntimeError("its code may look at how a convolution's weight lies in memory: its strides are shown")
+        if inputs.weights[place].users:
+            laid(graph, inputs.weights[place], weight)
+    tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
+    if any(inputs.options[i] in inputs.written for i in options):
+        raise Refused("it writes to a tensor of its options, whose caller would not see it")
+    # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
+    sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
+    conditions = conditions_of(program, sized, inputs.ints, trace.answers)
+    paths = [trace.paths[i] for i in options]
+    check(
+        conditions,
+        [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in paths],
+        example.ints,
+    )
+    writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
+    reached, only_here = _names(trace)
+    weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
+    inputs.tidy(graph)
+    return Captured(
+        graph=graph,
+        weights=weights,
+        constants=[value for _, value in inputs.constants],
+        tensors=tensors,
+        options=paths,
+        ints=ints,
+        strengths=[trace.strengths[i] for i in factors],
+        conditions=conditions,
+        guards=to_json(trace.log),
+        reads=module_guards.rows_of(trace.reads),
+        output=trace.output,
+        mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],
+        writes=writes,
+        sources=hashes(trace.codes, trace.block),
+        modules=operator_modules(graph),
+        lasting=[trace.lasting[i] for i in weights],
+        option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
+        sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
+        images=trace.images,
+        names=reached,
+        only_here=only_here,
+    )
+
+
+def spec_key(spec: Any, flat: Flat, metas: Sequence[Any]) -> list[Any]:
+    """The call's part of the primary key: structure, dtypes, ranks, memory formats; no sizes."""
+    return [spec_text(spec), [list(m) for m in metas], len(flat.ints), len(flat.mappings)]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shadow: what a capture traces in a block's place, so that the block itself is never touched.
+
+A copy of the module tree that shares every value with it and has attribute tables of its own. Its weights are exchanged
+for the capture's, what its code reads is recorded, and what it stores on itself is thrown away with it, while other
+threads go on calling the block.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guards.module_guards import ABSENT, INTERNAL, METHOD, Hidden, WeightSlots
+from ..guards.option_recorder import MISSING
+from ..guards.scalar_inputs import Place, Strength, put
+
+# attributes that this engine or torch puts on modules for the length of a capture or a call
+_OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
+_OF_MODULES = vars(nn.Module)
+_MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
+Reads = dict[tuple[str, str], Any]
+
+
+class Shadow:
+    """A copy of a module tree.
+
+    module: the copy of the root. reads: (path, attribute) -> value for every plain attribute that its code has read,
+    MISSING for one that is not there, METHOD for a function that its class has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: list[torch.Tensor] | None = None,
+        hidden: Hidden | None = None,
+        strengths: Mapping[Place, Strength] | None = None,
+    ) -> None:
+        """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
+
+        hidden: id(submodule) -> attributes that it shows in the place of its own. strengths: what stands for numbers.
+        """
+        hidden = hidden or {}
+        self.reads: Reads = {}
+        copies: dict[int, nn.Module] = {}
+        for path, sub in module.named_modules():
+            kind = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
+            copied = copies[id(sub)] = kind.__new__(kind)
+            copied.__dict__[_MARK] = (self.reads, path)
+        for sub in module.modules():
+            _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
+            own = copies[id(sub)].__dict__
+            own.update(hidden.get(id(sub), {}))
+            for name in [name for name, value in own.items() if value is ABSENT]:
+                del own[name]
+        self._copies = {copy.__dict__[_MARK][1]: copy for copy in copies.values()}
+        self.module = copies[id(module)]
+        for (path, name, keys), strength in (strengths or {}).items():
+            put(self.module.get_submodule(path).__dict__[name], keys, strength)
+        if weights is not None:
+            for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
+                table[name] = value
+
+    def settle(self) -> None:
+        """Its code has run. An attribute that was missing, and that it made itself, is made again: no read of that."""
+        for path, name in [place for place, value in self.reads.items() if value is MISSING]:
+            made = self._copies[path]
+            if name in made.__dict__ or name in made._buffers or name in made._parameters or name in made._modules:
+                del self.reads[path, name]
+
+
+_CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)
+
+
+def _fill(own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module]) -> None:
+    for name, value in original.items():
+        if name == "forward" and getattr(value, "nexfort_shim", False):
+            continue  # it would run the block itself
+        own[name] = dict(value) if name in ("_parameters", "_buffers") else _mapped(value, copies)
+
+
+def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
+    """A value with the copies in the place of the modules that it holds.
+
+    What lies deeper, or in other objects, keeps the module itself; a graph that got a weight from there is refused.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple, set):  # containers of its own: code may keep what it computed in them
+        return type(value)(_mapped(item, copies, depth - 1) for item in value)
+    if type(value) is dict:
+        return {key: _mapped(item, copies, depth - 1) for key, item in value.items()}
+    if type(value) in _CONTAINERS:  # what a trace puts in must not be found there afterwards
+        return copy.copy(value)
+    if isinstance(value, types.MethodType) and id(value.__self__) in copies:
+        return types.MethodType(value.__func__, copies[id(value.__self__)])
+    if type(value) is functools.partial:
+        function, args, words = (_mapped(part, copies, depth - 1) for part in (value.func, value.args, value.keywords))
+        return functools.partial(function, *args, **words)
+    return value
+
+
+@functools.cache
+def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a module class that reports attribute reads, those that find nothing among them."""
+
+    def __getattribute__(self: nn.Module, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name not in INTERNAL and name not in _OURS and not name.startswith("__"):
+            own = object.__getattribute__(self, "__dict__")
+            is_weight = isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and name not in own)
+            if not is_weight and _MARK in own:
+                reads, path = own[_MARK]
+                if name in own or not inspect.isroutine(value):
+                    reads.setdefault((path, name), value)
+                elif getattr(value, "__func__", value) is not _OF_MODULES.get(name):
+                    reads.setdefault((path, name), METHOD)
+        return value
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            own = object.__getattribute__(self, "__dict__")
+            if _MARK in own and name not in INTERNAL and name not in _OURS and not name.startswith("__"):
+                reads, path = own[_MARK]
+                reads.setdefault((path, name), MISSING)
+            raise
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__getattr__": __getattr__, **names})

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block does besides computing its result: random numbers, changed inputs, values written for its caller.
+
+What compiled code would do otherwise is refused; changes to the call's tensors and plain values written into its
+mappings are listed, so that they can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..guards.option_recorder import PLAIN, Recording, Refused
+
+CHANGES_GIVEN = "it changes a list or an object that it is given"
+
+
+def refuse_random(graph: GraphModule) -> None:
+    """Raise Refused if the graph draws random numbers."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if _dropout_of(node) == 0.0:
+                continue  # attention without dropout carries the tag as well
+            raise Refused(f"it draws random numbers ({node.target}), which compiled code would draw differently")
+
+
+def _dropout_of(node: Node) -> float | None:
+    """The dropout probability an operator is called with; 0 outside training; None where it has none."""
+    given = dict(node.kwargs)
+    for arg, declared in zip(node.args, node.target._schema.arguments, strict=False):  # type: ignore[union-attr]
+        given[declared.name] = arg
+    for declared in node.target._schema.arguments:  # type: ignore[union-attr]
+        if declared.name in ("dropout_p", "p"):
+            if given.get("train") is False or given.get("training") is False:
+                return 0.0
+            return given.get(declared.name, declared.default_value)  # type: ignore[return-value]
+    return None
+
+
+Held = dict[tuple[str, int], torch.Tensor]
+
+
+def tensors_held(module: nn.Module) -> Held:
+    """The tensors on a module tree by where they are, those in plain containers included."""
+    found: Held = {}
+
+    def look(value: Any, at: str, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            found[at, id(value)] = value
+        elif depth and type(value) in (list, tuple, dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                look(item, at, depth - 1)
+
+    for path, sub in module.named_modules():
+        for name, value in (*sub.__dict__.items(), *sub._buffers.items()):
+            if name not in ("_parameters", "_buffers"):
+                look(value, f"{path}.{name}" if path else name, 3)
+    return found
+
+
+def kept_since(before: Held, module: nn.Module) -> tuple[list[torch.Tensor], list[str]]:
+    """The tensors that a module tree holds now and did not before; and each one's place if another was there, or ""."""
+    new = {key: tensor for key, tensor in tensors_held(module).items() if key not in before}
+    places = {at for at, _ in before}
+    return list(new.values()), [at if at in places else "" for at, _ in new]
+
+
+def refuse_counting(reads: Mapping[tuple[str, str], Any], module: nn.Module) -> None:
+    """Raise Refused for a block that changed a number of its own that it read: it goes on from there the next time.
+
+    reads: the attributes that it read, as they were then; module: what was traced, as it is now.
+    """
+    for (path, name), value in reads.items():
+        now = module.get_submodule(path).__dict__.get(name)
+        if type(value) in (int, float) and type(now) in (int, float) and now != value:
+            raise Refused(f"it counts in its attribute {name}, and compiled code would not")
+
+
+def take_out_kept(graph: GraphModule, exchanged: Sequence[int | None]) -> None:
+    """Take out the last outputs: what the block left on itself. Raises Refused where a later call goes on from them.
+
+    A table made from sizes or weights is a cache, and without it the block makes the table again. What comes from the
+    call (the last frames of a chunk) is there for a later call, and compiled code would leave nothing; and so is what
+    stands where one of the block's own tensors was and comes from that. exchanged: the numbers of those.
+    """
+    if not exchanged:
+        return
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    kept = output.args[0][-len(exchanged) :]
+    output.args = (output.args[0][: -len(exchanged)],)
+    own = ("weights_", "c_", "factors_")
+    given = {n for n in graph.graph.nodes if n.op == "placeholder" and not n.name.startswith(own)}
+    weights = [n for n in graph.graph.nodes if n.op == "placeholder" and n.name.startswith("weights_")]
+    seen: set[Node] = set()
+    for node, number in zip(kept, exchanged, strict=True):
+        if isinstance(node, Node):
+            sources = _sources(node)
+            if sources & given or (number is not None and weights[number] in sources):
+                raise Refused("it keeps a tensor that it made of its inputs, for a later call; compiled code would not")
+            seen |= sources
+    for node in reversed(graph.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node in seen and node.op == "call_function" and not node.users and not (schema and schema.is_mutable):
+            graph.graph.erase_node(node)
+
+
+def _sources(node: Node) -> set[Node]:
+    """A node and what its numbers come from, what is written into it or its views included."""
+    due, seen = [node], set()
+    while due:
+        one = due.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if not _is_of_shape(one):
+            due += one.all_input_nodes
+        due += [user for user in one.users if user.op == "call_function" and (_is_view(user) or one in _written(user))]
+    return seen
+
+
+def _written(node: Node) -> list[Any]:
+    """The arguments that an operator writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    declared = zip(node.args, schema.arguments, strict=False)
+    return [arg for arg, what in declared if what.alias_info is not None and what.alias_info.is_write]
+
+
+def _is_of_shape(node: Node) -> bool:
+    """Whether a node takes no more of its inputs than sizes, dtype and device."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    numbers = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("val"), numbers) or name.startswith("new_") or "_like." in name
+
+
+def written_inputs(graph: GraphModule) -> set[Node]:
+    """The placeholders that the graph writes to, also through views of them."""
+    found = set()
+    for node in graph.graph.nodes:
+        for root in _written(node) if node.op == "call_function" else ():
+            while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
+                root = root.args[0]
+            if isinstance(root, Node) and root.op == "placeholder":
+                found.add(root)
+    return found
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not node.args:
+        return False
+    first = schema.arguments[0].alias_info
+    return first is not None or str(node.target).startswith(("aten.reshape", "aten.contiguous", "aten.to."))
+
+
+def mapping_writes(recordings: list[Recording], nested: list[Recording], tensors: dict[int, Node]) -> list[list[Any]]:
+    """What the block writes into its caller's mappings, as rows (number of the mapping, key, template).
+
+    A template is a plain value or the size of one of `tensors` (nodes by their index in the call). Raises Refused for
+    what could not be written again, and for writes into the mappings inside.
+    """
+    if any(inner.written or inner.removed for inner in nested):
+        raise Refused("it changes a mapping inside the options it is given")
+    places: dict[str, list[int]] = {}
+    for i, node in tensors.items():
+        for d, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, int):
+                places.setdefault(str(size.node.expr), [i, d])
+    rows = []
+    for number, recording in enumerate(recordings):
+        if recording.removed:
+            raise Refused(f"it takes {sorted(map(str, recording.removed))} out of the options it is given")
+        for key, value in recording.written.items():
+            text = _write_value(value, places)
+            if text is None or type(key) is not str:
+                raise Refused(f"it writes {key!r} into the options it is given, which could not be written again")
+            rows.append([number, key, text])
+    return rows
+
+
+def _write_value(value: Any, places: dict[str, list[int]]) -> Any:
+    if isinstance(value, torch.SymInt):
+        place = places.get(str(value.node.expr))
+        return {"size": place} if place else ({"plain": int(value)} if value.node.expr.is_number else None)
+    if isinstance(value, (list, tuple)):
+        parts = [_write_value(v, places) for v in value]
+        return None if None in parts else {"tuple" if isinstance(value, tuple) else "list": parts}
+    return {"plain": value} if type(value) in PLAIN else None

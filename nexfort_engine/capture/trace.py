@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trace: a block as a function of its weights and arguments, as torch.export runs it once, and what that run finds.
+
+The block's own code runs on a shadow (shadow_module.py) with recording mappings in the place of its options
+(guards/option_recorder.py). What it asks for and may not see yet is admitted, and the run begins anew (exporter.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..guards import module_guards, option_recorder, scalar_inputs
+from ..guards.call_spec import Flat, Leaves, Unsupported, fields_of, flatten_result, unflatten_call
+from ..guards.callback_sites import Sites, Substitute
+from ..guards.module_guards import Hidden
+from ..guards.option_recorder import ReadSet, Refused
+from ..guards.scalar_inputs import Strength, StrengthUsed
+from ..modules.channels_last import innermost, shown
+from ..system.torch_modes import default_device
+from ..weights.subclass_unwrap import Parts
+from .shadow_module import Reads, Shadow
+from .shape_recorder import SizesKeptFree
+from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
+from .source_hashes import walked
+from .subclass_dispatch import own_operators
+
+if TYPE_CHECKING:
+    from .exporter import Example
+
+
+class Trace:
+    """What one capture needs and finds."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        example: Example,
+        weights: list[torch.Tensor] | None,
+        hidden: Hidden,
+        images: bool = False,
+        told: bool = False,
+        device: str | None = None,
+    ) -> None:
+        """images, device: as for `capture`. told: weights of convolutions are shown with channels innermost."""
+        self.block, self.example, self.hidden, self.images = block, example, hidden, images
+        absent = {n for shown in hidden.values() for n, value in shown.items() if value is module_guards.ABSENT}
+        slots = module_guards.WeightSlots(block, absent)
+        given = weights if weights is not None else slots.read()
+        self.names = slots.names
+        self.parts = Parts.of(given)  # None: all of them are plain
+        self.lasting = slots.parameters if self.parts is None else self.parts.each(slots.parameters)
+        plain = self.parts.take(given) if self.parts is not None else given
+        assert plain is not None, "they come apart as they just did"
+        self.weights = [w.detach() for w in plain]
+        self.own: dict[int, torch.Tensor] = {}  # as the module holds them, those that are shown otherwise
+        if told and self.parts is None:
+            for place, weight in shown(block, self.weights, self.names).items():
+                self.own[place], self.weights[place] = self.weights[place], weight
+        self.reads: Reads = {}
+        self.log = ReadSet({})
+        self.recordings: list[option_recorder.Recording] = []
+        self.admitted: dict[option_recorder.Path, Any] = {}
+        self.paths: list[option_recorder.Path] = []  # tensors found in mappings, which become inputs
+        self.sites = Sites()
+        self.output: Any = None
+        self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
+        self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
+        self.codes: set[types.CodeType] = set()  # that it ran
+        self.device = device  # the default one of the thread that asks for the capture; another one traces
+        self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
+        self._modules = dict(block.named_modules())
+        self.strengths = [
+            (path, name, keys)
+            for path, name, keys in scalar_inputs.places(block)
+            if name not in hidden.get(id(self._modules[path]), ())
+        ]
+
+    def admit(self, path: option_recorder.Path) -> None:
+        """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
+        value = option_recorder.look(self.example.mappings, path)
+        if callable(value):
+            self.admitted[path] = Substitute(path, value, self.sites)
+        elif isinstance(option_recorder.admit(self.example.mappings, path), torch.Tensor):
+            self.paths.append(path)
+        else:
+            self.admitted[path] = value
+
+    def factors(self) -> list[float]:
+        """The numbers at `strengths` as they are now."""
+        return [scalar_inputs.look(self._modules[path].__dict__[name], keys) for path, name, keys in self.strengths]
+
+    def standing_for(self, factors: list[torch.Tensor]) -> dict[scalar_inputs.Place, Strength]:
+        """What the block is shown in their places."""
+        each = zip(self.strengths, self.factors(), factors, strict=True)
+        return {place: Strength(place, value, factor) for place, value, factor in each}
+
+
+def contents(value: Any) -> Any:
+    """The identities of what lists and objects among the arguments hold: the caller would see a change of them."""
+    if isinstance(value, dict) and not isinstance(value, option_recorder.Recording):
+        return [(k, contents(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [contents(v) for v in value]
+    if type(value).__module__.partition(".")[0] == "torch" or isinstance(
+        value, (torch.Tensor, option_recorder.Recording)
+    ):
+        return id(value)
+    fields = fields_of(value)
+    return id(value) if fields is None else [(k, contents(v)) for k, v in fields.items()]
+
+
+class Lifted(nn.Module):
+    """The block as a function of its weights. The block hides in __dict__, so that export finds no parameters."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.__dict__["trace"] = trace  # an object of its own: export puts back what a forward assigns to its module
+
+    def forward(
+        self,
+        weights: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        extra: list[Any],
+        ints: list[int],
+        factors: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        trace: Trace = self.__dict__["trace"]
+        given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
+        log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
+        recordings = [option_recorder.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
+        trace.recordings = recordings
+        trace.sites.begin(log)
+        args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
+        before = contents((args, kwargs))
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        try:
+            whole = trace.parts.together(weights) if trace.parts is not None else weights
+            standing = trace.standing_for(factors)
+            shadow = Shadow(trace.block, whole, trace.hidden, standing)
+            trace.reads, held = shadow.reads, tensors_held(shadow.module)
+            with walked() as trace.codes, SizesKeptFree(), own_operators(), default_device(trace.device):
+                # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
+                result = shadow.module.forward(*args, **kwargs)
+            shadow.settle()
+        except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
+            raise Refused("its code branches on the value of a tensor, which no graph holds") from error
+        except RuntimeError as error:
+            if ".numpy() is not supported" not in str(error):
+                raise
+            raise Refused("its code takes the values of a tensor out for numpy, which no graph holds") from error
+        for place, strength in standing.items():
+            if strength.used:
+                raise StrengthUsed(place)
+        if contents((args, kwargs)) != before or given != trace.admitted:
+            raise Refused(CHANGES_GIVEN)
+        flat = Flat()
+        try:
+            trace.output = flatten_result(result, flat)
+        except Unsupported as reason:
+            raise Refused(f"it returns {reason}") from None
+        if not flat.tensors:
+            raise Refused("it returns no tensor")
+        if flat.ints:
+            raise Refused("it returns a number")
+        refuse_counting(trace.reads, shadow.module)
+        trace.kept, trace.exchanged = kept_since(held, shadow.module)
+        others = [*weights, *tensors, *extra, *trace.kept]
+        return (innermost(flat.tensors, others) if trace.images else flat.tensors) + trace.kept

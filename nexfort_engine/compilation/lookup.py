@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finder: an artefact that fits a call, from memory or from the store; nothing is made here.
+
+Candidates have the call's primary key. Of each the manifest has to hold before its code is loaded: the sources of the
+host it was captured from, the driver, conditions on sizes and options, and the attributes of the block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import torch
+
+from ..cache.key import driver_problem
+from ..cache.os_errors import is_refusal
+from ..cache.store import Entry, StoreError
+from ..capture.exporter import Example
+from ..capture.source_hashes import sources_changed
+from ..dispatch.region import Region, device_of
+from ..guards import callbacks
+from ..guards.call_spec import Flat
+from ..guards.module_guards import Hidden, matches_text
+from ..guards.name_guards import Dependence, Row, classes_in
+from ..kernels.inductor_launch import DESCRIPTORS, descriptors_missing
+from ..kernels.low_precision_attention.op import slower
+from ..lowering import inductor as lower
+from ..lowering.vec_isa_cache import remember_in
+from ..passes import low_precision_attention, short_kv_attention
+from ..quant import matmul
+from ..reporting.report import named
+from ..runtime.artifact import Artefact, Binding, Misfit
+from ..system.torch_modes import Values
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+log = logging.getLogger("nexfort")
+
+_loaded: WeakValueDictionary[tuple[str, str], Artefact] = WeakValueDictionary()
+
+
+@dataclass
+class Wanted:
+    """A region and a call it needs an artefact for."""
+
+    region: Region
+    primary: str
+    example: Example
+    flat: Flat
+    images: bool = False  # whether it takes and gives images with channels innermost
+    modes: Values = ()  # of torch, that shape what is made (system/torch_modes.py)
+    why: str | None = None  # why it needs a further one, for the report
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        given = [device for *_, device in self.example.tensors]
+        return device_of(given + [weight.device for weight in self.region.slots.read()])
+
+
+# Passes that are on where they were measured to win: the cards, and the option that asks for them on others.
+_MEASURED = {
+    "narrow_attention": (low_precision_attention.MEASURED, "quant.attention"),
+    "few_keys_attention": (short_kv_attention.MEASURED, "fuse.few_keys_attention"),
+}
+
+_LOW = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_attention")
+# passes whose kernels write descriptors, and what is lowered by such
+_DESCRIBED = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
+
+
+class Finder:
+    """Finds the artefacts of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._artefacts, self._reported = engine.known.artefacts, engine.known.reported
+        self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
+
+    def bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
+        """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
+        region = wanted.region
+        for binding in region.bindings:
+            same = binding.artefact.primary == wanted.primary
+            if same and binding.artefact.misfit(wanted.flat) is None and binding.unchanged():
+                return binding, None
+        nearest: Misfit | None = None
+        hidden = region.hidden()
+        for artefact in self._candidates(wanted):
+            misfit = misfit_of(artefact, wanted, hidden)
+            names = self.dependence(artefact.names, region) if misfit is None or misfit.sizes else None
+            if names is not None and not names.holds():
+                misfit = Misfit(f"{names.differs} is not what it was when the block was captured")
+            if misfit is not None:
+                nearest = nearer(nearest, misfit)
+            elif self._has_code(artefact, wanted):
+                binding = Binding(artefact, region.module, hidden, names)
+                region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
+                self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
+                info = artefact.entry.info if artefact.entry is not None else {}
+                if info.get("products") or info.get("attention"):
+                    self.engine.report.precision(region.path, info.get("products", []), info.get("attention", []))
+                for note in info.get("notes", []):
+                    self.engine.report.note(note)
+                return binding, None
+        return None, nearest
+
+    def dependence(self, rows: Sequence[Row], region: Region) -> Dependence:
+        """What code reaches by name, for a region; one for all regions of the same classes."""
+        classes = classes_in(region.module)
+        found = self._dependences.get((id(rows), classes))
+        if found is None:  # it holds on to the rows, so that no others come to be known by their id
+            found = self._dependences[id(rows), classes] = Dependence(rows, classes, self.engine.known.watched)
+        return found
+
+    def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
+        """The artefacts of this structure and call, those of the store without their code."""
+        known = self._artefacts.setdefault(wanted.primary, [])
+        yield from list(known)
+        ids = {artefact.id for artefact in known}
+        for entry in self.engine.store.candidates(wanted.primary):
+            if entry.id in ids:
+                continue
+            changed = sources_changed(entry.manifest.get("sources", {}))
+            if changed:
+                path = wanted.region.path
+                self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
+                continue
+            problem = driver_problem(entry.manifest.get("driver"))
+            if problem:
+                self.engine.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
+                continue
+            artefact = self._described(entry)
+            if artefact is not None:
+                known.append(artefact)
+                yield artefact
+
+    def _described(self, entry: Entry) -> Artefact | None:
+        shared = _loaded.get((str(self.engine.store.root), entry.id))
+        if shared is not None:
+            return shared
+        try:
+            artefact = Artefact(entry.id, entry.primary, entry.manifest)
+        except Exception as error:
+            # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
+            self.engine.store.set_aside(entry, named(error))
+            return None
+        artefact.entry = entry
+        return artefact
+
+    def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
+        """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""
+        store, path = self.engine.store, wanted.region.path
+        if artefact.code is not None:
+            if artefact.id not in self._reported:
+                self._reported.add(artefact.id)
+                self.engine.report.loaded(path, artefact.id, 0.0)
+            return True
+        entry = artefact.entry
+        assert entry is not None, "an artefact comes from this process or from the store"
+        began = time.perf_counter()
+        problem = None
+        try:
+            with self.engine.apart():
+                self.load_code(artefact, entry)
+        except StoreError as error:
+            problem = str(error)
+        except Exception as error:
+            # a file that is sound by its hashes and still does not load: another torch build, a missing operator
+            problem = named(error)
+            if is_refusal(error):  # nothing is wrong with the entry
+                store.pass_over(entry, problem)
+        if problem is not None:
+            store.set_aside(entry, problem)
+            self.engine.report.note(f"an artefact of {path} is not used: {problem}")
+            self._artefacts[artefact.primary].remove(artefact)
+            return False
+        store.touch(entry)
+        self._reported.add(artefact.id)
+        self.engine.report.loaded(path, artefact.id, time.perf_counter() - began)
+        self.share(artefact, entry)
+        return True
+
+    def load_code(self, artefact: Artefact, entry: Entry) -> None:
+        remember_in(self.engine.store.root)
+        options = self.options("cuda" if torch.cuda.is_available() else "cpu")
+        # a copy that only this process writes to, checked byte by byte before anything of it is loaded
+        payload = self.engine.store.ready(entry)
+        if artefact.sites:
+            callbacks.operator()
+        how = options, entry.manifest["modules"], len(artefact.weights)
+        try:
+            artefact.code = lower.load(payload, *how)
+        except OSError as error:  # there is no room for what is written on loading, say; there may be elsewhere
+            if not is_refusal(error):
+                raise
+            log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
+            artefact.code = lower.load(self.engine.store.ready(entry, elsewhere=True), *how)
+
+    def share(self, artefact: Artefact, entry: Entry) -> None:
+        """Let other engines of this process use the code that this one has loaded."""
+        _loaded[(str(self.engine.store.root), entry.id)] = artefact
+
+    def options(self, device_type: str) -> dict[str, object]:
+        """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
+        config, note = self.engine.config, self.engine.report.note
+        options = self.engine.lowering.lowering_options(device_type)
+        if config.has("low-precision"):
+            self._check_products(options, device_type)
+        if device_type != "cuda":
+            return options
+        card = torch.cuda.get_device_capability()
+        for name, (cards, asked) in _MEASURED.items():
+            if not config.option(asked) and (card not in cards or torch.version.hip is not None):
+                options[f"nexfort.{name}"] = False
+        described = [name for name in _DESCRIBED if options[f"nexfort.{name}"]]
+        if reason := descriptors_missing(card):
+            options.update({f"nexfort.{name}": False for name in described})
+            missed = [f"fuse.{name}" for name in described if card in DESCRIPTORS or config.option(f"fuse.{name}")]
+            if missed:
+                note(f"{' and '.join(missed)} are not active: {reason}")
+        if options["nexfort.narrow_attention"] and (reason := slower()):
+            note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
+        return options
+
+    def _check_products(self, options: dict[str, object], device_type: str) -> None:
+        """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
+        fp8, int8 = matmul.missing(device_type), matmul.missing(device_type, torch.int8)
+        asked, note = self.engine.config.option("quant.int8") is True, self.engine.report.note
+        if asked and int8 is None:
+            note(
+                "products are computed in int8 (quant.int8), which nobody measured on such a card yet: compare with O2"
+            )
+            options["nexfort.narrow_attention"] = options["nexfort.narrow_attention"] and fp8 is None
+        elif reason := int8 if asked else fp8:
+            more = "" if int8 else '; {"quant.int8": true} in options computes them in int8, which nobody measured yet'
+            note(f"low precision is not active: {reason}{more}")
+            options.update(dict.fromkeys(_LOW, False))
+
+
+def misfit_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Misfit | None:
+    """Why an artefact of the same primary key, whose code need not be there, may not serve a call; None if it may."""
+    misfit = artefact.misfit(wanted.flat)
+    if (misfit is None or misfit.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
+        return Misfit("an attribute of the block differs from the captured one")
+    return misfit
+
+
+def nearer(one: Misfit | None, other: Misfit) -> Misfit:
+    """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
+    if one is None:
+        return other
+    return max(other, one, key=lambda misfit: (misfit.sizes, misfit.sizes and not misfit.narrow))

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planner: what every region of a network is going to be called with, learned before the first one is compiled.
+
+The network is run once eagerly beside the real call, at batch 2 where the call has batch 1. There a batch dimension
+cannot be mistaken for a constant of 1, and an artefact made for it serves every batch. On a device whose memory is
+counted it is run at batch 1 before, and at batch 2 only within the budget (cudagraphs/memory_budget.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..capture.trace import contents
+from ..cudagraphs import memory_budget
+from ..cudagraphs.host_constants import tensors_in
+from ..dispatch.compiled_share import ForGood
+from ..dispatch.recovery import without_images
+from ..dispatch.region import Ineligible, Region, device_of
+from ..guards.call_spec import Flat, Unsupported, changeable, flatten_call, of_its_own
+from ..guards.module_guards import INTERNAL
+from ..modules.channels_last import LooksNoticed, as_taken, innermost, is_of_order
+from ..passes.registry import laid_out
+from ..reporting.report import named
+
+if TYPE_CHECKING:
+    from ..capture.exporter import Example
+    from ..engine import Engine
+    from ..runtime.forward_context import Session
+    from .lookup import Wanted
+
+log = logging.getLogger("nexfort")
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Way = Callable[[], _Call]  # gives the call in containers and with tensors of its own, which a network may change
+
+
+class Planner:
+    """Learns the calls of one engine's regions."""
+
+    def __init__(self, engine: Engine, wanted: Callable[[Region, Any, Flat], Wanted]) -> None:
+        """wanted: what a region needs for a call, given as (region, spec, flat)."""
+        self.engine = engine
+        self._wanted = wanted
+        self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
+
+    def calls(self, session: Session) -> list[Wanted]:
+        """What all regions need for the call of the network that is under way; once a session, else nothing."""
+        session.planned = self.engine.held_twice = True  # the backbone's own code asks the host for all weights
+        if session.root is None or not self.engine.config.dynamic:
+            return []
+        if self.engine.sets_names:  # what the network's own code assigns would be as a further run leaves it
+            return []
+        call, args, kwargs = session.root
+        args, kwargs = self.engine.plain_call(args, kwargs)
+        self.lost, found = [], None
+        device = device_of([*(t.device for t in tensors_in((args, kwargs))), torch.device("cpu")])
+        if memory_budget.is_counted(device) and _batch_of(_by_name(args, kwargs)) == 1:
+            # once as eager code runs it, which says what twice the batch would take
+            with memory_budget.Measured(device) as taken:
+                found = self._tried(call, [lambda: (of_its_own(args), of_its_own(kwargs))])
+            if found is None or not self.pays(found, session) or not self._may_double(taken, self.engine.room(device)):
+                return found or []
+        tried = self._tried(call, _doublings(args, kwargs, or_not=found is None), or_not=found is not None)
+        return (tried if tried is not None else found) or []
+
+    def pays(self, found: list[Wanted], session: Session) -> bool:
+        """Whether what a plan found is worth compiling."""
+        return self.engine.worth.pays([*self.engine.builder.called(found), *self.lost], session)
+
+    def _may_double(self, taken: memory_budget.Measured, pages: int) -> bool:
+        """Whether the network may be run at batch 2, given what it took at batch 1, beside weights in the host's pages.
+
+        Torch does not count those, and they are there in either case.
+        """
+        twice, eager = taken.twice() + pages, taken.least + pages
+        if memory_budget.allows(twice, eager):
+            return True
+        self.engine.report.note(
+            f"it was planned at batch 1: at batch 2 that would have taken {twice / 2**30:.1f} GiB of the GPU, and "
+            f"eager takes {eager / 2**30:.1f}; for a larger batch it is compiled when one comes"
+        )
+        return False
+
+    def _tried(self, call: Callable[..., Any], ways: Iterable[_Way], *, or_not: bool = False) -> list[Wanted] | None:
+        """What a call needs by the first way that the network takes; None where it takes none, which the report says.
+
+        or_not: nothing is lost without.
+        """
+        problem = ""
+        for way in ways:
+            try:
+                return self._planned(call, way)
+            except torch.OutOfMemoryError:
+                self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
+                return None
+            except Exception as error:
+                if isinstance(error, self.engine.stops()):
+                    raise
+                # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
+                log.debug("Nexfort: planning failed", exc_info=True)
+                problem = problem or named(error)  # of the first way, which is the likeliest one
+        if not or_not:
+            self.engine.report.note(f"planning ahead failed ({problem})")
+        return None
+
+    def _planned(self, call: Callable[..., Any], way: _Way) -> list[Wanted]:
+        """As `calls`, in one way; with images as eager code leaves them, where some code asks for that."""
+        args, kwargs = way()
+        further = self.engine.also(args, kwargs)
+        looks = LooksNoticed()
+        try:
+            with looks if self.engine.images else contextlib.nullcontext():
+                return self._observe(call, args, kwargs) + self._observe_further(call, further)
+        except Exception as error:
+            if not (looks.any and is_of_order(error)):
+                raise
+            reason = named(error)
+        with without_images(self.engine, reason):
+            return self._planned(call, way)
+
+    def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
+        root, region = self.engine.root, self.engine.whole_region
+        if region is not None:
+            flat = Flat()
+            return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
+        devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
+        with (
+            torch.random.fork_rng(devices=[d.index for d in devices]),
+            _left_alone(root, self.engine.besides),
+            self.engine.active(instead=self.record) as session,
+        ):
+            call(*args, **kwargs)
+        self.lost = session.lost
+        return session.examples
+
+    def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
+        """What calls need that the host knows of; a network that does not take one loses nothing but that."""
+        found: list[Wanted] = []
+        for args, kwargs in calls:
+            try:
+                found += self._observe(call, args, kwargs)
+            except Exception as error:
+                if isinstance(error, self.engine.stops()):
+                    raise
+                log.debug("Nexfort: planning a further call failed", exc_info=True)
+                self.engine.report.note(f"planning ahead for other sizes failed ({named(error)})")
+        return found
+
+    def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+        """Note what a region is called with, and run it eagerly.
+
+        What follows has to see results that lie in memory as those of the artefact that will run there.
+        """
+        flat, options, wanted = Flat(), {}, None
+        try:
+            spec = flatten_call(args, kwargs, flat)
+            if not region.due():
+                region.weights()
+            if region.latched is None and region.carries() is None:
+                wanted = self._wanted(region, spec, flat)
+                wanted.flat = ghost(wanted.example)
+                session.examples.append(wanted)
+                options = self.engine.lowering.lowering_options(wanted.device.type)
+        except (Unsupported, Ineligible) as reason:
+            log.debug("Nexfort: %s is not planned: %s", region.path, reason)
+            lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
+            session.lost.append((region, lost))
+        # eager code lets go of what lies in lists once it has put other tensors there
+        flat.tensors.clear()
+        if region.latched is not None:
+            session.lost.append((region, region.latched))
+        if wanted is None or not wanted.images:
+            with laid_out(options), self._watched(wanted, args, kwargs):
+                return region.inside(plain, args, kwargs, session)
+        taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
+        with self._watched(wanted, *taken):
+            return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+
+    @contextlib.contextmanager
+    def _watched(self, wanted: Wanted | None, args: Any, kwargs: Any) -> Iterator[None]:
+        """Look whether a block changes what it is given, which no artefact may, so that it need not be captured.
+
+        Not where it is given options: what it does may depend on them, and a capture says on which.
+        """
+        if wanted is None or wanted.flat.mappings or not any(changeable(wanted.example.spec)):
+            yield
+            return
+        before = contents((args, kwargs))
+        yield
+        if contents((args, kwargs)) != before:
+            self.engine.builder.changes_given(wanted)
+
+
+def _as_taken(value: Any) -> Any:
+    return as_taken(value) if isinstance(value, torch.Tensor) else value
+
+
+def ghost(example: Example) -> Flat:
+    """The example's call without its data: sizes and options are all that the checks look at."""
+    flat = Flat()
+    flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]
+    flat.ints, flat.mappings = example.ints, example.mappings
+    return flat
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+@contextlib.contextmanager
+def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
+    """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
+
+    A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
+    are made before the real one gets there. besides: names of tensors that belong to the host.
+    """
+    before = []
+    for sub in root.modules():
+        for table in (sub.__dict__, sub._buffers):
+            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
+            before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
+    try:
+        yield
+    finally:
+        for table, there, was in before:
+            new = [name for name in table.keys() - there if isinstance(table[name], torch.Tensor)]
+            for name in new:
+                if name not in besides:
+                    del table[name]
+            for name, value, items in was:
+                now = table.get(name)
+                if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
+                    table[name] = value
+                _refill(value, items)
+
+
+def _is_state(value: Any) -> bool:
+    return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
+
+
+def _items(value: Any) -> list[Any]:
+    if type(value) not in _CONTAINERS:
+        return []
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    """Give a container what was in it; it stays the one that others hold."""
+    now = _items(value)
+    if len(now) == len(items) and all(map(_is_same, now, items)):
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(items)
+    else:
+        value.extend(items)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
+        return one[0] is other[0] and one[1] is other[1]
+    return one is other
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**dict(enumerate(args)), **kwargs}
+
+
+def _doublings(args: tuple[Any, ...], kwargs: dict[str, Any], *, or_not: bool = True) -> Iterator[_Way]:
+    """The call at batch 2 where it has batch 1: ways to try until the network takes one.
+
+    A first size of 1 is the batch, or it is one for all rows (a mask that is expanded later). A list of one may be the
+    batch too, and another first size the batch times something (the frames of all videos). At last, or_not, it stays as
+    it is.
+    """
+    values = _by_name(args, kwargs)
+    if _batch_of(values) == 1:
+        sized = {k: v.shape[0] for k, v in values.items() if isinstance(v, torch.Tensor) and v.ndim > 0}
+        lists = {k for k, v in values.items() if _is_batch(v) and len(v) == 1}
+        ones = {k for k, size in sized.items() if size == 1}
+        others = {k for k in sized.keys() - ones if values[k].ndim > 1}
+        ways = [lists, set()] if lists else [set()]
+        for twice in [*(ones | also for also in (*ways, others)), *(ones - {k} | also for k in ones for also in ways)]:
+            yield functools.partial(_twice, values, len(args), ones, twice)
+    if or_not:
+        yield lambda: (of_its_own(args), of_its_own(kwargs))
+
+
+def _twice(values: dict[Any, Any], count: int, ones: set[Any], twice: set[Any]) -> _Call:
+    """The call with some of its values, the first `count` of which are by place, at twice their first size."""
+    found = {k: _doubled(v) if k in twice - ones else of_its_own(v, k not in ones - twice) for k, v in values.items()}
+    return tuple(found.pop(i) for i in range(count)), found
+
+
+def _doubled(value: Any) -> Any:
+    return torch.cat([value, value]) if isinstance(value, torch.Tensor) else of_its_own(value) + of_its_own(value)
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether a list may hold one item a row: items that have no batch of their own."""
+    return type(value) is list and all(
+        v.shape[0] != 1 if isinstance(v, torch.Tensor) and v.ndim > 0 else type(v) in (list, tuple) for v in value
+    )
+
+
+def _batch_of(values: dict[Any, Any]) -> int:
+    """The batch of a call: the first size of its first tensor that has one, or of a list of tensors; 0 if unknown."""
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            return value.shape[0]
+        if _is_batch(value) and value and isinstance(value[0], torch.Tensor):
+            return len(value)
+    return 0

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode and options, as `options.py` reads them -> one frozen `CompileConfig`.
+
+A config says what the user asked for and what of it changes an artefact, and translates to Inductor's settings by name.
+It does not import torch or Inductor, changes no setting of the process, and decides nothing about a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .options import (
+    DEFAULT_MODE,
+    MEMORY_FORMATS,
+    OPTIONS,
+    TOKENS,
+    as_mapping,
+    check_bool,
+    check_key,
+    check_name,
+    pairs_of,
+    tokens_of,
+)
+
+# What the composite tokens stand for. cache-all is always on: the engine has no mode without its disk cache.
+_EXPANSION: dict[str, tuple[str, ...]] = {
+    "O2": ("max-optimize", "cache-all"),
+    "O3": ("O2", "max-optimize", "cache-all", "low-precision"),
+}
+_SEARCHING = ("max-autotune", "max-optimize")
+_FAST = ("jit", "disable-runtime-fusion")
+_PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
+
+# Options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what is compiled,
+# `lowering_key` picks it up by itself.
+_INACTIVE_OPTIONS: dict[str, str] = {
+    "triton.fuse_attention_allow_fp16_reduction": "an attention kernel that sums in fp16 (products can, with "
+    "overrides.matmul_allow_fp16_accumulation)",
+    "inductor.force_triton_sdpa": "the fused attention kernel",
+    "cuda.fuse_timestep_embedding": "the fused timestep embedding",
+}
+_LOWERING_TOKENS = ("low-precision",)
+_HELD = {  # options that torch keeps for the process, by the keywords of `process_settings.backend_scope`
+    "conv_benchmark": "overrides.conv_benchmark",
+    "matmul_allow_tf32": "overrides.matmul_allow_tf32",
+    "matmul_allow_fp16_accumulation": "overrides.matmul_allow_fp16_accumulation",
+}
+_RUN_TIME = (
+    "overrides.conv_benchmark",
+    "overrides.matmul_allow_fp16_accumulation",
+    "triton.cudagraphs",
+    "cuda.fill_kernels",
+    "compile.background",
+)
+_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `keeps`
+
+_UNTOLD = (
+    "nobody says when weights of this network change, so nothing that is made of them can be kept; it is for ComfyUI's "
+    "MODEL"
+)
+
+_UNNAMED = (
+    "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a prompt is "
+    "the last step's; it is for ComfyUI's MODEL"
+)
+
+_REWRITES = (
+    "group_norm",
+    "upsample",
+    "whole_rows",
+    "gelu",
+    "grouped_linear",
+    "gated_linear",
+    "linear_gelu",
+    "rotary",
+    "broadcast",
+    "cast_once",
+    "convolution",
+    "few_keys_attention",
+    "unpadded_attention",
+    "upsampled_convolution",
+)
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What to compile for: frozen, hashable, normalised on construction.
+
+    Make one with `CompileConfig.parse`. `tokens` are sorted and unique, `options` sorted pairs.
+    """
+
+    tokens: tuple[str, ...] = (DEFAULT_MODE,)
+    dynamic: bool = True
+    memory_format: str | None = None
+    fullgraph: bool = False
+    disable: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+    told: bool = True  # whether the host says when weights change; nobody writes it, see `untold`
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, str):
+            raise ValueError(f"tokens is the text {self.tokens!r}; expected a tuple, or CompileConfig.parse(text)")
+        for token in self.tokens:
+            check_name(token, TOKENS, "mode token")
+        for key in ("dynamic", "fullgraph", "disable"):
+            check_bool(getattr(self, key), key)
+        if self.memory_format is not None:
+            check_name(self.memory_format, MEMORY_FORMATS, "memory_format")
+        values = dict(self.options)
+        for name, value in values.items():
+            check_name(name, OPTIONS, "option")
+            check_bool(value, f"option {name!r}")
+        object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))) or (DEFAULT_MODE,))
+        object.__setattr__(self, "options", tuple(sorted(values.items())))
+
+    @classmethod
+    def parse(
+        cls,
+        options: str | Mapping[str, Any] | CompileConfig | None = None,
+        *,
+        dynamic: bool | None = None,
+    ) -> CompileConfig:
+        """Read a mapping, JSON text, a bare mode such as "max-autotune:cudagraphs", or nothing (O2).
+
+        The keyword `dynamic` holds unless `options` says `dynamic` itself. The caller's mapping is only read.
+        Raises ValueError naming what was found, the nearest valid word and all valid words.
+        """
+        if isinstance(options, CompileConfig):
+            return options
+        given = as_mapping(options)
+        fields: dict[str, Any] = {}
+        for key, value in given.items():
+            check_key(key)
+            if value is not None:  # null means "not given": torch.compile users write dynamic=None
+                fields[key] = value
+        if dynamic is not None:
+            fields.setdefault("dynamic", dynamic)
+        if "mode" in fields:
+            fields["tokens"] = tokens_of(fields.pop("mode"))
+        if "memory_format" in fields:
+            # str() turns torch.channels_last into "torch.channels_last" without importing torch here
+            name = str(fields["memory_format"])
+            plain = name.removeprefix("torch.")
+            fields["memory_format"] = plain if plain in MEMORY_FORMATS else name
+        if "options" in fields:
+            fields["options"] = pairs_of(fields["options"])
+        return cls(**fields)
+
+    @property
+    def mode(self) -> str:
+        """The canonical mode text: sorted, without duplicates."""
+        return ":".join(self.tokens)
+
+    def untold(self) -> CompileConfig:
+        """This config where nobody says whether weights changed, so that no result may be kept from call to call."""
+        return replace(self, told=False)
+
+    @property
+    def profile(self) -> str:
+        """How much compile time to spend: "search" (max-autotune), "fast" (jit) or "standard".
+
+        A max-* token beside jit wins: who asks for a search does not also mean the fastest compile.
+        """
+        if "max-autotune" in self.tokens:
+            return "search"
+        if "max-optimize" not in self.tokens and any(token in self.tokens for token in _FAST):
+            return "fast"
+        return "standard"
+
+    def has(self, token: str) -> bool:
+        """Whether `token` is asked for, directly or through O2 and O3. Modifiers alone count as O2."""
+        check_name(token, TOKENS, "mode token")
+        return token in self._effective()
+
+    def _effective(self) -> frozenset[str]:
+        asked = set(self.tokens)
+        if not asked.intersection(_PROFILES):
+            asked.add(DEFAULT_MODE)
+        for token in tuple(asked):
+            asked.update(_EXPANSION.get(token, ()))
+        if self.profile == "fast":
+            asked.discard("max-optimize")  # "O2:jit" asks for the cheapest compile, not for every fusion
+        return frozenset(asked)
+
+    def option(self, name: str, default: bool | None = None) -> bool | None:
+        """The value of a dotted option, or `default` where the user gave none."""
+        check_name(name, OPTIONS, "option")
+        return dict(self.options).get(name, default)  # type: ignore[return-value]
+
+    @property
+    def step_graphs(self) -> bool:
+        """Whether whole steps are replayed as CUDA graphs: on, but in the fast profile, unless the user says."""
+        asked = self.option("triton.cudagraphs")
+        if asked is not None:
+            return asked
+        return "cudagraphs" in self.tokens or self.profile != "fast"
+
+    @property
+    def prompt_once(self) -> bool:
+        """Whether what is made of a prompt is a part by itself, computed once where the host says what a prompt is."""
+        return self.option("compile.prompt_once", self.profile != "fast") is True
+
+    @property
+    def background(self) -> bool:
+        """Whether steps run eager while their artefacts are made.
+
+        Not with dynamic off, when they come one by one, and not where kernels are timed, which wants the device alone.
+        """
+        return self.dynamic and self.profile != "search" and self.option("compile.background") is True
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data that JSON can hold; `parse` of it gives this config back."""
+        return {
+            "mode": self.mode,
+            "dynamic": self.dynamic,
+            "memory_format": self.memory_format,
+            "fullgraph": self.fullgraph,
+            "disable": self.disable,
+            "options": dict(self.options),
+        }
+
+    def inactive(self) -> list[dict[str, str]]:
+        """What was asked for and has no effect, with the reason: tokens first, then options."""
+        found, asked = [], self.has("freezing") or self.has("low-precision")
+        if "freezing" in self.tokens and not self.told:
+            found.append(("freezing", _UNTOLD))
+        elif "freezing" in self.tokens and not self.keeps:
+            found.append(("freezing", "quant.keep_weights is off, so nothing that is made of weights is kept"))
+        if self.profile != "fast":
+            winner = next((token for token in _SEARCHING if token in self.tokens), "")
+            reason = f"{winner} asks for the opposite of the fast-compile profile and wins"
+            found += [(token, reason) for token in self.tokens if token in _FAST]
+        for name, value in self.options:
+            if name in _INACTIVE_OPTIONS:
+                what = _INACTIVE_OPTIONS[name]
+                effect = "is not available yet" if value else "is not available yet, so there is nothing to turn off"
+                found.append((name, f"{what} {effect}"))
+            elif name == "compile.background" and value and not self.dynamic:
+                found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
+            elif name == "compile.background" and value and not self.background:
+                found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
+            elif name == "compile.prompt_once" and value and not self.told:
+                found.append((name, _UNNAMED))
+            elif name == "cuda.fill_kernels" and value and not self.step_graphs:
+                found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
+            elif name == "quant.keep_weights" and not (asked or (self.told and self.lays_out)):
+                found.append(
+                    (name, "with contiguous_format weights are kept prepared by freezing or low-precision alone")
+                )
+            elif name == "quant.int8" and value and not self.has("low-precision"):
+                found.append((name, "products are computed in 8 bits with low-precision alone, as in O3"))
+            elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
+                found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
+        return [{"token": token, "reason": reason} for token, reason in found]
+
+    def lowering_key(self, *, images: bool = True) -> str:
+        """Canonical text of only what changes an artefact; equal keys may share artefacts.
+
+        images: for a block that takes images, the only kind whose weights are laid out.
+        Token order, `disable`, `fullgraph`, run-time flags (cuDNN benchmark) and whatever is inactive are
+        left out.
+        """
+        asked = self._effective()
+        options = {
+            name: value for name, value in self.options if name in _LOWERING_OPTIONS and name not in _INACTIVE_OPTIONS
+        }
+        if self.profile != "search":
+            options.pop("inductor.optimize_linear_epilogue", None)
+        if not (self.has("low-precision") and options.get("quant.int8")):
+            options.pop("quant.int8", None)
+        parts = {
+            "profile": self.profile,
+            "optimize": "max-optimize" in asked,
+            "precision": [t for t in _LOWERING_TOKENS if t in asked],
+            "weights": [self.keeps, images and self._takes_copies],
+            "dynamic": self.dynamic,
+            "layout": "free" if self.lays_out else "contiguous",
+            "prompt": "once" if self.prompt_once else "in each step",
+            "options": options,
+        }
+        return json.dumps(parts, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether lowering chooses how images lie inside the regions, and between them channels are innermost."""
+        return self.memory_format != "contiguous_format"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is computed of weights alone is kept beside them, where there is room; lowering takes it out."""
+        asked = self.has("low-precision") or (self.told and self.has("freezing"))
+        return asked and self.option("quant.keep_weights", True) is True
+
+    @property
+    def _takes_copies(self) -> bool:
+        """Whether lowering takes out convolutions' weights as they are laid out: kept, or in the place of the others.
+
+        Not where nobody says when weights change: made in each call, all of a block's would lie beside them.
+        """
+        return self.told and self.lays_out and self.option("quant.keep_weights", True) is True
+
+    def lowering_options(self, device_type: str) -> dict[str, object]:
+        """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
+
+        The latter begin with "nexfort." (passes/). Passes on a GPU only: that is where they were measured to win.
+        """
+        found = self.inductor_options(device_type)
+        for name in _REWRITES:
+            on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
+            found[f"nexfort.{name}"] = on is True
+        found["nexfort.inner_channels"] = self.lays_out and found["nexfort.upsample"]
+        low, int8 = device_type != "cpu" and self.has("low-precision"), self.option("quant.int8") is True
+        found["nexfort.low_precision"], found["nexfort.low_precision_int8"] = low and not int8, low and int8
+        found["nexfort.narrow_attention"] = low and self.option("quant.attention") is not False
+        measured = device_type != "cpu" and self.option("attention.measure") is True
+        found["nexfort.measured_attention"] = measured and not low
+        found["nexfort.quantised_attention"] = measured and low
+        for name in ("few_keys_attention", "unpadded_attention"):
+            if measured and self.option(f"fuse.{name}") is None:
+                found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
+        found["nexfort.fold"] = self.option("compile.fold", True) is True
+        found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
+        found["nexfort.prepare"] = self.keeps
+        found["nexfort.prepare_copies"] = self._takes_copies
+        found["nexfort.inner_weights"] = device_type != "cpu" and self.lays_out
+        return found
+
+    def inductor_options(self, device_type: str) -> dict[str, object]:
+        """Names and values for `torch._inductor.config`, to lower with this config on "cuda" or "cpu".
+
+        Everything the profile depends on is written out, so that an environment variable of the user
+        (TORCHINDUCTOR_MAX_AUTOTUNE=1) cannot make an artefact that its key does not describe.
+        """
+        on_gpu = device_type != "cpu"
+        search = self.profile == "search"
+        found: dict[str, object] = {
+            "freezing": False,  # Inductor's inlines weights, and every LoRA would be a new artefact
+            "triton.cudagraphs": False,  # a graph around one region would copy its weights in on each call
+            "max_autotune": search,
+            "max_autotune_pointwise": search and on_gpu,
+            "max_autotune_gemm": search,
+            "coordinate_descent_tuning": search and on_gpu and self.has("max-optimize"),
+        }
+        if search:
+            # DEFAULT, not EXHAUSTIVE: the unbounded search took 20 to 40 minutes on a large UNet
+            found["max_autotune_gemm_search_space"] = "DEFAULT"
+            found["max_autotune_gemm_backends"] = "ATEN,TRITON" if on_gpu else "ATEN,CPP"
+            found["max_autotune_conv_backends"] = "ATEN,TRITON" if on_gpu else "ATEN"
+            epilogue = self.option("inductor.optimize_linear_epilogue")
+            if epilogue is not None:
+                found["epilogue_fusion"] = epilogue
+        if on_gpu:
+            # Otherwise one launch configuration a kernel, and nothing is timed: what timing picks differs from run to
+            # run and with it the last bits of sums; it holds for the sizes at hand only; and it needs the device.
+            found["triton.autotune_pointwise"] = search
+            found["dynamic_scale_rblock"] = search
+            found["shape_padding"] = search
+            # the setting above leaves small reductions several; this takes one of them by rule
+            found["test_configs.force_filter_reduction_configs"] = not search
+        # Inductor's own heuristic gives up on dynamic sizes, which is every artefact of ours. Channels innermost inside
+        # the regions: SDXL at 1024x1024 took 37.2 ms a step so, 39.8 otherwise (H200, torch 2.11, 2026-11).
+        found["layout_optimization"] = self.lays_out
+        found["force_layout_optimization"] = self.lays_out and on_gpu
+        return found
+
+    def backend_flags(self) -> dict[str, bool]:
+        """Settings to hold while the model runs, as keywords for `process_settings.backend_scope`."""
+        found = {name: self.option(option) for name, option in _HELD.items()}
+        if found["conv_benchmark"] is None and "benchmark" in self.tokens:
+            found["conv_benchmark"] = True
+        return {name: value is True for name, value in found.items() if value is not None}

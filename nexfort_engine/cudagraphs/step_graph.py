@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One combination of sizes: what its steps take in without looking, and their CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..guards.call_spec import Flat, Leaves, unflatten
+from ..guards.name_guards import Dependence
+from ..runtime.artifact import Binding
+from ..weights.prepack_entry import Version
+from ..weights.residency import Residence
+from .host_constants import Sent
+from .invariant_cache import Asides
+from .module_fingerprint import Glue
+from .step_call import StepCall
+
+
+@dataclass
+class StepGraph:
+    """First what its calls read, then its graph."""
+
+    check: Callable[[list[Any]], bool]
+    bindings: list[tuple[Binding, Callable[[list[Any]], bool], list[float]]]
+    residence: Residence  # of the weights that the step needs where they are kept
+    pointers: list[Any]
+    glue: Glue
+    metas: list[Any]  # of the weights
+    output: Any
+    outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
+    sent: list[Sent]  # constants that its code copies to the GPU, which the graph reads there
+    graph: Any = None
+    slots: list[torch.Tensor] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
+    version: Version = None  # of the weights that they were made of
+    asides: Asides | None = None  # what is made of inputs that last
+    names: Dependence | None = None  # what the network's own code reaches by name
+
+    def is_prepared(self) -> bool:
+        """Whether the prepared weights that it reads are still there."""
+        return self.kept == serials_of(binding for binding, *_ in self.bindings)
+
+    def is_kept(self, version: Callable[[], Version]) -> bool:
+        """Whether these are made of the weights as they are, too. version: what the host says of them now."""
+        if not self.is_prepared():
+            return False
+        if any(self.kept):
+            return self.version == version()
+        # where the host could not say then, and can now, they may be kept at last
+        return not self.kept or self.version is not None or version() is None
+
+    def holds(self, flat: Flat, weights: list[torch.Tensor]) -> bool:
+        """Whether options, modules and weights of a call are what the graph took in."""
+        if self.names is not None and not self.names.holds():
+            return False
+        if not self.residence.sound() or not self.glue.unchanged() or metas_of(weights) != self.metas:
+            return False
+        maps = flat.mappings[:1] * 4
+        return all(
+            check(maps) and binding.unchanged() and binding.strengths() == strengths
+            for binding, check, strengths in self.bindings
+        )
+
+    def replay(self, call: StepCall) -> Any:
+        """What the graph gives for a call."""
+        lasting = self.asides.slots if self.asides is not None else {}
+        if self.asides is not None:
+            self.asides.renew(call.tensors, call.made_of)
+        for place, (slot, tensor) in enumerate(zip(self.slots, call.tensors, strict=True)):
+            if place not in lasting and slot.data_ptr() != tensor.data_ptr():
+                slot.copy_(tensor)
+        self.graph.replay()
+        return unflatten(self.output, Leaves([t.clone() for t in self.outputs]))
+
+
+def serials_of(bindings: Iterable[Binding]) -> list[int]:
+    """The serial numbers of the prepared weights that some bindings keep; 0 where one keeps none."""
+    each = {id(b): b for b in bindings if b.prepares}.values()
+    return [kept.serial if (kept := b.kept) is not None else 0 for b in each]
+
+
+def in_places(tensors: list[torch.Tensor], asides: Asides | None) -> list[torch.Tensor]:
+    """A call's tensors, with copies that last in the places of those that do."""
+    slots = asides.slots if asides is not None else {}
+    return [slots.get(place, tensor) for place, tensor in enumerate(tensors)]
+
+
+def metas_of(weights: list[torch.Tensor]) -> list[Any]:
+    """What of each weight a graph has taken in besides its place."""
+    return [(w.dtype, w.shape, w.stride()) if w is not None else None for w in weights]

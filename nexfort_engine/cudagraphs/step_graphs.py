@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps as CUDA graphs: one launch a step instead of a thousand, for each combination of sizes in use.
+
+The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
+inputs into the graph's slots, those tensors of their options too that the backbone uses, replay, and hand out copies of
+the outputs. A graph is only replayed while everything it
+took in without looking stays as it was: the addresses of all weights, the options the network and its regions read, the
+attributes of their modules. Otherwise the step runs region by region, and is captured again the next time. Weights that
+the host keeps elsewhere are held at their addresses for the length of a step, if all of them stay there
+(weights/residency.py).
+
+Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
+run eager, and calls whose values cannot be fed in from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..capture.reached_names import rows_of
+from ..capture.source_hashes import walked
+from ..guards import option_recorder
+from ..guards.call_spec import Flat, Unsupported, flatten, flatten_call
+from ..guards.name_guards import Dependence, classes_in
+from ..guards.option_guards import checker, to_json
+from ..guards.option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
+from ..modules.channels_last import JoinedAsRows
+from ..reporting.report import named
+from ..runtime.fault_attribution import UNSEEN, is_passed_on
+from ..runtime.lru_mapping import Recent
+from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes, without_frames
+from ..system.process_settings import launched_by_address
+from ..weights.residency import Residence
+from ..weights.subclass_unwrap import places
+from . import memory_budget
+from .capture_check import Rehearsal
+from .host_constants import Answering, Remembering, Sent
+from .invariant_cache import Asides
+from .memset_nodes import editable, fills_as_kernels
+from .module_fingerprint import Glue
+from .step_call import StepCall, empty_as, overlaps, places_of, separate
+from .step_graph import StepGraph, in_places, metas_of, serials_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..runtime.forward_context import Session
+
+log = logging.getLogger("nexfort")
+
+DEVICE = "cuda"  # the type of device that has graphs
+MOST_GRAPHS = 4  # combinations of sizes kept; each holds the activations of a step
+_MOST_ADMISSIONS = 16
+_MOST_FAILURES = 3
+_MOST_CALLS = 512  # combinations of sizes of which is remembered why there is no graph
+_PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all combinations of sizes together, or
+_LEAST_KEPT = 100 << 20  # bytes
+_MADE_ANEW = "what is made of a prompt is made in each step: {}"
+_TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
+_NOWHERE = torch.device("meta")
+_ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
+
+
+class StepGraphs:
+    """The CUDA graphs of one engine. Used by one thread at a time; a second one runs region by region."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._steps: OrderedDict[Any, StepGraph] = OrderedDict()  # the one used longest ago first
+        self._refused: Recent[Any, str] = Recent(_MOST_CALLS)
+        self._failed: Recent[Any, int] = Recent(_MOST_CALLS)  # how often a step could not be captured for what may pass
+        self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
+        self._alike: Recent[Any, None] = Recent(
+            _MOST_CALLS
+        )  # calls whose asides were written to: what lasts is to them as the rest
+        # calls whose graph grew the memory of all beyond the budget: captured alone the next time
+        self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
+        self._memory = GraphMemory()
+        self._watched = engine.known.watched
+        self._in_use = threading.Lock()
+
+    def release(self) -> bool:
+        """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
+        held = any(step.graph is not None for step in self._steps.values())
+        self._steps.clear()
+        self._memory.give_back()
+        return held
+
+    @contextmanager
+    def idle(self) -> Iterator[bool]:
+        """Whether no step is under way; then none begins inside the block."""
+        is_idle = self._in_use.acquire(blocking=False)
+        try:
+            yield is_idle
+        finally:
+            if is_idle:
+                self._in_use.release()
+
+    def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+        """Run one step: replayed, captured, or region by region (then observed for the next time)."""
+        try:
+            call = self._call_of(args, kwargs, session)
+            reason, key = self._unfit(call), call.key()
+            if reason is None and key in self._refused:
+                reason = self._refused[key]
+        except Unsupported as error:
+            reason = f"the backbone is called with {error}"
+        except Exception as error:
+            if is_passed_on(error, self.engine):
+                raise
+            reason = UNSEEN.format(named(error))
+        if reason is not None:
+            return self._plainly(reason, plain, args, kwargs)
+        if not self._in_use.acquire(blocking=False):  # another thread is in a step: its slots are not to be touched
+            return plain(*args, **kwargs)
+        try:
+            return self._step(key, call, plain, session)
+        finally:
+            self._in_use.release()
+
+    def _step(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        step, flat = self._steps.get(key), call.flat
+        if step is not None:
+            with step.residence.held(flat.tensors[0].device) as weights:
+                there = weights is not None and places(weights) == step.pointers
+                if weights is not None and there and step.is_kept(self.engine.version) and step.check(flat.mappings):
+                    self._steps.move_to_end(key)
+                    self.engine.cancel()
+                    if step.graph is not None:
+                        # what only decides whether the result counts is compared while the GPU is at work
+                        result = step.replay(call)
+                        if step.holds(flat, weights):
+                            session.replayed = True
+                            return result
+                    elif step.holds(flat, weights):
+                        with self.engine.apart():
+                            return self._capture(key, step, call, plain, session)
+            if weights is None:
+                return self._fetched(step, call, plain, session)
+            del self._steps[key]
+        return self._observe(key, call, plain, session)
+
+    # -- conditions --------------------------------------------------------------------------------------
+
+    def _call_of(self, args: Any, kwargs: Any, session: Session) -> StepCall:
+        """A call taken apart. Raises Unsupported."""
+        flat = Flat()
+        spec = flatten_call(args, kwargs, flat)
+        lasting = self._lasting(flat.tensors, session)
+        flat.tensors = [separate(t) for t in flat.tensors]
+        return StepCall.of(spec, flat, self._fed.get(spec, []), lasting, session.modes)
+
+    def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if reason:
+            self.engine.report.note(f"no CUDA graph: {reason}")
+        return plain(*args, **kwargs)
+
+    def _unfit(self, call: StepCall) -> str | None:
+        flat = call.flat
+        if not flat.tensors or any(t.device.type != DEVICE for t in call.tensors):
+            return "not every input is on the GPU"
+        if torch.cuda.is_current_stream_capturing():
+            return ""
+        if len(flat.mappings) > 1:
+            return "the backbone takes several mappings, and what its regions read is known of one"
+        return self.engine.unquiet(flat.mappings)
+
+    # -- the ways ----------------------------------------------------------------------------------------
+
+    def _fetched(self, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
+        result = call.plainly(plain)
+        if session.fetched or session.ran_eager or not step.residence.settle(call.tensors[0].device):
+            self.release()  # memory is short: that of graphs is the first to go
+            self.engine.report.note(_ELSEWHERE)
+        return result
+
+    def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        """Run region by region, noting what is read; the next call of this kind may be captured."""
+        flat = call.flat
+        admitted: dict[Path, Any] = {}
+        before: dict[Path, torch.Tensor] = {}
+        reason: str | None = None
+        for _ in range(_MOST_ADMISSIONS):
+            reads = ReadSet(admitted)
+            session.used, session.looked_up = [], []
+            session.ran_eager = session.fetched = session.spares = session.others = False
+            try:
+                session.asides = asides = self._asides(call)
+                watching = Rehearsal() if fragile() else Remembering()
+                with asides or nullcontext(), watching, walked() as session.codes:
+                    session.watching = watching
+                    recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
+                    args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
+                    result = plain(*args, **kwargs)
+                break
+            except ValueUsed as used:
+                path = used.path
+            except Refused as refusal:
+                reason = f"the backbone: {refusal}"
+                break
+            finally:
+                session.asides = session.watching = None
+            try:
+                admitted[path] = value = option_recorder.admit(flat.mappings, path)
+            except Refused as refusal:
+                reason = f"the backbone: {refusal}"
+                break
+            if isinstance(value, torch.Tensor):
+                before[path] = value.clone()
+        else:
+            reason = "the backbone uses too many options"
+        if reason is not None:
+            return self._refuse(key, reason, call, plain)
+        if asides is not None and asides.reason:  # what was written to may have been an answer by then
+            return self._without_asides(key, asides, call, plain)
+        try:
+            used_options = _used_options(session, flat, before)
+        except Refused as refusal:
+            self._refused[key] = str(refusal)
+            return result
+        if not set(used_options) <= set(call.fed):
+            known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
+            self._fed[call.spec] = list(dict.fromkeys(known + used_options))
+            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting, call.modes)
+            reason, key = self._unfit(call), call.key()
+            if reason:
+                self._refused[key] = reason
+                return result
+        if session.spares:
+            return result  # the next step borrows less; it is the one to look at
+        kept = serials_of(session.used)  # before it is asked what they spare: another thread may let go of them
+        residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
+        if session.ran_eager:
+            # not for good: what ran eager while something was compiled may run compiled the next time
+            self.engine.report.note("no CUDA graph: a region ran eager")
+        elif session.others:
+            self.engine.report.note("no CUDA graph: code of others runs inside its blocks")
+        elif session.fetched or not residence.settle(flat.tensors[0].device):
+            self.engine.report.note(_ELSEWHERE)
+        elif watching.reason:
+            # a first step may also fetch weights; what the network's own code does it does each time
+            self._fails(key, watching.reason)
+        else:
+            self._expect(key, call, reads, result, session, residence, kept, watching.sent, asides)
+        return result
+
+    def _expect(
+        self,
+        key: Any,
+        call: StepCall,
+        reads: ReadSet,
+        result: Any,
+        session: Session,
+        residence: Residence,
+        kept: list[int],
+        sent: list[Sent],
+        asides: Asides | None,
+    ) -> None:
+        """A step ran that could be captured: the next of its kind is, if all is as it is now.
+
+        kept: its bindings' prepared weights by serial number, as they were before `residence` was made. sent: the
+        constants that it copied to the GPU. asides: what it made of inputs that last.
+        """
+        outputs, flat = Flat(), call.flat
+        try:
+            rows, output = to_json(reads), flatten(result, outputs)
+            names = Dependence(rows_of(self.engine.root, session.codes)[0], classes_in(self.engine.root), self._watched)
+            if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
+                raise Refused("the backbone returns more than tensors of their own")
+            if asides is not None and any(map(asides.lasts, outputs.tensors)):
+                asides = None  # its caller may write to what it was given
+                self._alike[key] = None
+                self.engine.report.note(_MADE_ANEW.format("the backbone returns some of it"))
+        except Refused as refusal:
+            self._refused[key] = str(refusal)
+            return
+        glue = Glue(self.engine.root, [region.module for region in self.engine.regions])
+        if glue.hooked:
+            self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
+            return
+        with residence.held(flat.tensors[0].device) as weights:
+            if weights is None:  # they went away again
+                return
+            self._steps[key] = StepGraph(
+                checker(rows),
+                self._region_checks(session, flat),
+                residence,
+                places(weights),
+                glue,
+                metas_of(weights),
+                output,
+                empty_as(outputs.tensors, _NOWHERE),
+                sent,
+                kept=kept,
+                version=self.engine.version(),
+                asides=asides if asides is not None and asides.observed(call.made_of) else None,
+                names=names,
+            )
+        while len(self._steps) > MOST_GRAPHS:
+            self._steps.popitem(last=False)
+
+    def _fails(self, key: Any, reason: str) -> None:
+        """Count a failure that may pass; after some it counts for good."""
+        self._failed[key] = self._failed.get(key, 0) + 1
+        if self._failed[key] >= _MOST_FAILURES:
+            self._refused[key] = reason
+
+    def _refuse(self, key: Any, reason: str, call: StepCall, plain: Callable[..., Any]) -> Any:
+        result = call.plainly(plain)  # first: what eager refuses as well says nothing of other calls
+        self._refused[key] = reason
+        self.engine.report.note(f"no CUDA graph: {reason}")
+        return result
+
+    def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
+        """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
+
+        What the network itself writes into its options on the way follows from its inputs, and is not there yet when
+        a step begins: guards that do not hold then are about such keys.
+        """
+        maps = flat.mappings[:1] * 4
+        found = []
+        for binding in {id(b): b for b in session.used}.values():
+            rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
+            rows = [r for r in rows if maps and checker([r])(maps)]
+            found.append((binding, checker(rows), binding.strengths()))
+        return found
+
+    def _capture(self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+        device, asides = call.tensors[0].device, step.asides
+        slots, outputs = in_places(empty_as(call.tensors, device), asides), empty_as(step.outputs, device)
+        session.ran_eager = session.fetched = session.others = False
+        session.looked_up = []
+        answering = Answering(step.sent)
+
+        def run() -> bool:
+            args, kwargs = call.with_tensors(slots)
+            with asides or nullcontext(), JoinedAsRows(), answering:  # which steps aside only where it is the last
+                return _write(plain(*args, **kwargs), outputs, step.output)
+
+        self._steps.pop(key, None)  # until it is there
+        before = pool_bytes(self._memory)
+        try:
+            for slot, tensor in zip(slots, call.tensors, strict=True):
+                slot.copy_(tensor)
+            if asides is not None:
+                asides.graph, _ = self._captured(asides.program())
+            session.capturing, session.asides, session.watching = True, asides, answering
+            try:
+                graph, fits = self._captured(run)
+            finally:
+                session.capturing, session.asides, session.watching = False, None, None
+            if answering.reason:
+                raise Refused(answering.reason)
+            if asides is not None and asides.reason:
+                return self._without_asides(key, asides, call, plain)
+            if session.ran_eager or session.fetched or session.others or not fits:
+                raise Refused("a region ran eager, on weights fetched for it, or something else came back")
+            if not set(map(id, session.looked_up)) <= set(map(id, slots)):
+                raise Refused("a region took a tensor of the options that is no input")
+            step.graph, step.slots, step.outputs = graph, slots, outputs
+            if not step.is_prepared():
+                return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
+            result = step.replay(call)  # the first may still find that there is no memory
+            self._steps[key] = step
+            self._keep_within(key, before)
+            return result
+        except Exception as error:
+            if isinstance(error, self.engine.stops()):
+                raise
+            log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
+            if no_memory(error):
+                self.release()
+                self._fails(key, "there was no memory for one")
+                reason = None
+            else:  # code of the host that waits for the GPU or copies from the CPU cannot be captured
+                reason = f"capturing it failed: {named(error)}"
+        return call.plainly(plain) if reason is None else self._refuse(key, reason, call, plain)
+
+    def _keep_within(self, key: Any, before: int) -> None:
+        """See that graphs of several sizes hold no more than the budget beside what the largest needs alone.
+
+        before: bytes that they held before this one. It is captured first the next time, so that the others find room
+        in its memory; where that does not help, steps of this kind are no graphs.
+        """
+        weights, held = self._weights(), pool_bytes(self._memory)
+        if memory_budget.allows(weights + held, weights + max(before, held - before)):
+            return
+        self.release()
+        if key in self._alone:
+            self._refused[key] = _TOO_MUCH
+            self.engine.report.note(f"no CUDA graph: {_TOO_MUCH}")
+        self._alone[key] = None
+
+    def _weights(self) -> int:
+        return sum(weight.nbytes for weight in self.engine.root.parameters())
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        """A graph of what is launched by `run`, and what that returns."""
+        edited = self.engine.config.option("cuda.fill_kernels", True) is True and editable()
+        graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
+        # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
+        with launched_by_address() if fragile() else nullcontext(), self._memory.captured(graph):
+            try:
+                result = run()
+            except BaseException as error:
+                # what was made belongs to the graph: it has to go while that is captured, a cancel included
+                problem = without_frames(error)
+        if problem is not None:
+            raise problem
+        if edited:
+            fills_as_kernels(graph.raw_cuda_graph())
+            graph.instantiate()
+        return graph, result
+
+    # -- what lasts --------------------------------------------------------------------------------------
+
+    def _lasting(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
+        """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
+        names = session.lasting if self.engine.lowering.prompt_once else {}
+        version = self.engine.version() if names else None
+        if version is None:
+            return {}
+        return {place: (names[id(tensor)][1], version) for place, tensor in enumerate(tensors) if id(tensor) in names}
+
+    def _asides(self, call: StepCall) -> Asides | None:
+        """What keeps what a step makes of tensors that last, if any do."""
+        if not call.lasting or call.key() in self._alike:
+            return None
+        for key, step in list(self._steps.items()):
+            if step.graph is None and step.asides is not None and step.version != self.engine.version():
+                del self._steps[key]  # it holds on to weights that may be no more
+        least = min(_LEAST_KEPT, memory_budget.beside(call.tensors[0].device))
+        most = max(least, self._weights() // _PART_KEPT)
+        held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
+        return Asides.of(call, most - held, self.engine.apart)
+
+    def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
+        """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""
+        self._alike[key] = None
+        self.engine.report.note(_MADE_ANEW.format(asides.reason))
+        return call.plainly(plain)
+
+
+def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:
+    """Where those tensors of a call's options lie that a step used.
+
+    before: what those that the backbone itself used held. Raises Refused where a graph cannot be fed with them.
+    """
+    by_regions = places_of(session.looked_up, flat.mappings)
+    if by_regions is None:
+        raise Refused("a region uses a tensor that the backbone puts into its options")
+    for path, held in before.items():
+        if not _equal(
+            option_recorder.look(flat.mappings, path), held
+        ):  # a slot would be written to, not what the caller has
+            raise Refused(f"the backbone writes to the tensor {option_recorder.where(path)}")
+    return list(dict.fromkeys([*before, *by_regions]))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all numbers are the same, those that are none too."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
+    """Copy what a step returns to where it is read after each replay. False: it is not what it was.
+
+    The tensors that the step made belong to the graph, and go with this call.
+    """
+    made = Flat()
+    if flatten(result, made) != output or [t.shape for t in made.tensors] != [t.shape for t in outputs]:
+        return False
+    for place, tensor in zip(outputs, made.tensors, strict=True):
+        place.copy_(tensor)
+    return True
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether the GPU has no memory left. A graph that is launched says so by another class of error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)

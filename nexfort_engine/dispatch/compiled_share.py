@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worth: whether enough of a network runs compiled to pay for what an engine costs in each call.
+
+A network most of whose weights lie in blocks that no artefact can stand for gains nothing, and each call of such a
+block is looked at for nothing. For that kind of call the engine steps aside: the call is the plain forward again. A
+plan shows it before anything is captured; otherwise the first step that ran as it will from now on does.
+
+A kind of call is what it is made of without its sizes, but for sizes of 1: one image takes another way through the
+network of a video than a video does. The verdict holds as long as the weights are of the same types on the same device,
+and until the network is attached anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..guards.option_guards import checker
+from ..reporting.report import named
+from ..runtime.fault_attribution import UNSEEN, is_passed_on
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..runtime.forward_context import Session
+    from .region import Region
+
+log = logging.getLogger("nexfort")
+
+WHOLE = "(whole module)"
+LEAST = 0.1  # of the weights that a call passes through: what is compiled of less saves less than looking costs
+_ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
+
+
+class ForGood(str):
+    """A reason that lies in the block or in how it is called: it stays while they do, and while its guards hold."""
+
+    guards: list[list[Any]]
+
+    @classmethod
+    def of(cls, reason: str, guards: list[list[Any]] | None = None) -> ForGood:
+        """guards: of the options of the call, as guards/option_guards.py has them."""
+        found = cls(reason)
+        found.guards = guards or []
+        return found
+
+
+class Worth:
+    """Which kinds of call of one engine's backbone are not worth compiling."""
+
+    def __init__(self, engine: Engine, off: dict[Hashable, Any]) -> None:
+        """off: kinds of call that are not, each with how that is checked; shared with networks alike."""
+        self._engine, self._off = engine, off
+        self._weights: dict[int, int] = {}
+
+    def anew(self) -> None:
+        """Everything is worth a try again."""
+        self._off.clear()
+        self._weights.clear()
+
+    def is_off(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call runs as it would without the engine. It costs nothing before there is such a kind."""
+        if not self._off:
+            return False
+        kind = self.kind(call, args, kwargs)
+        found = self._off.get(kind)
+        if found is None:
+            return False
+        state, check = found
+        if state == self._state() and check(_mappings(args, kwargs)):
+            return True
+        del self._off[kind]
+        return False
+
+    def kind(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The kind of a call. call: a method of the backbone, where it is called by several."""
+        name = getattr(getattr(call, "func", call), "__qualname__", "")
+        return (name, *map(self._kind_of, args), *((key, self._kind_of(value)) for key, value in kwargs.items()))
+
+    def _kind_of(self, value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            return (value.dtype, value.device.type, *[size == 1 for size in value.shape])
+        if type(value) in (list, tuple):
+            return (type(value), *map(self._kind_of, value))
+        if isinstance(value, dict):
+            return (dict, self._engine.others_code(value))
+        plain: Any = value if value is None or type(value) in (bool, str) else type(value)
+        return plain
+
+    def _state(self) -> Hashable:
+        """What has to stay for a verdict to hold: types of weights, by one of each region, and what names lead to."""
+        watched = self._engine.known.watched
+        watched.look()
+        rows = [(table.get(name), name) for region in self._engine.regions for table, name in region.slots.slots[:1]]
+        kinds = [(name, type(w), w.dtype, w.device.type) if w is not None else None for w, name in rows]
+        return (watched.changes, *kinds)
+
+    # -- verdicts ------------------------------------------------------------------------------------------
+
+    def pays(self, called: Iterable[tuple[Region, str | None]], session: Session) -> bool:
+        """Whether a session's kind of call is worth compiling; if not, the engine steps aside from now on.
+
+        called: a region for each of its calls, with the reason why no artefact can serve it, None where one can.
+        """
+        if session.aside:
+            return False
+        lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
+        for region, reason in called:
+            weight = self._weight(region)
+            all_of_it += weight
+            if reason is not None:
+                if not isinstance(reason, ForGood):
+                    return True  # it may run compiled the next time
+                lost[reason] += weight
+                rows += [row for row in reason.guards if row not in rows]
+        if not lost or all_of_it - lost.total() >= LEAST * all_of_it or session.asked is None:
+            return True
+        # what the network itself writes into its options on the way is not there when a call begins
+        maps = _mappings(*session.asked[1:])
+        check = checker([row for row in rows if row[0] != "keys" and maps and checker([row])(maps)])
+        self._off[self.kind(*session.asked)] = (self._state(), check)
+        session.aside = True
+        if self._engine.whole_region is None:  # which says so itself
+            reason = _ASIDE.format(lost.total() / all_of_it, lost.most_common(1)[0][0])
+            self._engine.report.eager(WHOLE, reason)
+            log.info("Nexfort: %s runs eager: %s", self._engine.name, reason)
+        self._engine.release()
+        return False
+
+    def judge(self, session: Session) -> None:
+        """See what a step ran that has ended, if a region of it ran eager for good."""
+        if not session.lost or session.behind or session.aside:
+            return
+        of = {id(binding): region for region in self._engine.regions for binding in region.bindings}
+        ran = [(of[id(binding)], None) for binding in session.used if id(binding) in of]
+        try:
+            self.pays([*ran, *session.lost], session)
+        except Exception as error:  # an argument's own code; the step has its result
+            if is_passed_on(error, self._engine):
+                raise
+            self._engine.report.note(UNSEEN.format(named(error)))
+
+    def _weight(self, region: Region) -> int:
+        if id(region) not in self._weights:
+            self._weights[id(region)] = sum(weight.numel() for weight in region.slots.read())
+        return self._weights[id(region)]
+
+
+def _mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:
+    """The first mapping among arguments, as often as guards may name one: a network hands its own to its blocks."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, dict)][:1] * 4

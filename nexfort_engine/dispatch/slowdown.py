@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promise: that compiled steps are no slower than eager ones, and what is known of one engine's steps about it.
+
+step_times.py compares times; here is what steps are told apart by, which of them say something, and what likely made a
+step slow. Eager's time comes from verifications, from steps that ran while artefacts were made beside them, and from
+runs without Nexfort that its user asked for. No step is run for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .step_times import Lap, Pace, begin, kind_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..runtime.forward_context import Session
+
+WITHOUT = "a run without Nexfort"
+BEFORE = "steps before it was compiled"
+_FETCHED = "weights are fetched for each call, as with dynamic VRAM or a LoRA on quantised weights"
+_OTHERS = "code of others runs inside its blocks"
+_NO_GRAPH = "no CUDA graph"
+_UNKNOWN = "its compiled code is slower, or something else used the device"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was seen of one compiled step."""
+
+    ran_eager: bool
+    fetched: bool
+    others: bool
+    replayed: bool
+
+
+class Promise:
+    """The watch on one engine's steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # the report is asked for each time: a host may put another one in its place
+        self.pace = Pace(lambda row: engine.report.pace(row), self.likely_reason)
+
+    def without(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step that its user wants eager, which shows how long eager takes."""
+        ends = begin(_device(args, kwargs))
+        result = plain(*args, **kwargs)
+        if ends is not None:
+            self.pace.ran_eager(ends(), self._kind(args, kwargs), WITHOUT)
+        return result
+
+    def begin(self, args: Any, kwargs: Any, session: Session) -> Callable[[], Lap] | None:
+        """A step of a session begins; None where its time is nobody's matter."""
+        return begin(_device(args, kwargs)) if session.asked is not None else None
+
+    def ended(self, lap: Lap, session: Session) -> None:
+        """It ended. Its time is kept if it says something: a step that made artefacts says nothing."""
+        if session.asked is None or session.planned or session.aside:
+            return
+        kind = self._kind(*session.asked[1:])
+        if session.replayed or (session.used and not session.behind):
+            facts = Facts(session.ran_eager, session.fetched, session.others, session.replayed)
+            self.pace.ran(lap, kind, facts)
+        elif session.behind and not session.used:
+            self.pace.ran_eager(lap, kind, BEFORE)
+
+    def verified(self, told: Mapping[str, Any] | None, session: Session) -> None:
+        """A step like this one was compared with eager, if it could be."""
+        if told is not None and session.asked is not None:
+            self.pace.verified(told["eager_ms"] / 1e3, self._kind(*session.asked[1:]))
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What steps have in common that should take the same time: sizes, batch, weights, and code of others."""
+        mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+        return kind_of(args, kwargs, self._engine.version(), self._engine.unquiet(mappings))
+
+    def likely_reason(self, facts: Facts | None) -> str:
+        """Why a step may be slower than eager, by what was seen of the last one."""
+        found, told = list[str](), self._engine.report.as_dict()
+        if facts is not None:
+            if facts.ran_eager:
+                blocks = len({row["region"] for row in told["eager"]})
+                found.append(f"{blocks} of its blocks run eager" if blocks != 1 else "one of its blocks runs eager")
+            found += [_FETCHED] if facts.fetched else []
+            found += [_OTHERS] if facts.others else []
+        if self._engine.graphs is not None and torch.cuda.is_available() and not (facts and facts.replayed):
+            notes = [note for note in told["notes"] if note.startswith(_NO_GRAPH)]
+            found.append(notes[-1] if notes else _NO_GRAPH)
+        return "; ".join(found) or _UNKNOWN
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where a step runs, as far as its arguments say."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    return next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifier: one step of the user's own model, eager and compiled, compared region by region.
+
+Every region is given what it is given in an eager run, so that each is judged for itself and no error is handed on. The
+step as a whole is run both ways besides. What is over the budget stays eager from then on and is listed.
+
+The budget is the distance rule's first half, for each region: the error to a wider computation of the same block (its
+weights and inputs in float32, in float64 where they are float32) at most 1.1 times eager's own. Products in fp8 are
+another number by design; there the distance to eager counts, against LOW_PRECISION, and so it does where nothing wider
+can be computed. Layers whose weights this engine packed (quant/quantized_linear.py) compute in full in float64, with
+the weights as they are packed: eager and compiled code are both as far from that as the rounding of inputs takes them.
+Not seen is what a network keeps in its own attributes from call to call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..capture.shadow_module import Shadow
+from ..guards.call_spec import Flat, Unsupported, changeable, flatten_call, format_of, of_its_own
+from ..quant.quantized_linear import holds_quantised
+from ..reporting.report import counted, named
+from ..runtime.artifact import Artefact
+from ..runtime.forward_context import entered
+from ..system.process_settings import backend_scope
+from .region import Ineligible, Region
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..runtime.forward_context import Session
+
+log = logging.getLogger("nexfort")
+
+EQUAL = 1e-4  # of the norm: nearer than this nothing is asked further
+FACTOR = 1.1  # between our error and eager's
+LOW_PRECISION = 0.1  # of the norm, for one region with products in fp8
+_BELOW_NORMAL = 1e-30
+_CHUNK = 1 << 24  # numbers that are brought to float64 at once
+
+
+class Verifier:
+    """Compares one step of one engine's backbone."""
+
+    def __init__(self, engine: Engine, *, graphs: bool = True, names: Sequence[Hashable] = ()) -> None:
+        """graphs: the user's own steps may be replayed as CUDA graphs, so that the compared one may be too.
+
+        names: of the tensors among the arguments, as in Session; None where one has none.
+        """
+        self.engine, self._graphs, self._names = engine, graphs, names
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Compare the call of a backbone, whose arguments are this method's own, and put the result into the report.
+
+        None where it could not be done, which the report then says; the step itself has ended before.
+        """
+        began = time.perf_counter()
+        problem = _stateful(args, kwargs)
+        if problem is not None:
+            self.engine.report.note(f"a step could not be verified: {problem}")
+            return None
+        try:
+            with _same_random_numbers(args, kwargs):
+                self._regions(call, args, kwargs)
+            with entered(None):  # no stand-in acts
+                eager, eager_seconds = self._best(call, args, kwargs)
+            graphs = self._graphs and self.engine.graphs is not None and torch.cuda.is_available()
+            again = functools.partial(self._again, call, graphs)
+            ours, seconds = self._best(again, args, kwargs, warming=2 if graphs else 0)  # two steps make a graph
+            result = {
+                "eager_ms": eager_seconds * 1e3, "compiled_ms": seconds * 1e3,
+                "distance": _number(distance(ours, eager)), "device": _device_name(args, kwargs),
+                "sizes": [list(t.shape) for t in tensors_in((args, kwargs))], "torch": torch.__version__,
+                "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "seconds": time.perf_counter() - began, "regions": [_as_json(row) for row in self._rows.values()],
+            }  # fmt: skip
+        except torch.OutOfMemoryError:
+            self.engine.report.note("there was no memory to verify a step")
+            return None
+        except Exception as error:
+            if isinstance(error, self.engine.stops()):
+                raise
+            # the step has its result, and what only looks at it must not take that away
+            log.warning("Nexfort: a step could not be verified", exc_info=True)
+            self.engine.report.note(f"a step could not be verified ({named(error)})")
+            return None
+        self.engine.report.verified(result)
+        return result
+
+    def _again(self, call: Callable[..., Any], graphs: bool, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.uncounted(call, args, kwargs, graphs=graphs, names=self._names)
+
+    def _best(self, run: Callable[..., Any], args: Any, kwargs: Any, *, warming: int = 0) -> tuple[Any, float]:
+        """What a step gives and the seconds of the faster of two runs, after `warming` others."""
+        best, result = math.inf, None
+        for turn in range(warming + 2):
+            given, words = of_its_own(args), of_its_own(kwargs)
+            with _same_random_numbers(args, kwargs):
+                result, seconds = _clocked(functools.partial(run, *given, **words))
+            best = min(best, seconds) if turn >= warming else best
+        return result, best
+
+    # -- region by region ---------------------------------------------------------------------------------
+
+    def _regions(self, call: Any, args: Any, kwargs: Any) -> None:
+        own = self.engine.whole_region
+        try:
+            with self.engine.active(instead=self._compare) as session:
+                if own is not None:
+                    self._compare(own, call, of_its_own(args), of_its_own(kwargs), session)
+                else:
+                    call(*of_its_own(args), **of_its_own(kwargs))
+        finally:
+            if self.engine.graphs is not None and any(row["over"] for row in self._rows.values()):
+                self.engine.graphs.release()  # they hold what is not to run any more
+
+    def _compare(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+        """Run a region both ways on the same inputs and go on with eager's result."""
+        given, words = of_its_own(args), of_its_own(kwargs)
+        copies, more = of_its_own(args), of_its_own(kwargs)
+        session.ran_eager = False
+        ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
+        ran_compiled = not session.ran_eager
+        result, eager_seconds = _clocked(lambda: region.inside(plain, args, kwargs, session))
+        if ran_compiled:
+            artefact = session.used[-1].artefact
+            row = self._rows.setdefault(region.path, _blank_row(region))
+            row["calls"] += 1
+            row["eager_ms"] += eager_seconds * 1e3
+            row["compiled_ms"] += seconds * 1e3
+            # where it changes what it is given, that is a result too
+            changed = ((copies, more), (args, kwargs)) if artefact.mutated else ((), ())
+            apart = distance((ours, changed[0]), (result, changed[1]))
+            row["distance"] = max(row["distance"], apart)
+            if apart > EQUAL and not (apart <= LOW_PRECISION and _in_fp8(artefact)):
+                self._judge(region, row, apart, self._errors(region, given, words, ours, result))
+        return _laid_as(result, ours)
+
+    def _judge(self, region: Region, row: dict[str, Any], apart: float, errors: _Errors) -> None:
+        """Judge one call of a region that is not equal: the worst counts. One over the budget is latched to eager."""
+        if errors.why is None and (row["error"] is None or errors.ours > row["error"]):
+            row["error"], row["eager_error"] = errors.ours, errors.eager
+        if errors.why is not None and apart <= LOW_PRECISION:
+            row["unjudged"] = errors.why
+        elif errors.why is not None or errors.ours > errors.most:
+            row["over"] = True
+            said = f"its error is {errors.ours:.2e}, eager's {errors.eager:.2e}"
+            if errors.why is not None:
+                said = f"its result is {apart:.2e} from eager's, and {errors.why}"
+            region.latch(f"it was verified and is over the budget: {said}")
+
+    def _errors(self, region: Region, args: Any, kwargs: Any, ours: Any, result: Any) -> _Errors:
+        """Our error and eager's to a wider computation, or why there is none."""
+        try:
+            wide = _wider_result(region, args, kwargs)
+        except torch.OutOfMemoryError:
+            return _Errors(why="there was no memory for a wider computation")
+        except (Unsupported, Ineligible) as reason:
+            return _Errors(why=str(reason))
+        except Exception as error:
+            if isinstance(error, self.engine.stops()):
+                raise
+            return _Errors(why=f"it cannot be computed in a wider type ({named(error)})")
+        tensors = [t for t in tensors_in(result) if t.is_floating_point()]
+        rounding = max((torch.finfo(t.dtype).eps for t in tensors), default=0.0) / 4
+        eager, numbers = distance(result, wide), max(1, sum(t.numel() for t in tensors))
+        # Where its code sets dtypes itself the wider computation may be none; one rounding is allowed in any case. The
+        # error of n numbers is itself a sample.
+        most = FACTOR * max(eager, rounding) * (1 + 3 / math.sqrt(2 * numbers))
+        return _Errors(distance(ours, wide), eager, most)
+
+
+def _laid_as(result: Any, other: Any) -> Any:
+    """A result in the memory format of another, so that what follows is asked of the artefact that runs in a step."""
+    both = [result, other]
+    if any(type(t) is not torch.Tensor for t in both) or result.shape != other.shape:
+        return result
+    return result if format_of(result) == format_of(other) else torch.empty_like(other).copy_(result)
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Relative norms: our error and eager's to a wider computation, and the most that ours may be; or why none."""
+
+    ours: float = 0.0
+    eager: float = 0.0
+    most: float = math.inf
+    why: str | None = None
+
+
+def _wider_result(region: Region, args: Any, kwargs: Any) -> Any:
+    """The block's result with weights and inputs in a wider type; the block itself is not touched.
+
+    Raises Unsupported or Ineligible with the reason where that says nothing, and whatever its code raises.
+    """
+    flat = Flat()
+    flatten_call(args, kwargs, flat)
+    with region.resident_weights(flat.tensors) as weights:
+        if region.parts is not None:
+            raise Ineligible("its weights are quantised, and a wider type does not undo that")
+        found = {t.dtype for t in (*weights, *flat.tensors) if t.is_floating_point()}
+        # layers with packed weights compute in full in float64 alone
+        exact = found <= {torch.float32, torch.float64} or holds_quantised([region.module])
+        wide = torch.float64 if exact else torch.float32
+        shadow = Shadow(region.module, [_widened(w, wide) for w in weights], region.hidden())
+        with entered(None), backend_scope(matmul_allow_tf32=False, conv_allow_tf32=False):
+            return shadow.module(*_widened(args, wide), **_widened(kwargs, wide))
+
+
+def _widened(value: Any, wide: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(wide) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(_widened(v, wide) for v in value)
+    if isinstance(value, dict):
+        return {k: _widened(v, wide) for k, v in value.items()}
+    return value
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """||found - wanted|| / ||wanted|| over the tensors of two results; infinite where they do not fit.
+
+    Infinities and NaN have to stand in the same places, and do not count otherwise: masks are made of them. Formula:
+    the relative Frobenius norm, summed in float64.
+    """
+    ours, theirs = list(tensors_in(found)), list(tensors_in(wanted))
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
+        return math.inf
+    apart = norm = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        for one, other in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+            one, other = _double(one), _double(other)
+            finite = other.isfinite()
+            if not bool(finite.all()):
+                if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
+                    return math.inf
+                one, other = one[finite], other[finite]
+            apart += float((one - other).square().sum())
+            norm += float(other.square().sum())
+    result = math.sqrt(apart / max(norm, _BELOW_NORMAL))
+    return result if math.isfinite(result) else math.inf
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, on the CPU where the device has none."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).reshape(-1)
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result or of arguments, through lists, tuples, mappings and plain objects that hold some."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
+    elif not isinstance(value, torch.nn.Module) and not callable(value):
+        yield from tensors_in(getattr(value, "__dict__", {}))
+
+
+def _stateful(args: Any, kwargs: Any) -> str | None:
+    """Why a call cannot be made again: it is handed an object, such as a cache, that it may change. Or None."""
+    try:
+        spec = flatten_call(args, kwargs, Flat())
+    except Unsupported as reason:
+        return f"it is called with {reason}"
+    kind = next((kind for kind in changeable(spec) if kind is not list), None)  # lists are copied
+    return None if kind is None else f"it is called with a {kind.__qualname__}, which it may change"
+
+
+def _in_fp8(artefact: Artefact) -> bool:
+    """Whether it computes a product in fp8."""
+    products = artefact.entry.info.get("products") if artefact.entry is not None else None
+    return counted(products or [])[0] > 0
+
+
+def _number(value: float | None) -> float | None:
+    """As JSON holds it: None for what is no number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **{name: _number(row[name]) for name in ("distance", "error", "eager_error")}}
+
+
+def _blank_row(region: Region) -> dict[str, Any]:
+    return {
+        "region": region.path, "kind": region.kind, "calls": 0, "eager_ms": 0.0, "compiled_ms": 0.0, "distance": 0.0,
+        "error": None, "eager_error": None, "over": False, "unjudged": None,
+    }  # fmt: skip
+
+
+def _device_name(*given: Any) -> str:
+    device = next((t.device for t in tensors_in(given)), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _clocked(run: Callable[[], Any]) -> tuple[Any, float]:
+    """A result and the seconds until the device has it."""
+    _wait()
+    began = time.perf_counter()
+    result = run()
+    _wait()
+    return result, time.perf_counter() - began
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@contextlib.contextmanager
+def _same_random_numbers(*given: Any) -> Iterator[None]:
+    """Random numbers inside the block are the caller's next ones, and after it as if there had been no block."""
+    devices = sorted({t.device.index or 0 for t in tensors_in(given) if t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        yield

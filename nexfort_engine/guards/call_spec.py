@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signature of one call of a block: its structure, and what of it is data.
+
+A call `block(*args, **kwargs)` is flattened into a hashable *spec* (the structure with every plain Python value in it),
+the tensors, the integers (they become dynamic inputs, so that a size passed as a number costs no new artefact) and the
+mappings (`transformer_options` and its like, which are guarded by what is read from them, see option_recorder.py).
+
+The flattening is our own, not pytree's: it needs no registration for dataclasses and plain objects that host blocks
+pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run before every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .option_recorder import Recording
+
+TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
+INT = "I"  # an int: data; whether it may vary is among the conditions
+MAPPING = "M"  # a dict: guarded by its read-set
+
+
+_READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
+
+
+class Unsupported(Exception):
+    """A call or a result that cannot be expressed as tensors, ints, mappings and plain values. Its text is why."""
+
+
+class Flat:
+    """The leaves of one call, in order: `tensors`, `ints`, `mappings`."""
+
+    __slots__ = ("ints", "mappings", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.ints: list[int] = []
+        self.mappings: list[dict[Any, Any]] = []
+
+
+_PLAIN = (type(None), bool, str, float, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def flatten(value: Any, into: Flat) -> Any:
+    """Flatten one value; leaves go `into`, the hashable spec is returned. Raises Unsupported with the type's name."""
+    kind: type = type(value)
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        into.tensors.append(value)
+        return TENSOR
+    if value is None or kind is bool:
+        return ("=", value)
+    if kind is int:
+        into.ints.append(value)
+        return INT
+    if isinstance(value, float):
+        return ("=", value, repr(value))  # 1.0 is not True, and -0.0 is not 0.0: code can tell
+    if isinstance(value, _PLAIN):
+        return ("=", value)
+    if kind is list or kind is tuple or kind is torch.Size:
+        return (kind, *[flatten(v, into) for v in value])
+    if isinstance(value, dict):
+        if kind is not dict and not _is_read_as_dict(kind):
+            raise Unsupported(f"an argument of type {kind.__qualname__}, a mapping with ways of its own to be read")
+        into.mappings.append(value.real() if type(value) is Recording else value)
+        return MAPPING
+    return _flatten_object(value, into)
+
+
+@functools.cache
+def _is_read_as_dict(kind: type) -> bool:
+    """Whether a class of mappings is read as a dict is: what records reads of one stands for no other."""
+    own = [vars(base) for base in kind.__mro__ if base not in (dict, OrderedDict, Recording, object)]
+    return not any(name in _READS for names in own for name in names)
+
+
+def flatten_result(value: Any, into: Flat) -> Any:
+    """Flatten what a block returns: as `flatten`, and a new dict by its keys. Raises Unsupported.
+
+    A mapping that the block was given comes back as itself to the caller, which no copy can be.
+    """
+    if type(value) is dict and all(type(key) is str for key in value):
+        return (dict, tuple(value), *[flatten_result(v, into) for v in value.values()])
+    if isinstance(value, dict):
+        raise Unsupported(
+            "a mapping that it was given" if type(value) is Recording else "a mapping with other keys than text"
+        )
+    if type(value) in (list, tuple):
+        return (type(value), *[flatten_result(v, into) for v in value])
+    spec = flatten(value, into)
+    if into.mappings:
+        raise Unsupported("an object that holds a mapping")
+    return spec
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], into: Flat) -> Any:
+    """Flatten the arguments of a call. Raises Unsupported, naming the argument's type."""
+    return (len(args), tuple(kwargs), *[flatten(v, into) for v in args], *[flatten(v, into) for v in kwargs.values()])
+
+
+def unflatten_call(spec: Any, leaves: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that `flatten_call` took apart."""
+    count, names = spec[0], spec[1]
+    values = [unflatten(s, leaves) for s in spec[2:]]
+    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+
+
+def _flatten_object(value: Any, into: Flat) -> Any:
+    kind = type(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise Unsupported("a number that depends on the sizes of the inputs")
+    if isinstance(value, tuple):  # a namedtuple
+        return (kind, *[flatten(v, into) for v in value])
+    if isinstance(value, torch.nn.Module) or callable(value) or isinstance(value, (torch.Generator, Mapping)):
+        raise Unsupported(f"an argument of type {kind.__qualname__}, which is neither data nor a plain value")
+    fields = fields_of(value)
+    if fields is None or not (dataclasses.is_dataclass(value) or kind.__module__ != "builtins"):
+        raise Unsupported(f"an argument of type {kind.__qualname__}, whose content cannot be listed")
+    names = tuple(fields)
+    return (kind, names, *[flatten(fields[n], into) for n in names])
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, those in slots too; None if it may hold what cannot be seen from Python."""
+    own = getattr(value, "__dict__", None)
+    kinds = [kind for kind in type(value).__mro__[:-1] if "__slots__" in vars(kind)]
+    if own is None and len(kinds) < len(type(value).__mro__) - 1:
+        return None
+    slots = [vars(kind)["__slots__"] for kind in kinds]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some) if name != "__dict__"]
+    if not names:
+        return own
+    if any(name.startswith("__") for name in names):  # stored under another name
+        return None
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **(own or {})}
+
+
+def unflatten(spec: Any, leaves: Leaves) -> Any:
+    """The value that `flatten` took apart, from its spec and the leaves in the same order."""
+    if spec == TENSOR:
+        return next(leaves.tensors)
+    if spec == INT:
+        return next(leaves.ints)
+    if spec == MAPPING:
+        return next(leaves.mappings)
+    kind = spec[0]
+    if kind == "=":
+        return spec[1]
+    if kind is list:
+        return [unflatten(s, leaves) for s in spec[1:]]
+    if kind is tuple or kind is torch.Size:
+        items = [unflatten(s, leaves) for s in spec[1:]]
+        # a torch.Size cannot hold symbolic ints; a tuple serves wherever a block reads sizes from it
+        return tuple(items) if any(type(i) is not int for i in items) else kind(items)
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*[unflatten(s, leaves) for s in spec[1:]])
+    if kind is dict:
+        return {name: unflatten(part, leaves) for name, part in zip(spec[1], spec[2:], strict=True)}
+    new = kind.__new__(kind)
+    for name, part in zip(spec[1], spec[2:], strict=True):
+        object.__setattr__(new, name, unflatten(part, leaves))
+    return new
+
+
+class Leaves:
+    """Iterators over the leaves of a call, consumed by `unflatten` in order."""
+
+    def __init__(self, tensors: Any, ints: Any = (), mappings: Any = ()) -> None:
+        self.tensors, self.ints, self.mappings = iter(tensors), iter(ints), iter(mappings)
+
+
+def of_its_own(value: Any, twice: bool = False) -> Any:
+    """Arguments with tensors of their own, which the callee may change. `twice`: at batch 2 where they have batch 1."""
+    if isinstance(value, torch.Tensor):
+        return _copy(value, twice and value.ndim > 0 and value.shape[0] == 1)
+    if type(value) in (list, tuple):
+        return type(value)(of_its_own(v, twice) for v in value)
+    if isinstance(value, dict):
+        return {k: of_its_own(v, twice) for k, v in value.items()}
+    return value
+
+
+def _copy(value: torch.Tensor, twice: bool) -> torch.Tensor:
+    """A copy, or two rows of the same, that lies in memory as the tensor does: a part of its channels has gaps.
+
+    Torch's own would be without them, and regions that are called with it would seem to be called with another format.
+    """
+    plain = type(value) is torch.Tensor and value.layout == torch.strided
+    shape, strides = list(value.shape), list(value.stride()) if plain else []
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=plain))
+    if not plain or expanded or not value.numel() or value.is_contiguous():
+        return torch.cat([value, value]) if twice else value.clone()
+    if twice:
+        row = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True)) + 1
+        shape[0], strides[0] = 2, row if format_of(value) == "l" else max(strides[0], row)
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def changeable(spec: Any) -> Iterator[type]:
+    """The classes of what the callee could change of a call, tensors and mappings aside: lists, objects."""
+    if not isinstance(spec, tuple) or not spec or spec[0] == "=":
+        return
+    kind = spec[0]
+    if isinstance(kind, type) and not issubclass(kind, tuple):
+        yield kind
+    for part in spec[1:]:
+        yield from changeable(part)
+
+
+def spec_text(spec: Any) -> str:
+    """A spec as text that is the same in every process: types by their qualified name."""
+    if isinstance(spec, str):
+        return spec
+    if isinstance(spec, tuple) and spec:
+        if spec[0] == "=":
+            return f"={spec[1]!r}"
+        head = f"{spec[0].__module__}.{spec[0].__qualname__}" if isinstance(spec[0], type) else repr(spec[0])
+        return head + "(" + ",".join(spec_text(s) for s in spec[1:]) + ")"
+    return repr(spec)
+
+
+def format_of(tensor: torch.Tensor) -> str:
+    """The memory format an artefact is made for: "c" (contiguous, what every other layout is brought to) or "l".
+
+    "l" is channels_last or channels_last_3d of a tensor of rank 4 or 5 that is not contiguous as well.
+    """
+    if tensor.is_contiguous():
+        return "c"
+    ndim = tensor.ndim
+    if ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return "l"
+    if ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return "l"
+    return "c"
+
+
+def normalised(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the memory format that `format_of` names: itself, or a contiguous copy."""
+    return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[str, int, str]:
+    """dtype, rank and device type of a tensor: what code is lowered for, besides sizes and memory format."""
+    return (str(tensor.dtype), tensor.ndim, tensor.device.type)
+
+
+def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
+    """What of a tensor is in the signature: dtype, rank, device type, memory format. Sizes are conditions, not keys.
+
+    Raises Unsupported for tensors that are not plain strided data.
+    """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        raise Unsupported(f"a tensor of the subclass {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"a tensor of layout {tensor.layout}")
+    return (*kind_of(tensor), format_of(tensor))

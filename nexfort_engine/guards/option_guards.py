@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards: what a capture read of its mappings, as rows that are stored, and the check that later calls have to pass.
+
+option_recorder.py records; here a finished ReadSet becomes JSON-able rows, and rows become one function of a call's
+mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .option_recorder import BOOKKEEPING, MISSING, Path, ReadSet, Refused, is_plain, look, where
+
+Check = Callable[[list[Any]], bool]
+
+
+def to_json(log: ReadSet) -> list[list[Any]]:
+    """The guards of a finished capture as JSON-able rows. Paths hold plain keys only, else Refused."""
+    rows: list[list[Any]] = []
+    for path, found in log.present.items():
+        rows.append(["present", json_path(path), found])
+    for path, is_none in log.none.items():
+        if path in log.present or path in log.admitted:
+            rows.append(["none", json_path(path), is_none])
+    for path in log.mappings:
+        rows.append(["mapping", json_path(path), True])
+    for path, keys in log.keys.items():
+        rows.append(["keys", json_path(path), list(keys)])
+    for path, template, found in log.patched:
+        rows.append(["patch" if found else "no patch", json_path(path), template])
+    for path, count in log.lengths.items():
+        rows.append(["length", json_path(path), count])
+    for path, value in {**log.flags, **log.admitted}.items():
+        if is_plain(value):
+            rows.append(["value", json_path(path), _json_value(value)])
+        elif not issubclass(type(value), torch.Tensor):  # it is called, whatever it is
+            rows.append(["function", json_path(path), True])
+    return rows
+
+
+def json_path(path: Path) -> list[Any]:
+    """A path as JSON can hold it. Raises Refused for other keys than plain ones."""
+    for key in path:
+        if type(key) not in (str, int) and not is_plain(key):
+            raise Refused(f"it reads {where(path)}, whose key cannot be written down")
+    return [list(k) if isinstance(k, tuple) else k for k in path]
+
+
+def from_json_path(raw: list[Any]) -> Path:
+    """The path that `json_path` wrote."""
+    return tuple(tuple(k) if isinstance(k, list) else k for k in raw)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_json_value(v) for v in value]}
+    return value
+
+
+def _from_json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        return tuple(map(_from_json_value, items)) if kind == "tuple" else [_from_json_value(v) for v in items]
+    return value
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Equal in type too: 1, 1.0 and True take different branches in a block."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    return value == expected
+
+
+def checker(rows: list[list[Any]]) -> Check:
+    """A function that says whether a call's mappings answer every guard as the captured call did."""
+    tests: list[Check] = []
+    for kind, raw, expected in rows:
+        tests.append(_test(kind, from_json_path(raw), expected))
+
+    def check(mappings: list[Any]) -> bool:
+        for test in tests:  # noqa: SIM110  # asked on every call: a generator in `all` takes twice the time
+            if not test(mappings):
+                return False
+        return True
+
+    return check
+
+
+def _test(kind: str, path: Path, expected: Any) -> Check:
+    if kind == "present":
+        if len(path) == 2:  # by far the most frequent: a key of the outermost mapping
+            number, key = path
+            return lambda maps: (key in maps[number]) is expected
+        return lambda maps: (look(maps, path) is not MISSING) is expected
+    if kind == "none":
+        return lambda maps: (look(maps, path) is None) is expected
+    if kind == "mapping":
+        return lambda maps: isinstance(look(maps, path), dict)
+    if kind == "keys":
+        wanted = frozenset(expected)
+        return lambda maps: _keys(look(maps, path)) == wanted
+    if kind in ("patch", "no patch"):
+        return lambda maps: _patched(maps, path, expected, kind == "patch")
+    if kind == "length":
+        if expected == -1:
+            return lambda maps: isinstance(m := look(maps, path), dict) and len(m) > 0
+        return lambda maps: isinstance(m := look(maps, path), dict) and len(m) == expected
+    if kind == "value":
+        value = _from_json_value(expected)
+        return lambda maps: _same(look(maps, path), value)
+    if kind == "function":
+        return lambda maps: callable(look(maps, path))
+    known = "present, none, mapping, keys, patch, no patch, length, value or function"
+    raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
+
+
+def _keys(mapping: Any) -> frozenset[str] | None:
+    return frozenset(str(k) for k in mapping if k not in BOOKKEEPING) if isinstance(mapping, dict) else None
+
+
+def _key_now(template: list[Any], maps: Any) -> Any:
+    """The key that code would make of a call's mappings. Raises TypeError, IndexError where it would make none."""
+    kind, *parts = template
+    if kind == "plain":
+        return parts[0]
+    if kind == "tuple":
+        return tuple([_key_now(part, maps) for part in parts])
+    value = look(maps, tuple(parts[0]))
+    for number in parts[1]:
+        if type(value) is not tuple:
+            raise TypeError(f"expected a tuple, got a {type(value).__qualname__}")
+        value = value[number]
+    if type(value) not in (tuple, int, str):
+        raise TypeError(f"expected what says where a block sits, got a {type(value).__qualname__}")
+    return value
+
+
+def _patched(maps: Any, path: Path, template: list[Any], found: bool) -> bool:
+    """Whether a mapping answers as captured to the key that code makes of where the block sits."""
+    mapping = look(maps, path)
+    try:
+        return isinstance(mapping, dict) and (_key_now(template, maps) in mapping) is found
+    except (TypeError, IndexError):
+        return False

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ComfyUI's users see of compiling: a line under the node that executes, and whoever listens for a report.
+
+Nothing here compiles or decides anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+from ...reporting import progress
+from ...reporting.report import Report
+
+log = logging.getLogger("nexfort")
+
+# Called with how far compiling is, and with None when a call of the network has ended, well or not.
+Listener = Callable[[Report, progress.Event | None], None]
+_listeners: list[Listener] = []
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of everything that `shown` shows from now on. It is called on the thread that samples."""
+    _listeners.append(listener)
+
+
+@contextlib.contextmanager
+def shown(report: Report) -> Iterator[None]:
+    """One call of a network with this report: what is compiled in it is shown."""
+    with progress.use_sink(functools.partial(_show, report)):
+        try:
+            yield
+        finally:
+            _tell(report, None)
+
+
+def _show(report: Report, event: progress.Event) -> None:
+    _tell(report, event)
+    if "server" not in sys.modules:  # ComfyUI as a library: nobody to show it to
+        return
+    from comfy_execution.utils import get_executing_context
+    from server import PromptServer
+
+    context = get_executing_context()
+    server = getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(event.text, context.node_id)
+
+
+def _tell(report: Report, event: progress.Event | None) -> None:
+    for listener in list(_listeners):
+        try:
+            listener(report, event)
+        except Exception as error:
+            # Being told is a courtesy: the picture is made whether or not somebody watches.
+            _listeners.remove(listener)
+            log.warning("Nexfort: showing progress failed (%s: %s); going on without it", type(error).__name__, error)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images: in regions and between them they lie in memory with channels innermost, as convolutions take them.
+
+Eager code leaves them as each operator happens to: a convolution as its input and its weight lie, a group norm on a GPU
+and a transformer's `contiguous()` with channels outermost. Then blocks transpose what they read, and two parts that are
+concatenated lie differently. So a block is captured with weights of convolutions that have channels innermost, which
+its graph makes of those that the module holds (`laid`), with such images (`as_taken`), and its results are brought to
+that order in the graph, where it costs no pass of its own (`innermost`). The backbone's own result lies as its code has
+it, with channels outermost (`outermost`), and so does all that runs eager: an artefact copies an image that lies
+otherwise.
+
+That is equal numbers for any code but such as looks at memory itself. `x.view(n * c, h, w)` fails; and what is written
+to `x.contiguous()` or `x.reshape(n, -1)`, which are looks at an image with channels outermost, goes to a copy of one
+that lies so. A block whose code does the former is captured with its weights as they are; a plan notices both
+(`LooksNoticed`), a step only the former; then no image is laid out any more (dispatch/recovery.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..guards.call_spec import normalised
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+aten = torch.ops.aten
+_CONVOLVE = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
+MEASURED = ("cuda",)  # the types of devices on which this was measured to win; elsewhere images lie as they do
+_LEAST = 1 << 16  # numbers of a weight: smaller ones Inductor copies in each call
+_LOOKS = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")  # at an image with channels outermost
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
+_RANDOM = (
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_"),
+    *("log_normal_", "cauchy_", "geometric_", "random_"),
+)
+_OF_ORDER = (
+    "view size is not compatible",
+    "contiguous",
+    "stride",
+)  # in errors of code that cannot take a tensor as it lies
+
+
+def holds_images(module: nn.Module) -> bool:
+    """Whether a module computes with images (N, C, H, W): by its layers, whatever it is called."""
+    return any(isinstance(layer, (*_CONVOLUTIONS, nn.GroupNorm)) for layer in module.modules())
+
+
+def win_on(device: torch.device) -> bool:
+    """Whether images are laid out on a device. On cards of AMD nobody measured it."""
+    return device.type in MEASURED and torch.version.hip is None
+
+
+def is_of_order(error: BaseException) -> bool:
+    """Whether an error may be that of code that cannot take a tensor as it lies in memory. Assertions do not say."""
+    if isinstance(error, AssertionError):
+        return True
+    return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OF_ORDER)
+
+
+class LooksNoticed(TorchFunctionMode):
+    """Inside the block it is an error where code would do something else with an image that lies otherwise.
+
+    It writes to a copy where it would be given a look at an image with channels outermost, or to a look at the image
+    where it would be given a copy of its own (`x.permute(0, 2, 3, 1).contiguous()`); or it fills a tensor that lies so
+    with random numbers, which come in the order of memory.
+
+    any: whether there was such an image at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turned: dict[int, StorageWeakRef] = {}
+        self._copies: dict[int, StorageWeakRef] = {}
+        self._same: Any = WeakIdKeyDictionary()  # tensors that are looks here alone
+
+    @property
+    def any(self) -> bool:
+        return bool(self._turned)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        for one in args:
+            if _is_turned(one):
+                _remember(one, self._turned)
+        first = args[0] if args and isinstance(args[0], torch.Tensor) and _is_plain(args[0]) else None
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+        written = [kwargs.get("out"), first if in_place else None]
+        tensors = [one for one in written if isinstance(one, torch.Tensor)]
+        if any(_is_among(one, self._copies) or one in self._same for one in tensors):
+            raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
+        if name in _RANDOM and first is not None and _is_turned(first):
+            raise RuntimeError(f"its code draws with {name} for an image that it takes for contiguous")
+        result = func(*args, **kwargs)
+        if name in _LOOKS and first is not None and _is_among(first, self._turned) and _is_plain(result):
+            if not _shares(first, result):
+                _remember(result, self._copies)
+            elif first.is_contiguous() and first.dim() > 2:
+                self._same[result] = None
+        return result
+
+
+class JoinedAsRows(TorchFunctionMode):
+    """Inside the block images that lie so are concatenated as rows of channels, which they are: the same numbers.
+
+    torch's kernel takes more than twice as long for images, because it divides by all their sizes to find a place.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            joined = _joined(*args, **(kwargs or {}))
+            if joined is not None:
+                return joined
+        return func(*args, **(kwargs or {}))
+
+
+def _joined(tensors: Any, dim: Any = 0, **more: Any) -> torch.Tensor | None:
+    """Images one behind the other by their channels; None for anything else."""
+    if dim not in (1, -3) or more or not isinstance(tensors, (list, tuple)) or not all(map(_is_turned, tensors)):
+        return None
+    kinds = {(type(one), one.dtype, one.device, one.shape[0], *one.shape[2:]) for one in tensors}
+    if len(kinds) != 1:
+        return None
+    (kind, _, _, n, h, w), rows = kinds.pop(), [one.permute(0, 2, 3, 1).flatten(0, 2) for one in tensors]
+    return torch.cat(rows, 1).view(n, h, w, -1).permute(0, 3, 1, 2) if kind is torch.Tensor else None
+
+
+def _remember(tensor: torch.Tensor, known: dict[int, StorageWeakRef]) -> None:
+    """The memory of a tensor, which is not kept for it; nothing else has its place all the same."""
+    storage = tensor.untyped_storage()
+    known.setdefault(storage._cdata, StorageWeakRef(storage))
+
+
+def _is_among(tensor: torch.Tensor, known: dict[int, StorageWeakRef]) -> bool:
+    return _is_plain(tensor) and tensor.untyped_storage()._cdata in known
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def shown(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> dict[int, torch.Tensor]:
+    """Weights of convolutions by their places, as a capture is to see them: with channels innermost.
+
+    weights: of the module, called `names`. Their numbers are not in their places: a capture reads none. Weights stay
+    that are read as they lie, 1x1 and those that have channels innermost.
+    """
+    kinds = dict(module.named_modules())
+    found = {}
+    for place, (weight, name) in enumerate(zip(weights, names, strict=True)):
+        owner, _, own = name.rpartition(".")
+        if own == "weight" and isinstance(kinds.get(owner), _CONVOLUTIONS) and _is_copied(weight):
+            o, i, h, w = weight.shape
+            found[place] = weight.as_strided((o, i, h, w), (h * w * i, 1, w * i, i))
+    return found
+
+
+def only_convolved(node: Node) -> bool:
+    """Whether convolutions alone read a weight, and not other code, to which its memory may matter."""
+    return all(user.target in _CONVOLVE and user.args.index(node) == 1 for user in node.users)
+
+
+def laid(graph: GraphModule, node: Node, weight: torch.Tensor) -> None:
+    """Have a graph that was captured with a weight as `shown` be given that which the module holds, and copy it."""
+    seen = node.meta["val"]
+    with seen.fake_mode:
+        node.meta["val"] = torch.empty_strided(weight.shape, weight.stride(), dtype=seen.dtype, device=seen.device)
+    first = next(other for other in graph.graph.nodes if other in node.users)
+    with graph.graph.inserting_before(first):
+        copy = graph.graph.call_function(aten.clone.default, (node,), {"memory_format": torch.channels_last})
+    copy.meta["val"] = seen
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
+def as_taken(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as artefacts of images take it: itself, or a copy without gaps, of an image with channels innermost."""
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image(tensor) else normalised(tensor)
+
+
+def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
+    """Results of a block, images among them with channels innermost; in a trace too.
+
+    given: what the block was called with, and what else others have of it. What shares memory with that, or with
+    another result, stays as it is: whoever changes one in place means the other one too.
+    """
+    leaves = {id(leaf): leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)}.values()
+    others = Counter(tensor.untyped_storage()._cdata for tensor in (*given, *leaves) if _is_plain(tensor))
+    turned = [one for one in leaves if is_image(one) and others[one.untyped_storage()._cdata] == 1]
+    turned = [one for one in turned if not _is_innermost(one) and not _is_expanded(one)]
+    if not turned:
+        return results  # the very object: a list may be one that it was given
+    copies = {id(one): one.clone(memory_format=torch.channels_last) for one in turned}
+    return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), results)
+
+
+def lie_innermost(module: nn.Module) -> bool:
+    """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
+    weights = (getattr(layer, "weight", None) for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
+    return any(map(_lies_turned, weights))
+
+
+def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
+    """A backbone's result, images among it with channels outermost; the very object where nothing is to be done.
+
+    given: what it was called with; what is a part of that stays as it is.
+    """
+    theirs = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
+
+    def turned(leaf: torch.Tensor) -> torch.Tensor:
+        own = _is_turned(leaf) and leaf.untyped_storage()._cdata not in theirs
+        return leaf.contiguous() if own else leaf
+
+    if not any(map(_is_turned, tree_leaves(result))):
+        return result
+    return tree_map_only(torch.Tensor, turned, result)
+
+
+def _is_copied(weight: torch.Tensor) -> bool:
+    """Whether a convolution would copy it to read it, and the copy is worth a place in the graph."""
+    large = weight.dim() == 4 and weight.numel() >= _LEAST
+    return large and weight.is_contiguous() and not weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether some of its numbers are there once for several places."""
+    return any(statically_known_true(stride == 0) for stride in tensor.stride())
+
+
+def is_image(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be an image (N, C, H, W): by its rank."""
+    return _is_plain(tensor) and tensor.dim() == 4 and tensor.is_floating_point()
+
+
+def _is_innermost(tensor: torch.Tensor) -> bool:
+    """Whether it lies so without gaps. By its strides: `is_contiguous` asks for sizes that are symbols in a trace."""
+    _, channels, height, width = tensor.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    return all(statically_known_true(one == other) for one, other in zip(tensor.stride(), strides, strict=True))
+
+
+def _lies_turned(tensor: Any) -> bool:
+    """Whether it is an image that lies with channels innermost, and not both ways at once."""
+    image = isinstance(tensor, torch.Tensor) and is_image(tensor)
+    return image and _is_innermost(tensor) and not tensor.is_contiguous()
+
+
+def _is_turned(tensor: Any) -> bool:
+    """Whether it lies so on a device where images are laid out."""
+    return _lies_turned(tensor) and win_on(tensor.device)

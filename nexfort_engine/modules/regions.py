@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which submodules of a backbone become regions: by structure, never by class names.
+
+A region is the largest piece that one artefact should serve. A module that has a structurally equal twin somewhere in
+the backbone is repeated: it is one region and its twins share the artefact. A module that holds a list of repeated
+modules is taken apart; every other module below what was taken apart is a region of its own, so that together the
+regions hold every weight outside the backbone's own forward. A backbone with no list of modules at all is one region.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from ..guards.module_guards import INTERNAL, class_name, modules_in
+
+# A repeated module that holds this many submodules is taken apart all the same: one graph of it would cost more to
+# lower than its pieces win. The largest one measured to pay, SDXL's ten-block transformer, has about 250.
+_LARGEST = 600
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """A submodule that becomes a region. `inner`: used only where the Sequential around it is not called itself."""
+
+    path: str
+    module: nn.Module
+    inner: bool = False
+
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
+
+
+def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
+    """The regions of a backbone in the order of its module tree. Empty if it holds no weights.
+
+    whole: it may be one region; not where it is called through other methods than its forward.
+    """
+    keys: dict[int, object] = {}
+    _structure_key(root, keys)
+    counts = Counter(keys[id(sub)] for sub in root.modules())
+    if not _holds_weights(root):
+        return []
+    if whole and not any(_is_list(sub) and any(_is_block(child) for child in sub.children()) for sub in root.modules()):
+        return [RegionSpec("", root)]
+    found: list[RegionSpec] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str, inner: bool) -> None:
+        for name, child in module.named_children():
+            if id(child) in seen or not _holds_weights(child):
+                continue
+            seen.add(id(child))
+            at = f"{path}.{name}" if path else name
+            if _is_list(child) or (_holds_repeats(child, keys) and not _is_unit(child, counts[keys[id(child)]])):
+                visit(child, at, inner)
+                continue
+            found.append(RegionSpec(at, child, inner))
+            if type(child).forward is nn.Sequential.forward:  # its owner may walk over it instead of calling it
+                visit(child, at, True)
+
+    visit(root, "", False)
+    return found
+
+
+class Seats:
+    """Where some submodules are, and all modules above them: to see whether one was exchanged."""
+
+    def __init__(self, root: nn.Module, paths: Iterable[str]) -> None:
+        seats: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        for path in filter(None, paths):
+            module = root
+            for name in path.split("."):
+                seats[id(module), name] = (module._modules, name)
+                module = module._modules[name]  # type: ignore[assignment]
+        self._tables, self._names = [table for table, _ in seats.values()], [name for _, name in seats.values()]
+        self._modules = list(map(dict.get, self._tables, self._names))
+
+    def unchanged(self) -> bool:
+        """Whether the same modules are there."""
+        return all(map(is_, map(dict.get, self._tables, self._names), self._modules))
+
+
+def beyond(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Where modules with weights lie that only plain containers and objects hold, and their classes."""
+    inside = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    for path, sub in root.named_modules():
+        for name, value in list(sub.__dict__.items()):
+            if name in INTERNAL or name.startswith("_nexfort"):
+                continue
+            for found in modules_in(value):
+                if any(id(tensor) not in inside for tensor in (*found.parameters(), *found.buffers())):
+                    yield f"{path}.{name}" if path else name, type(found).__name__
+                    break
+
+
+def most_alike(module: nn.Module) -> int:
+    """How many structurally equal blocks the list of a module holds that holds the most."""
+    keys: dict[int, object] = {}
+    _structure_key(module, keys)
+    lists = (sub for sub in module.modules() if isinstance(sub, (nn.ModuleList, nn.ModuleDict, nn.Sequential)))
+    each = (Counter(keys[id(child)] for child in one.children() if _is_block(child)) for one in lists)
+    return max((count for counts in each for count in counts.values()), default=0)
+
+
+def _is_unit(module: nn.Module, count: int) -> bool:
+    return count > 1 and sum(1 for _ in module.modules()) <= _LARGEST
+
+
+def _is_list(module: nn.Module) -> bool:
+    """A container that its owner walks over: it has no forward, or a Sequential whose forward is its owner's own."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is not nn.Sequential.forward
+    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
+
+
+def _is_block(module: nn.Module) -> bool:
+    return bool(module._modules) and _holds_weights(module)
+
+
+def _holds_repeats(module: nn.Module, keys: dict[int, object]) -> bool:
+    for sub in module.modules():
+        if isinstance(sub, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            blocks = [keys[id(child)] for child in sub.children() if _is_block(child)]
+            if len(blocks) != len(set(blocks)):
+                return True
+    return False
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _structure_key(module: nn.Module, keys: dict[int, object]) -> int:
+    """Classes, shapes and dtypes of a module tree, hashed; fills `keys` for every submodule."""
+    own = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
+    below = tuple((n, _structure_key(child, keys)) for n, child in module._modules.items() if child is not None)
+    key = hash((class_name(type(module)), own, below))
+    keys[id(module)] = key
+    return key

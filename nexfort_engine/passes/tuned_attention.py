@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by the kernel that is measured to be the fastest: torch's operator -> `nexfort::attention`.
+
+The result lies in memory as it does in the captured graph, whose code may look at it so, whichever kernel is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..attention.operator import operator
+from .attention_match import HALVES, Attention, attentions, put
+
+
+def measured_attentions(module: GraphModule, *, quantised: bool = False) -> int:
+    """Write attention in 16 bits as the operator that chooses; gives how many. quantised: among kernels that quantise.
+
+    Those stay whose layout only a call knows.
+    """
+    found = 0
+    for given in attentions(module):
+        if not _fits(given):
+            continue
+        tensors = given.query, given.key, given.value, given.mask
+        put(
+            given.node,
+            operator(),
+            (*tensors, given.causal, given.scale, given.shares, list(given.order or ()), quantised),
+        )
+        found += 1
+    return found
+
+
+def quantised_attentions(module: GraphModule) -> int:
+    """As `measured_attentions`, among kernels that quantise too."""
+    return measured_attentions(module, quantised=True)
+
+
+def _fits(given: Attention) -> bool:
+    values = given.values
+    if torch.version.hip is not None or given.order is None:
+        return False
+    if any(t.dtype not in HALVES or t.dtype != values[0].dtype for t in values):  # for others torch has one fast kernel
+        return False
+    # not a query that is one for all of a batch
+    return all(statically_known_true(given.node.meta["val"].shape[i] == values[0].shape[i]) for i in range(3))

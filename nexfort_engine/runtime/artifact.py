@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An artefact in this process: what its manifest says, the loaded code, and its binding to one module.
+
+The manifest is plain JSON, so that it can be checked before anything is loaded: shape conditions, read-set guards, the
+attributes the capture read, the hashes of the host's source files, and how a call maps to the code's inputs. One
+artefact serves every module of the same structure; a `Binding` ties it to one of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache.entry import Entry
+from ..capture.exporter import Captured
+from ..guards import option_recorder
+from ..guards.call_spec import Flat, Leaves, kind_of, unflatten
+from ..guards.callbacks import called_with
+from ..guards.module_guards import Hidden, ModuleState
+from ..guards.name_guards import Dependence, Row, Watched
+from ..guards.option_guards import checker
+from ..guards.scalar_inputs import look
+from ..guards.shape_guards import Conditions
+from ..lowering.inductor import Loaded
+from ..weights.prepack_entry import Kept, PreparingCode
+
+
+def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be stored beside the payload. Raises Refused for what cannot be written down.
+
+    driver: the oldest one that runs it (key.driver_needed). info: whatever those want to see who look through the
+    store; it does not tell artefacts apart.
+    """
+    return {
+        "kind": kind,
+        "driver": driver,
+        "weights": captured.weights,
+        "tensors": captured.tensors,
+        "options": [list(path) for path in captured.options],
+        "option_kinds": captured.option_kinds,
+        "ints": captured.ints,
+        "strengths": [[path, name, list(keys)] for path, name, keys in captured.strengths],
+        "conditions": captured.conditions.as_json(),
+        "guards": captured.guards,
+        "reads": captured.reads,
+        "output": _spec_to_json(captured.output),
+        "mutated": captured.mutated,
+        "writes": captured.writes,
+        "sites": captured.sites,
+        "images": captured.images,
+        "sources": captured.sources,
+        "names": captured.names,
+        "only_here": captured.only_here,
+        "modules": captured.modules,
+        "info": {"kind": kind, **info},
+    }
+
+
+def _spec_to_json(spec: Any) -> Any:
+    if isinstance(spec, str):
+        return spec
+    if spec[0] == "=":
+        if type(spec[1]) not in option_recorder.PLAIN:
+            raise option_recorder.Refused(f"it returns a {type(spec[1]).__qualname__}")
+        return {"value": spec[1]}
+    kind = spec[0]
+    named = len(spec) > 1 and isinstance(spec[1], tuple) and all(isinstance(n, str) for n in spec[1])
+    head = {"module": kind.__module__, "class": kind.__qualname__}
+    if named and kind not in (list, tuple, torch.Size):
+        return {**head, "names": list(spec[1]), "items": [_spec_to_json(s) for s in spec[2:]]}
+    return {**head, "items": [_spec_to_json(s) for s in spec[1:]]}
+
+
+def _spec_from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if "value" in value:
+        return ("=", value["value"])
+    kind: Any = sys.modules[value["module"]]
+    for part in value["class"].split("."):
+        kind = getattr(kind, part)
+    items = [_spec_from_json(v) for v in value["items"]]
+    return (kind, tuple(value["names"]), *items) if "names" in value else (kind, *items)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why an artefact may not serve a call.
+
+    sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more.
+    """
+
+    reason: str
+    sizes: bool = False
+    narrow: bool = False
+    check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
+
+
+class Artefact:
+    """A stored artefact as the engine uses it; its code is loaded on first use."""
+
+    def __init__(self, entry_id: str, primary: str, manifest: Mapping[str, Any]) -> None:
+        self.id, self.primary = entry_id, primary
+        self.weights: list[int] = manifest["weights"]
+        self.tensors: list[int] = manifest["tensors"]
+        self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
+        self.option_kinds = [tuple(kind) for kind in manifest["option_kinds"]]
+        self.ints: list[int] = manifest["ints"]
+        self.strengths: list[list[Any]] = manifest["strengths"]
+        self.conditions = Conditions(**manifest["conditions"])
+        self.guards: list[list[Any]] = manifest["guards"]
+        self.check = checker(self.guards)
+        self.reads: list[list[Any]] = manifest["reads"]
+        self.names: list[Row] = manifest["names"]
+        self.output = _spec_from_json(manifest["output"])
+        self.mutated: list[int] = manifest["mutated"]
+        self.writes: list[list[Any]] = manifest["writes"]
+        self.sites: list[list[list[Any]]] = manifest["sites"]
+        self.images: bool = manifest["images"]  # they lie with channels innermost
+        self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
+        self.code: Loaded | None = None
+        self.entry: Entry | None = None  # where its code is, if it comes from the store
+
+    def misfit(self, flat: Flat) -> Misfit | None:
+        """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
+        extra = [option_recorder.look(flat.mappings, path) for path in self.options]
+        if not all(isinstance(t, torch.Tensor) for t in extra):
+            return Misfit("an option that was a tensor is none")
+        if list(map(kind_of, extra)) != self.option_kinds:
+            return Misfit("a tensor of the options is of another type, rank or device")
+        if not self.check(flat.mappings):
+            return Misfit("the options answer differently from the captured call")
+        shapes = [t.shape for t in (*flat.tensors, *extra)]
+        reason = self.conditions.broken(shapes, flat.ints)
+        return Misfit(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
+
+
+Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
+
+
+@dataclass
+class Known:
+    """What an engine knows that would be as true of another network of the same kind. It holds no module.
+
+    artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
+    out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and
+    how the last time. compiled: classes of which some block was not. off: kinds of call that do not
+    pay (dispatch/compiled_share.py). images: no code is known that cannot take them with channels innermost. watched:
+    what their code reaches by name.
+    """
+
+    artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
+    refusals: dict[str, list[Refusal]] = field(default_factory=dict)
+    made: Counter[str] = field(default_factory=Counter)
+    reported: set[str] = field(default_factory=set)
+    often: dict[tuple[str, str], tuple[int, Refusal]] = field(default_factory=dict)
+    compiled: set[str] = field(default_factory=set)
+    off: dict[Any, Any] = field(default_factory=dict)
+    images: bool = True
+    watched: Watched = field(default_factory=Watched)
+
+
+class Binding:
+    """One artefact for one module."""
+
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "in_vain", "kept", "names", "plain", "state")
+
+    def __init__(
+        self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None, names: Dependence | None = None
+    ) -> None:
+        """names: what the artefact reaches by name, for modules of these classes; None where nobody watches."""
+        assert artefact.code is not None, "an artefact is bound after its code was loaded"
+        self.artefact, self.code = artefact, artefact.code
+        self.kept: Kept | None = None  # prepared weights of the module
+        self.in_vain: Hashable = None  # the `Lender.layout` in which keeping them was found to make no room
+        self.state, self.names = ModuleState(module, artefact.reads, hidden), names
+        by_path = dict(module.named_modules()) if artefact.strengths else {}
+        self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
+        self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
+        # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
+        self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
+
+    def usable(self, flat: Flat) -> bool:
+        """Whether the options answer as captured and the module is what it was.
+
+        Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
+        """
+        fits = self.artefact.misfit(flat) is None if self.artefact.options else self.artefact.check(flat.mappings)
+        return fits and self.unchanged()
+
+    def unchanged(self) -> bool:
+        """Whether the module, and what code reaches by name, are what they were at capture."""
+        return (self.names is None or self.names.holds()) and self.state.unchanged()
+
+    def strengths(self) -> list[float]:
+        """The numbers of the module that the artefact takes as inputs, as they are now."""
+        return [look(table[name], keys) for table, name, keys in self._strengths]
+
+    def _as_inputs(self) -> list[torch.Tensor]:
+        now, (before, tensors) = self.strengths(), self._factors
+        if now != before:
+            tensors = [torch.tensor(value, dtype=torch.float32) for value in now]
+            self._factors = now, tensors
+        return tensors
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the artefact's weights are prepared in a step of its own, whose results may be kept."""
+        return isinstance(self.code, PreparingCode)
+
+    @property
+    def needed(self) -> set[int]:
+        """Places of the module's weights that the code reads as they are, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return {self.artefact.weights[i] for i in self.code.keeps}
+
+    @property
+    def prepared_of(self) -> set[int]:
+        """Places of the module's weights that its preparation reads, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return {self.artefact.weights[i] for i in self.code.takes}
+
+    def prepare(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The prepared tensors of the module's weights, for an artefact that `prepares`."""
+        assert isinstance(self.code, PreparingCode)
+        return self.code.prepare(list(map(weights.__getitem__, self.artefact.weights)))
+
+    def run(
+        self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: Kept | None = None
+    ) -> Any:
+        """Call the artefact. `tensors` are the call's, brought into the memory format of the signature.
+
+        kept: its prepared weights, where they need not be made for this call.
+        """
+        artefact = self.artefact
+        inputs: list[Any] = list(map(weights.__getitem__, artefact.weights))
+        inputs += map(tensors.__getitem__, artefact.tensors)
+        if artefact.options:
+            inputs += [option_recorder.look(flat.mappings, path).contiguous() for path in artefact.options]
+        inputs += [flat.ints[i] for i in artefact.ints]
+        if self._strengths:
+            inputs += self._as_inputs()
+        if artefact.sites:
+            changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
+            with called_with(flat.mappings, artefact.sites, artefact.check, changed):
+                results = self._results(inputs, kept)
+        else:
+            results = self._results(inputs, kept)
+        if any(map(operator.is_not, tensors, flat.tensors)):
+            results = [_as_given(result, flat.tensors, tensors) for result in results]
+        if self.plain:
+            return results[0]
+        for i in artefact.mutated:
+            original, used = flat.tensors[artefact.tensors[i]], tensors[artefact.tensors[i]]
+            if used is not original:
+                original.copy_(used)
+        for number, key, template in artefact.writes:
+            flat.mappings[number][key] = self._written(template, flat)
+        return unflatten(artefact.output, Leaves(results))
+
+    def _results(self, inputs: list[Any], kept: Kept | None) -> list[Any]:
+        if kept is not None and isinstance(self.code, PreparingCode):
+            return self.code.run(inputs, kept.tensors)
+        return self.code(inputs)
+
+    def _written(self, template: Any, flat: Flat) -> Any:
+        if "plain" in template:
+            return template["plain"]
+        if "size" in template:
+            i, d = template["size"]
+            return flat.tensors[i].shape[d]
+        kind = "tuple" if "tuple" in template else "list"
+        items = [self._written(t, flat) for t in template[kind]]
+        return tuple(items) if kind == "tuple" else items
+
+
+def _as_given(result: Any, given: list[torch.Tensor], used: list[torch.Tensor]) -> Any:
+    """A result, or the very tensor that was given where it is the copy of that which was used in its place.
+
+    Whoever changes it in place would change the copy alone.
+    """
+    for own, copy in zip(given, used, strict=True):
+        if copy is not own and isinstance(result, torch.Tensor) and _place(result) == _place(copy):
+            return own
+    return result
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The call that is under way in this context: which engine is at work, and what its backbone was called with.
+
+Kept in a ContextVar, so that stand-ins act for the call that put them there and for nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..system.torch_modes import Modes
+
+# with a region, its plain forward, its arguments and the session; it returns the region's result
+Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+
+
+class Session:
+    """One call of a backbone. `instead`: what is done with each region's call in the place of running it compiled."""
+
+    def __init__(self, engine: Engine, *, instead: Instead | None = None) -> None:
+        self.engine = engine
+        self.instead = instead
+        self.inside = False  # a block runs its own forward: nothing below it is a region
+        self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self.written: list[int] = []  # how often the tensors of that call had been written to when it began
+        self.planned = False
+        self.examples: list[Any] = []
+        self.used: list[Any] = []  # the bindings that ran
+        self.looked_up: list[Any] = []  # the tensors of options that they took
+        self.ran_eager = False
+        self.lost: list[tuple[Any, str]] = []  # the regions that ran eager, for each of their calls, and why
+        # what the engine was called with: a method, its arguments
+        self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
+        self.replayed = False  # all of it was a CUDA graph
+        self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
+        # why the region that is called now has no artefact, and what was refused for it (Builder.take_back)
+        self.refused: tuple[str, list[Any]] | None = None
+        self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
+        self.others = False  # an artefact called code of others
+        self.modes: Modes | None = None  # of torch, when the backbone was called
+        self.fingerprint: Any = None  # of them, then
+        self.others_ran = True  # code of others may have run since names were looked at
+        self.wary = False  # and may run at any moment: options bring it along
+        self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
+        self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
+        self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
+        self.images = False  # an artefact gave images with channels innermost
+        self.fetched = False  # a region ran on weights that the host fetched for this call alone
+        self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
+        # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
+        self.lasting: dict[int, tuple[Any, Hashable]] = {}
+        self.codes: set[Any] = set()  # that ran, while a step is observed
+        self.watching: Any = None  # what looks at its operators, while a step is observed or captured
+        self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
+
+
+current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)
+
+
+@contextlib.contextmanager
+def entered(session: Session | None) -> Iterator[None]:
+    """Make a session (or none) the current one inside the block."""
+    token = current.set(session)
+    try:
+        yield
+    finally:
+        current.reset(token)

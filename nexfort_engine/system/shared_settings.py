@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches of the process that several threads may hold at once: cuDNN's, TF32's, the garbage collector's.
+
+Set through `process_settings.py` only.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_lock = threading.Lock()
+
+
+class Held:
+    """One process-wide flag held by any number of overlapping scopes; the latest still open decides."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._read, self._write = read, write
+        self._open: dict[object, bool] = {}
+        self._before: Any = None
+
+    def enter(self, value: bool) -> object:
+        ticket = object()
+        with _lock:
+            if not self._open:
+                self._before = self._read()
+            self._write(value)
+            self._open[ticket] = value
+        return ticket
+
+    def leave(self, ticket: object) -> None:
+        with _lock:
+            del self._open[ticket]
+            self._write(next(reversed(self._open.values())) if self._open else self._before)
+
+
+def _read_cudnn() -> bool:
+    import torch
+
+    return torch.backends.cudnn.benchmark
+
+
+def _write_cudnn(value: bool) -> None:
+    import torch
+
+    torch.backends.cudnn.benchmark = value
+
+
+def _read_tf32() -> tuple[bool | None, str | None]:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    try:
+        return matmul.allow_tf32, precision
+    except RuntimeError:  # the user set it through fp32_precision only, and the older switch cannot be read then
+        return None, precision
+
+
+def _write_tf32(value: bool | tuple[bool | None, str | None]) -> None:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    if isinstance(value, tuple):
+        legacy, precision = value
+        if legacy is not None:
+            matmul.allow_tf32 = legacy
+        if precision is not None:  # after the older switch, which would leave "ieee" where "none" was
+            matmul.fp32_precision = precision
+    else:
+        matmul.allow_tf32 = value
+
+
+def _read_fp16_sums() -> bool:
+    import torch
+
+    return torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _write_fp16_sums(value: bool) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_fp16_accumulation = value
+
+
+def _read_conv_tf32() -> bool | None:
+    import torch
+
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # as with products: the user set it through fp32_precision only
+        return None
+
+
+def _write_conv_tf32(value: bool | None) -> None:
+    import torch
+
+    if value is not None:
+        torch.backends.cudnn.allow_tf32 = value
+
+
+def _write_collection(value: bool) -> None:
+    if value:
+        gc.enable()
+    else:
+        gc.disable()
+
+
+HELD = {
+    "collection": Held(gc.isenabled, _write_collection),
+    "conv_benchmark": Held(_read_cudnn, _write_cudnn),
+    "matmul_allow_tf32": Held(_read_tf32, _write_tf32),
+    "matmul_allow_fp16_accumulation": Held(_read_fp16_sums, _write_fp16_sums),
+    "conv_allow_tf32": Held(_read_conv_tf32, _write_conv_tf32),
+}

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Artefacts made beside the steps: what runs meanwhile is eager to the bit, and then compiled code takes over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backbones import make
+from subjects import Subject, distance, equal_bits, graphs_as_they_are
+
+import nexfort_engine
+from nexfort_engine.compilation.background import NOTE
+from nexfort_engine.compilation.builder import Builder
+from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.runtime import artifact as artefact
+
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+OPTIONS = {"options": {"compile.background": True}}
+
+
+class Gate:
+    """Lowering stands still until it is opened; `began` says that it got there."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.began, self.opened = threading.Event(), threading.Event()
+        own = lower.lower
+
+        def slow(*args: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():  # where newer torch is tried out first
+                self.began.set()
+                assert self.opened.wait(60)
+            own(*args)
+
+        patch.setattr(lower, "lower", slow)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """Inside the test graphs run as they are, nothing is stored yet, and lowering waits."""
+    tmp_path.chmod(0o700)
+    with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:  # in this order, so that each puts back its own
+        patch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
+        made = Gate(patch)
+        yield made
+        made.opened.set()
+
+
+def subject(options: Any = OPTIONS) -> Subject:
+    tiny = make("torch_dit")
+    return Subject(tiny, nexfort_engine.compile(tiny.module, options=options))
+
+
+def ran(tiny: Subject, patch: pytest.MonkeyPatch) -> int:
+    """How many artefacts run in one call."""
+    seen = []
+    own = artefact.Binding.run
+    with patch.context() as inner:
+        inner.setattr(artefact.Binding, "run", lambda self, *rest: (seen.append(self), own(self, *rest))[1])
+        tiny.run()
+    return len(seen)
+
+
+def finish(tiny: Subject, gate: Gate) -> None:
+    gate.opened.set()
+    background = tiny.engine.builder.background
+    assert background is not None and background.join(60)
+
+
+def test_steps_run_eager_until_all_is_there(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = subject()
+    assert equal_bits(tiny.run(), tiny.eager_before), "the first step waits for nothing"
+    assert gate.began.wait(60)
+    for _ in range(2):
+        assert ran(tiny, monkeypatch) == 0
+        assert equal_bits(tiny.run(seed=1), tiny.eager(seed=1))
+    told = tiny.report.as_dict()
+    assert told["notes"].count(NOTE) == 1 and not told["eager"], "it is not for good"
+    finish(tiny, gate)
+    assert distance(tiny.run(), tiny.eager_before) < 1e-4
+    told = tiny.report.as_dict()
+    assert told["artefacts_compiled"] > 2 and not told["eager"] and not told["variants"]
+    assert ran(tiny, monkeypatch) == len(told["regions"]) > told["artefacts_compiled"]
+    mark = tiny.report.mark()
+    for call in ({"batch": 1}, {"batch": 3, "size": (8, 4), "length": 5}):
+        assert tiny.same(**call) < 1e-4
+    assert not tiny.report.since(mark)["artefacts"], "what the background made serves every size"
+
+
+def test_a_step_is_eager_to_its_end(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What becomes ready in the middle of a step waits for the next one."""
+    tiny = subject()
+    tiny.run()
+    assert gate.began.wait(60)
+    blocks = [region for region in tiny.engine.regions if region.path.startswith("blocks.")]
+    own = blocks[0].inside
+
+    def inside(*args: Any) -> Any:
+        finish(tiny, gate)
+        return own(*args)
+
+    monkeypatch.setattr(blocks[0], "inside", inside)
+    assert ran(tiny, monkeypatch) == 0
+    monkeypatch.undo()
+    assert equal_bits(tiny.eager(), tiny.eager_before)
+
+
+def test_what_is_stored_is_loaded_at_once(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.opened.set()
+    subject(None).run()  # the usual way; which way it is does not shape an artefact
+    tiny = subject()
+    assert ran(tiny, monkeypatch) > 2
+    told = tiny.report.as_dict()
+    assert told["artefacts_loaded"] > 2 and not told["artefacts_compiled"] and NOTE not in told["notes"]
+
+
+def test_two_models_do_not_wait_for_each_other(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = subject()
+    first.run()
+    assert gate.began.wait(60)
+    second = Subject(made := make("torch_dit", depth=3), nexfort_engine.compile(made.module, options=OPTIONS))
+    assert equal_bits(second.run(), second.eager_before), "it would wait for the gate"
+    finish(first, gate)
+    second.run()
+    finish(second, gate)
+    assert ran(first, monkeypatch) and ran(second, monkeypatch)
+
+
+def test_the_host_s_cancel_is_left_to_the_steps(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, asked = subject(), set()
+    monkeypatch.setattr(tiny.engine, "cancel", lambda: asked.add(threading.current_thread().name))
+    tiny.run()
+    finish(tiny, gate)
+    tiny.run()
+    assert asked == {threading.current_thread().name}
+
+
+def test_where_the_background_fails_the_step_makes_what_is_missing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.opened.set()
+    tiny = subject()
+    with monkeypatch.context() as patch:
+        patch.setattr(Builder, "_lower", lambda *_: 1 / 0)
+        assert equal_bits(tiny.run(), tiny.eager_before)
+        finish(tiny, gate)
+    assert "ZeroDivisionError" in tiny.report.as_dict()["notes"][-1]
+    assert ran(tiny, monkeypatch) > 2 and tiny.report.as_dict()["artefacts_compiled"] > 2
+
+
+def test_a_verified_step_waits_for_what_there_is_to_verify(gate: Gate) -> None:
+    tiny = subject()
+    tiny.engine.verify_next()
+    tiny.run()
+    assert not tiny.report.verifications
+    finish(tiny, gate)
+    tiny.run()
+    assert tiny.report.as_dict()["verifications"][0]["regions"]
+
+
+def test_what_the_plan_does_not_see_is_made_once(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the planned ones do not cover, because the plan leaves options of others out."""
+    gate.opened.set()
+    tiny = subject()
+    own, planned = tiny.engine.builder.planner.calls, []
+
+    def calls(session: Any) -> Any:
+        planned.append(1)
+        return [wanted for wanted in own(session) if not wanted.region.path.startswith("blocks.")]
+
+    monkeypatch.setattr(tiny.engine.builder.planner, "calls", calls)
+    for _ in range(8):
+        tiny.run()
+        finish(tiny, gate)
+    assert ran(tiny, monkeypatch) == len(tiny.report.as_dict()["regions"]) and len(planned) < 6
+    assert not tiny.report.as_dict()["eager"]
+
+
+def test_a_capture_that_fails_for_what_may_pass_is_tried_again(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.opened.set()
+    tiny = subject()
+    with monkeypatch.context() as patch:
+        patch.setattr(Builder, "_capture", lambda *_: 1 / 0)
+        tiny.run()
+        finish(tiny, gate)
+    assert not tiny.report.as_dict()["eager"]
+    tiny.run()
+    finish(tiny, gate)
+    assert ran(tiny, monkeypatch) > 2 and not tiny.report.as_dict()["eager"]
+
+
+def test_without_dynamic_it_has_no_effect_and_says_so() -> None:
+    config = CompileConfig.parse({**OPTIONS, "dynamic": False})
+    assert not config.background and "one by one" in config.inactive()[0]["reason"]
+    searching = CompileConfig.parse({**OPTIONS, "mode": "max-autotune"})
+    assert not searching.background and "measures kernels" in searching.inactive()[0]["reason"]
+    assert CompileConfig.parse(OPTIONS).lowering_key() == CompileConfig.parse(None).lowering_key()

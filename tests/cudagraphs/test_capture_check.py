@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would make a capture fail is noted while a step runs, and the step gives what it always gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nexfort_engine.cudagraphs.capture_check import Rehearsal
+from nexfort_engine.system.process_settings import noted_triton_launches
+
+
+def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    with Rehearsal() as rehearsal, torch.inference_mode():
+        found = torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + torch.tensor(1.0)
+    assert rehearsal.reason is None
+    assert torch.equal(found, torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + 1.0)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: bool((x > 0).all()),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.unique(x),
+        lambda x: x.__setitem__(x > 0, 1.0),
+    ],
+    ids=["item", "mask", "nonzero", "bool", "equal", "unique", "masked assignment"],
+)
+def test_code_that_waits_is_named(waits) -> None:
+    with Rehearsal() as rehearsal:
+        waits(torch.randn(4, 4))
+    assert "waits for the GPU" in (rehearsal.reason or "")
+
+
+def test_copies_between_devices_are_named() -> None:
+    one = torch.tensor(2.0)
+    for copied in (lambda: torch.randn(4).to("meta"), lambda: one.to("meta")):
+        with Rehearsal() as rehearsal:
+            copied()
+        assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"
+    with Rehearsal() as rehearsal:
+        torch.randn(4, device="meta") * torch.tensor(2.0)
+    assert rehearsal.reason is None, "a tensor of one number is passed by value"
+
+
+def test_triton_kernels_of_others_are_named_in_this_thread_only() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    before, names = jit.JITFunction.run, []
+
+    class Kernel:
+        __name__ = "others_kernel"
+
+    def launch() -> None:
+        with pytest.raises(Exception):  # noqa: B017  # it is no kernel, whatever comes of it
+            jit.JITFunction.run(Kernel(), grid=None, warmup=False)
+
+    with noted_triton_launches(names.append):
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+    assert names == ["others_kernel"] and jit.JITFunction.run is before
+
+
+def test_threads_that_watch_at_once_leave_things_as_they_were() -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    before, entered, left = jit.JITFunction.run, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Rehearsal():
+            entered.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=other)
+    with Rehearsal():
+        thread.start()
+        assert entered.wait(30)
+    assert jit.JITFunction.run is not before, "the other still watches"
+    left.set()
+    thread.join()
+    assert jit.JITFunction.run is before
+
+
+def test_an_operator_that_is_a_program_is_run_and_named() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q = torch.randn(1, 1, 16, 8)
+    with Rehearsal() as rehearsal:
+        found = flex.flex_attention(q, q, q)
+    assert found.shape == q.shape and rehearsal.reason is not None

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block is besides its weights: a change that its code could notice is noticed, and nothing is left changed."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn.utils import parametrizations  # noqa: E402
+
+from nexfort_engine.capture.shadow_module import Shadow  # noqa: E402
+from nexfort_engine.guards.module_guards import (  # noqa: E402
+    ModuleState,
+    WeightSlots,
+    describe,
+    foreign,
+    matches_text,
+    rows_of,
+    structure,
+)
+from nexfort_engine.guards.option_recorder import Refused  # noqa: E402
+
+
+class Inner(nn.Module):
+    """A part of a block: a weight, a buffer, a tensor that is neither, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+        self.loose = torch.ones(4)
+        self.eps, self.layer = 1e-5, 7
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table + self.loose + self.eps
+
+
+class Block(nn.Module):
+    """A block that reads attributes of many kinds."""
+
+    inherited = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.scales, self.settings = [1.0, [2.0]], {"gain": 1.0, "deep": {"more": 1.0}}
+        self.config = SimpleNamespace(shift=1.0, nested=[1.0], inner=SimpleNamespace(value=1.0))
+        self.act: Callable[..., Any] = nn.functional.gelu
+        self.optional: Any = None
+        self.unused = "nobody reads this"
+        self._power = 1.0
+
+    @property
+    def power(self) -> float:
+        return self._power * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.inner(x)) * self.scales[0] * self.scales[1][0] * self.settings["gain"]
+        x = x * self.settings["deep"]["more"] + self.config.shift + self.config.nested[0] + self.config.inner.value
+        x = x + self.power
+        return x if self.optional is None else x + self.optional
+
+
+def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
+    """The state a capture of one call leaves, and its rows as they are stored."""
+    shadow = Shadow(block)
+    shadow.module(torch.ones(2, 4))
+    rows = json.loads(json.dumps(rows_of(shadow.reads)))
+    return ModuleState(block, rows), rows
+
+
+# ---- weights ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_buffers_and_loose_tensors_are_weights() -> None:
+    slots = WeightSlots(Block())
+    assert slots.names == ["inner.table", "inner.loose", "inner.linear.weight", "inner.linear.bias"]
+    assert [tuple(w.shape) for w in slots.read()] == [(4,), (4,), (4, 4), (4,)]
+
+
+def test_weights_are_read_as_they_are_now() -> None:
+    block = Block()
+    slots = WeightSlots(block)
+    block.inner.linear.weight = nn.Parameter(torch.zeros(4, 4))
+    block.inner.loose = torch.full((4,), 3.0)
+    assert slots.read()[2] is block.inner.linear.weight and slots.read()[1] is block.inner.loose
+    del block.inner.loose
+    assert slots.read()[1] is None
+
+
+def test_the_structure_knows_classes_and_shapes_and_no_values() -> None:
+    assert json.loads(json.dumps(structure(Block()))) == structure(Block())
+    other = Block()
+    other.unused, other.inner.eps = "different", 1.0
+    assert structure(other) == structure(Block())
+    for change in (
+        lambda b: setattr(b.inner, "linear", nn.Linear(4, 4, bias=False)),
+        lambda b: setattr(b.inner, "linear", nn.Linear(4, 4).half()),
+        lambda b: setattr(b, "extra", nn.Identity()),
+        lambda b: setattr(b.inner, "loose", torch.ones(5)),
+    ):
+        other = Block()
+        change(other)
+        assert structure(other) != structure(Block())
+
+
+# ---- what keeps a block from being captured -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda b: b.inner.register_forward_hook(lambda *_: None), "forward hook on inner"),
+        (lambda b: b.inner.linear.register_forward_pre_hook(lambda *_: None), "forward hook on inner.linear"),
+        (lambda b: setattr(b.inner, "forward", lambda x: x), "replaced forward on inner"),
+        (lambda b: parametrizations.weight_norm(b.inner.linear), "parametrisation on inner.linear"),
+    ],
+)
+def test_what_others_hung_on_a_block_is_named(change: Callable[[Any], Any], named: str) -> None:
+    block = Block()
+    assert foreign(block) is None
+    change(block)
+    assert named in str(foreign(block))
+
+
+def test_a_stand_in_of_the_engine_is_not_foreign() -> None:
+    block = Block()
+
+    def stand_in(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    stand_in.nexfort_shim = True  # type: ignore[attr-defined]
+    state, _ = state_of(block)
+    block.inner.__dict__["forward"] = stand_in
+    assert foreign(block) is None and state.unchanged()
+
+
+def test_a_forward_that_was_put_back_is_not_foreign() -> None:
+    block = Block()
+    state, _ = state_of(block)
+    original = block.inner.forward
+    block.inner.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    assert "replaced forward on inner" in str(foreign(block)) and not state.unchanged()
+    block.inner.forward = original  # type: ignore[method-assign]  # as code does that never heard of `del`
+    assert "forward" in vars(block.inner) and foreign(block) is None and state.unchanged()
+    block.inner.forward = Block().inner.forward  # type: ignore[method-assign]  # somebody else's weights
+    assert foreign(block) is not None and not state.unchanged()
+
+
+# ---- recording ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_is_recorded_and_nothing_else() -> None:
+    _, rows = state_of(Block())
+    read = {(path, name) for path, name, _ in rows}
+    assert {("", "scales"), ("", "settings"), ("", "config"), ("", "act"), ("", "optional"), ("", "_power")} <= read
+    assert ("inner", "eps") in read
+    assert not read & {("", "unused"), ("inner", "layer"), ("", "forward"), ("inner", "linear"), ("inner", "table")}
+
+
+# ---- changes ----------------------------------------------------------------------------------------------------
+
+
+class Other(nn.Linear):
+    """A linear layer of another class."""
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda b: setattr(b.inner, "eps", 1.0),
+    "none becomes a value": lambda b: setattr(b, "optional", 2.0),
+    "a function": lambda b: setattr(b, "act", nn.functional.relu),
+    "what a property reads": lambda b: setattr(b, "_power", 3.0),
+    "an item of a list": lambda b: b.scales.__setitem__(0, 2.0),
+    "an item of a list in a list": lambda b: b.scales[1].__setitem__(0, 3.0),
+    "an item of a dict": lambda b: b.settings.__setitem__("gain", 2.0),
+    "an item of a dict in a dict": lambda b: b.settings["deep"].__setitem__("more", 2.0),
+    "a field of an object": lambda b: setattr(b.config, "shift", 2.0),
+    "a list in an object": lambda b: b.config.nested.append(2.0) or b.config.nested.__setitem__(0, 5.0),
+    "a field of an object in an object": lambda b: setattr(b.config.inner, "value", 2.0),
+    "the object": lambda b: setattr(b, "config", SimpleNamespace(**{**vars(b.config), "shift": 9.0})),
+    "an attribute that goes": lambda b: delattr(b, "optional"),
+    "a submodule": lambda b: setattr(b.inner, "linear", Other(4, 4)),
+    "a hook": lambda b: b.inner.register_forward_hook(lambda *_: None),
+    "a forward": lambda b: setattr(b.inner, "forward", lambda x: x),
+    "a mode": lambda b: b.train(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_that_code_could_notice_is_noticed(change: Callable[[Any], Any]) -> None:
+    block = Block()
+    block.inner.drop = nn.Dropout()  # reads `training`
+    block.eval()
+    block.inner.forward = functools.partial(_with_dropout, block.inner)
+    shadow = Shadow(block)
+    shadow.module(torch.ones(2, 4))
+    del block.inner.forward
+    state = ModuleState(block, rows_of(shadow.reads))
+    assert state.unchanged()
+    change(block)
+    assert not state.unchanged()
+
+
+def _with_dropout(inner: Any, x: torch.Tensor) -> torch.Tensor:
+    return inner.drop(Inner.forward(inner, x))
+
+
+def test_what_code_does_not_read_may_change() -> None:
+    block = Block()
+    state, rows = state_of(block)
+    block.unused, block.inner.layer, block.new = "changed", 8, 1
+    block.inner.linear.weight.data.zero_()
+    block.inner.linear.weight = nn.Parameter(torch.ones(4, 4))
+    assert state.unchanged() and matches_text(block, rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change for name, change in CHANGES.items() if name not in ("a submodule", "a hook", "a forward", "a mode")],
+    ids=[name for name in CHANGES if name not in ("a submodule", "a hook", "a forward", "a mode")],
+)
+def test_another_process_would_notice_it_too(change: Callable[[Any], Any]) -> None:
+    _, rows = state_of(Block())
+    other = Block()
+    assert matches_text(other, rows)
+    change(other)
+    assert not matches_text(other, rows)
+
+
+def test_a_change_of_a_class_is_noticed() -> None:
+    class Kind(nn.Module):
+        scale, functions = 2.0, []  # type: ignore[var-annotated]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + len(self.functions)
+
+    def state() -> ModuleState:
+        shadow = Shadow(Kind())
+        shadow.module(torch.ones(1))
+        return ModuleState(Kind(), rows_of(shadow.reads))
+
+    before = state()
+    assert before.unchanged()
+    Kind.functions.append(1)
+    assert not before.unchanged() and (before := state()).unchanged()
+    Kind.scale = 3.0
+    assert not before.unchanged()
+
+
+def test_what_is_hidden_answers_in_the_place_of_the_block_s_own() -> None:
+    block = Block()
+    hidden = {id(block.inner): {"layer": 8}}
+    shadow = Shadow(block, hidden=hidden)
+    assert shadow.module.inner.layer == 8 and block.inner.layer != 8
+    rows = rows_of(shadow.reads)
+    assert ["inner", "layer", 8] in rows
+    assert matches_text(block, rows, hidden) and not matches_text(block, rows)
+    state = ModuleState(block, rows, hidden)
+    block.inner.layer = 9
+    assert state.unchanged() and matches_text(block, rows, hidden)
+
+
+# ---- values as text ---------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    """An enum."""
+
+    RED = 1
+    BLUE = 2
+
+
+def adds(amount: float) -> Callable[[float], float]:
+    return lambda x: x + amount
+
+
+DIFFERENT: list[tuple[Any, Any]] = [
+    (range(3), range(4)),
+    (range(0, 4, 2), range(0, 4)),
+    (range(2), (0, 1)),
+    (1, 1.0),
+    (1, True),
+    (0.1, 0.1 + 1e-17 + 2e-17),
+    (0.0, -0.0),
+    ("1", 1),
+    ((1, 2), [1, 2]),
+    ({"a": 1, "b": 2}, {"a": 1, "b": 3}),
+    ({1, 2}, {1, 3}),
+    (torch.float16, torch.bfloat16),
+    (nn.Linear, nn.Conv2d),
+    (nn.functional.gelu, nn.functional.relu),
+    (functools.partial(max, 1), functools.partial(max, 2)),
+    (adds(1.0), adds(2.0)),
+    (Colour.RED, Colour.BLUE),
+    (SimpleNamespace(a=1), SimpleNamespace(a=2)),
+    (torch.Size([1]), (1,)),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), [pair for pair in DIFFERENT if pair[0] != 0.1])
+def test_values_that_code_can_tell_apart_have_different_texts(one: Any, other: Any) -> None:
+    def text(value: Any) -> str:
+        return json.dumps(describe(value))
+
+    assert text(one) == text(one) and text(one) != text(other)
+    assert "0x7" not in text(one), "no address"
+
+
+def test_a_set_is_told_in_one_order() -> None:
+    assert describe({"b", "a", "c"}) == describe({"c", "b", "a"}) and describe(frozenset("ab")) == describe(set("ba"))
+
+
+T = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [threading.Lock(), iter([]), T, [T], {"x": T}, SimpleNamespace(x=T)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_compared_is_refused_and_named(value: Any) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.thing is None else x + 1
+
+    block = Reads()
+    object.__setattr__(block, "thing", value)
+    if isinstance(value, torch.Tensor):
+        with pytest.raises(Refused):
+            describe(value)
+        return
+    shadow = Shadow(block)
+    shadow.module(torch.ones(1))
+    with pytest.raises(Refused, match="attribute thing"):
+        rows_of(shadow.reads)
+
+
+def test_an_object_that_holds_itself_comes_to_an_end() -> None:
+    loop = SimpleNamespace()
+    loop.itself = loop
+    with pytest.raises(Refused, match="too deeply"):
+        describe(loop)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions lowered for a GPU that is not there: whose kernels, which weights, and what of an image is in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_blocks import CONVOLVED, FROZEN, UPSAMPLED
+from lowering_ahead import code_of, lowered_ahead
+
+from nexfort_engine.config.compile_config import CompileConfig
+
+pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
+if torch.version.cuda is None or torch.cuda.is_available():
+    pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
+
+
+@pytest.mark.parametrize("mode", ["O2", "freezing", "untold"])
+def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
+    """Each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie.
+
+    Untold: where nobody says when weights change, kernels of the step copy them.
+    """
+    config = CompileConfig.parse(None).untold() if mode == "untold" else CompileConfig.parse(mode)
+    options = config.lowering_options("cuda")
+    payload = lowered_ahead(tmp_path, [*FROZEN], options)["shortened"]
+    call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
+    weights = re.findall(r"extern_kernels.convolution\(buf\d+, (.*?), stride=", call)
+    assert len(weights) == 4 and sum(weight.startswith("arg") for weight in weights) == (
+        1 if mode == "untold" else 4
+    ), "1x1"
+    assert len(re.findall(r"lay_innermost_\d+\.run\(", call)) == (2 if mode == "untold" else 0), (
+        "one that is read twice"
+    )
+    if mode == "untold":
+        laid = r"reinterpret_tensor\(buf\d+, \(128, (\d+), 3, 3\), \(\d+, 1, \d+, \1\), 0\)"
+        assert sum(re.fullmatch(laid, weight) is not None for weight in weights) == 3
+        assert not (payload / "before").exists()
+        return
+    told = json.loads((payload / "preparation.json").read_text())
+    assert told["takes"] == [2, 8] and told["gives"] == 2 and not {2, 8} & set(told["keeps"])
+    before = code_of(payload / "before").partition("def call(")[2].partition("runner = ")[0]
+    assert before.count(".run(") == before.count("empty_strided_cuda((128, 3, 3, ") == 2
+
+
+def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_call(tmp_path: Path) -> None:
+    """In the place of cuDNN's, with no launch more; other numbers of channels are left to it."""
+    launches = {}
+    for own in (True, False):
+        (tmp_path / str(own)).mkdir()
+        options = CompileConfig.parse({"options": {"fuse.convolution": own}}).lowering_options("cuda")
+        for kind, payload in lowered_ahead(tmp_path / str(own), [*FROZEN], options).items():
+            call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
+            forms = re.findall(r"if form == (\d+):\n(?:.*\n){2}.*convolve_in_groups_\d+\.run\(", call)
+            rules = re.findall(r"form = None if False else part_of\(\(s\d+\), \(s\d+\), \(s\d+\), 320, 1, 132, ", call)
+            otherwise = re.findall(
+                r"else:\n +torch\.ops\.aten\.cudnn_convolution\.out\(.*, out=buf\d+\.permute\(", call
+            )
+            others = len(re.findall(r"(?<!convolve_in_groups)_\d+\.run\(", call))
+            launches[kind, own] = (forms, len(rules), len(otherwise), call.count("extern_kernels.convolution("), others)
+    assert launches["widened", True][:4] == (["320", "160"] * 2, 2, 2, 0)
+    assert launches["widened", False][:4] == ([], 0, 0, 2)
+    assert launches["widened", True][4] == launches["widened", False][4]
+    assert launches["shortened", True] == launches["shortened", False], "128 channels"
+
+
+def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(tmp_path: Path) -> None:
+    """A kernel adds weights, one convolves; where the other image's sizes are others in a call cuDNN does."""
+    launches = {}
+    for own in (True, False):
+        (tmp_path / str(own)).mkdir()
+        options = CompileConfig.parse({"options": {"fuse.upsampled_convolution": own}}).lowering_options("cuda")
+        code = code_of(lowered_ahead(tmp_path / str(own), [*UPSAMPLED], options)["upsampled"])
+        launches[own] = code.partition("def call(")[2].partition("runner = ")[0]
+    ours = launches[True]
+    assert ours.count("sum_places_0.run(") == 2
+    assert re.search(
+        r"form = None if \(\(2\*s\d+\), \(2\*s\d+\)\) != \(2 \* \(s\d+\), 2 \* \(s\d+\)\) else part_of", ours
+    )
+    assert re.search(
+        r"form = None if \(\(s\d+\), \(s\d+\)\) != \(2 \* \(2\*s\d+\), 2 \* \(2\*s\d+\)\) else part_of", ours
+    )
+    assert ours.count("cudnn_convolution.out(torch.ops.aten.upsample_nearest2d.default(") == 2
+    assert ours.count(".add_(arg") == 1, "one has a bias"
+    doubled = r"empty_strided_cuda\(\(s\d+, 320, 2\*s\d+, 2\*s\d+\)"
+    assert re.search(doubled, launches[False]) and not re.search(doubled, ours)
+
+
+def test_what_tunes_kernels_is_python_where_a_call_decides_between_them(tmp_path: Path) -> None:
+    """As with max-autotune: the text that runs them once, and that of the artefact."""
+    options = CompileConfig.parse("O2").lowering_options("cuda")
+    payload = lowered_ahead(tmp_path, [*UPSAMPLED], options, module="tuning_worker")["upsampled"]
+    code = code_of(payload)
+    assert code.count("def part_of(") == 1 and "\ndef part_of(" in code and code.count("form = None if ") == 2
+
+
+def test_images_that_the_card_cannot_copy_from_are_copied_before(tmp_path: Path) -> None:
+    """One that begins anywhere, and rows whose channels are what is left, where the weight says how many there are."""
+    options = CompileConfig.parse("O2").lowering_options("cuda")
+    payloads = lowered_ahead(tmp_path, [*CONVOLVED, *UPSAMPLED], options)
+    given = {}
+    for kind, payload in payloads.items():
+        call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
+        (given[kind], *_) = re.findall(r"convolve_in_groups_\d+\.run\((?:reinterpret_tensor\()?(arg|buf)\d+", call)
+        assert re.search(r"convolve_in_groups_\d+\.run\(.*, 320, \d+, buf\d+, 132, 1, 1, stream=stream0\)", call)
+    assert given == {"convolved_rows": "buf", "convolved_behind": "buf", "upsampled": "arg"}

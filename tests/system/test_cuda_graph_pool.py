@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool that graphs of one engine share: for as long as one of them is there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nexfort_engine.system import cuda_graph_pool
+from nexfort_engine.system.cuda_graph_pool import GraphMemory
+
+
+class Graph:
+    """In the place of torch.cuda.CUDAGraph."""
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pools that were captured into, in order, on a machine that need not have a GPU."""
+    used: list[Any] = []
+
+    @contextlib.contextmanager
+    def graph(_graph: Any, pool: Any, **_: Any) -> Iterator[None]:
+        used.append(pool)
+        yield
+
+    for name, value in {"graph_pool_handle": object, "graph": graph, "current_device": lambda: 0}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    return used
+
+
+def test_a_pool_goes_with_the_last_of_its_graphs(pools: list[Any]) -> None:
+    """torch refuses a capture into one that none uses any more while somebody still has a tensor of it."""
+    memory, graphs = GraphMemory(), [Graph(), Graph()]
+    for one in graphs:
+        with memory.captured(one):
+            pass
+    assert pools[0] is pools[1]
+    del graphs[0]
+    with memory.captured(third := Graph()):
+        pass
+    assert pools[2] is pools[0], "another graph uses it"
+    del graphs[0], third, one
+    with memory.captured(Graph()):
+        pass
+    assert pools[3] is not pools[0]
+    memory.give_back()
+    with memory.captured(Graph()):
+        pass
+    assert pools[4] is not pools[3]
+
+
+def test_a_graph_whose_capture_failed_uses_no_pool(pools: list[Any]) -> None:
+    memory, failed = GraphMemory(), Graph()
+    with pytest.raises(ValueError), memory.captured(failed):
+        raise ValueError
+    with memory.captured(Graph()):
+        pass
+    assert pools[1] is not pools[0]
+
+
+def test_memory_that_is_collected_while_its_lock_is_held_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected in whichever line makes an object, those under the lock among them."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(cuda_graph_pool, "_trim", given.append)
+    memory = GraphMemory()
+    memory._device = 0
+
+    def collected() -> None:
+        with cuda_graph_pool._lock:
+            memory.__del__()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and given == [0]
