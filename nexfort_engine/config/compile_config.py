@@ -67,22 +67,7 @@ _UNNAMED = (
     "the last step's; it is for ComfyUI's MODEL"
 )
 
-_REWRITES = (
-    "group_norm",
-    "upsample",
-    "whole_rows",
-    "gelu",
-    "grouped_linear",
-    "gated_linear",
-    "linear_gelu",
-    "rotary",
-    "broadcast",
-    "cast_once",
-    "convolution",
-    "few_keys_attention",
-    "unpadded_attention",
-    "upsampled_convolution",
-)
+_REWRITES = tuple(name.removeprefix("fuse.") for name in OPTIONS if name.startswith("fuse."))
 
 
 @dataclass(frozen=True)
