@@ -237,7 +237,7 @@ def device_facts(device: str) -> list[object]:
 
     kind = device.partition(":")[0]
     if kind == "cpu":
-        return ["cpu", *cpu_facts()]
+        return ["cpu", *cpu_facts(), os.environ.get("ATEN_CPU_CAPABILITY", "")]  # torch's limit to some instructions
     if kind == "cuda":
         index = torch.device(device).index or 0
         properties = torch.cuda.get_device_properties(index)

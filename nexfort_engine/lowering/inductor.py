@@ -39,7 +39,7 @@ from .interleaved_loads import pairs_read_once
 from .prompt_subgraph import PromptedCode, take_out_prompts
 from .reduction_heuristics import whole_rows
 from .subgraph_dedup import Folded, FoldedCode, fold
-from .vec_isa_cache import remembered_probes
+from .vec_isa_cache import check_instructions, note_instructions, remembered_probes
 
 log = logging.getLogger("nexfort")
 
@@ -218,6 +218,7 @@ def _inductor(
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
+        note_instructions(payload)
     # Triton's compiled kernels are inside the stored graph too and are laid out again on load, with paths of that place
     for name in ("triton", "locks", _TEMPORARY):
         shutil.rmtree(payload / name, ignore_errors=True)
@@ -342,6 +343,7 @@ def _code(payload: Path, options: Mapping[str, object]) -> Callable[..., Any]:
     with inductor_scope(payload, {**options, "compile_threads": 1}), remembered_probes():
         from torch._inductor import CompiledArtifact
 
+        check_instructions(payload)
         return CompiledArtifact.load(path=str(payload), format="unpacked")
 
 

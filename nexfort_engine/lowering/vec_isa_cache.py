@@ -9,22 +9,34 @@ JSON file beside the artefacts. Nothing else about the machine is stored, and a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..cache.key import cpu_facts
+from ..cache.os_errors import refusal
 from ..cache.sidecar import recall, remember
 from ..system.compiler_processes import bounded
+from ..system.process_settings import replaced
 
 _FILE = "cpu_probes.json"
+_INSTRUCTIONS = "instructions.txt"
+_ENDED = (-signal.SIGTERM, -getattr(signal, "SIGKILL", signal.SIGTERM))
 _folder: Path | None = None
+
+
+class OtherInstructionsError(Exception):
+    """Code was made for other vector instructions than torch finds here now."""
 
 
 def remember_in(folder: Path) -> None:
@@ -49,8 +61,11 @@ def remembered_probes() -> Iterator[None]:
     def check_build(self: Any, code: str) -> bool:
         key = _key(self, code)
         if key not in answers:
-            with bounded():
+            with bounded(), _failures() as failures:
                 answers[key] = bool(original(self, code))
+            if not answers[key] and (found := _refused(failures)) is not None:
+                del answers[key]
+                raise found
         return answers[key]
 
     VecISA.check_build = check_build  # type: ignore[method-assign]
@@ -63,6 +78,70 @@ def remembered_probes() -> Iterator[None]:
         VecISA.check_build = original  # type: ignore[method-assign]
         if len(answers) > known:
             remember(_folder, _FILE, answers)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[list[Exception]]:
+    """What a probe fails with inside, which torch takes for the answer that the processor lacks the instructions."""
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.cpp_builder import CppBuilder
+
+    found: list[Exception] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*given: Any, **more: Any) -> Any:
+            try:
+                return call(*given, **more)
+            except Exception as error:
+                found.append(error)
+                raise
+
+        return noting
+
+    asked = cpu_vec_isa.subprocess  # of `bounded`
+    loading = SimpleNamespace(**{**vars(subprocess), "check_call": noted(asked.check_call)})
+    with replaced(CppBuilder, "build", noted(CppBuilder.build)), replaced(cpu_vec_isa, "subprocess", loading):
+        yield found
+
+
+def _refused(failures: list[Exception]) -> Exception | None:
+    """Why a probe says nothing of the processor: the system refused it something, or ended what it had started."""
+    from torch._inductor.codecache import cache_dir
+
+    for error in failures:
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode in _ENDED:
+            return OSError(errno.ENOMEM, "what tries vector instructions was ended by the system")
+        if isinstance(error, (OSError, subprocess.TimeoutExpired)):
+            return error
+        if (found := refusal(error, (), Path(cache_dir()))) is not None:
+            return found
+    return None
+
+
+def note_instructions(payload: Path) -> None:
+    """Write down beside code for a CPU which vector instructions it was made for; inside `remembered_probes`.
+
+    Its numbers go through memory in steps of their width. The same code, built for another width by who loads it,
+    writes past the end of its results.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    if valid_vec_isa_list.cache_info().currsize and any(payload.rglob("*.cpp")):
+        (payload / _INSTRUCTIONS).write_text(_instructions(), encoding="utf-8")
+
+
+def check_instructions(payload: Path) -> None:
+    """Raises OtherInstructionsError where code was made for others than torch finds now; inside `remembered_probes`."""
+    file = payload / _INSTRUCTIONS
+    if file.exists() and (made_for := file.read_text(encoding="utf-8")) != (found := _instructions()):
+        raise OtherInstructionsError(f"it was made for the vector instructions {made_for!r}, and {found!r} are found")
+
+
+def _instructions() -> str:
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    picked = pick_vec_isa()
+    return f"{picked} {picked.build_arch_flags()}".strip()
 
 
 def _key(isa: Any, code: str) -> str:

@@ -119,6 +119,7 @@ CHANGES: dict[str, Change] = {
     "python": _patched(key.sys, "version_info", (3, 99, 0)),
     "platform": _patched(platform, "machine", lambda: "riscv64"),
     "CPU model": _patched(key, "cpu_facts", lambda: ("Another CPU", "0" * 16)),
+    "limit to instructions": _patched(key.os, "environ", {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}),
     "GPU name": _patched(key, "device_facts", _facts("A card", [9, 0])),
     "GPU capability": _patched(key, "device_facts", _facts("A card", [10, 0])),
     "config": lambda *_: {"options": {"mode": "max-autotune"}},
