@@ -59,8 +59,10 @@ class Example:
     mappings: list[dict[Any, Any]]
 
     @classmethod
-    def of(cls, spec: Any, flat: Flat) -> Example:
-        metas = [(t.shape, t.stride(), t.dtype, t.device) for t in flat.tensors]
+    def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
+        """The example of a call. laid: gives a tensor as artefacts are given it; it sees tensors without data."""
+        strides = [laid(t.new_empty_strided(t.shape, t.stride(), device="meta")).stride() for t in flat.tensors]
+        metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
         return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
 
 

@@ -90,8 +90,9 @@ class _Walk:
         self._stored: set[tuple[str, str]] = set()
         self._read: set[tuple[str, str]] = set()
         self._changed: set[Address] = set()
-        # in the code that ran: the names of attributes, strings, and modules whose globals it finds by strings
+        # in the code that ran: names of attributes, those that it sets, strings, and modules whose globals strings name
         self._used: set[str] = set()
+        self._sets: set[str] = set()
         self._texts: set[str] = set()
         self._by_text: set[str] = set()
         self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
@@ -137,7 +138,7 @@ class _Walk:
                 self._reach(("", ((IMPORT, module.__name__), (ATTRIBUTE, name))), is_called=True)
         for kind in filter(self._is_reachable, list(self._kinds)):
             held = {name: value for base in kind.__mro__ if not is_library(base) for name, value in vars(base).items()}
-            for name in sorted(used.intersection(held)):
+            for name in sorted(used.intersection(held) - self._sets):  # what it counts in is its own
                 if function_in(held[name]) is None:  # the functions that ran are known
                     self._reach((kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))), is_called=True)
         for name in sorted(self._used.intersection(dir(torch.Tensor))):
@@ -185,6 +186,7 @@ class _Walk:
         self._changed |= {(module, chain) for chain in names.changed if chain[0][0] == GLOBAL}
         if not self._ran.isdisjoint(_nested(function.__code__)):
             self._used |= names.attributes
+            self._sets |= names.sets
             self._texts |= names.texts
             if "globals" in names.attributes and module in sys.modules:
                 self._by_text.add(module)

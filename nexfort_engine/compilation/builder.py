@@ -173,6 +173,10 @@ class Builder:
             refusal = self._refused(wanted)
             yield wanted.region, refusal[1] if refusal is not None else None
 
+    def is_refused(self, wanted: Wanted) -> bool:
+        """Whether it is known that a call cannot be compiled."""
+        return self._refused(wanted) is not None
+
     def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
         """Have it made beside this step, which goes on eager. False: it is to be made now.
 
@@ -243,11 +247,9 @@ class Builder:
         images = region.images and win_on(device)  # asked once: a step beside this one may change it
         shaping = modes.current().shaping
         metas = region.metas(flat, images)
-        plain = Flat()
-        plain.tensors = list(map(as_taken if images else normalised, flat.tensors))
-        plain.ints, plain.mappings = flat.ints, flat.mappings
+        example = Example.of(spec, flat, as_taken if images else normalised)
         primary = self._primary(region, spec, flat, metas, str(device), images, shaping)
-        return Wanted(region, primary, Example.of(spec, plain), flat, images, shaping)
+        return Wanted(region, primary, example, flat, images, shaping)
 
     def _primary(
         self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool, shaping: modes.Values

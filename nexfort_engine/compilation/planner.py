@@ -21,7 +21,7 @@ from torch import nn
 from ..capture.trace import contents
 from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
-from ..dispatch.compiled_share import ForGood
+from ..dispatch.compiled_share import LEAST, ForGood
 from ..dispatch.recovery import without_images
 from ..dispatch.region import Ineligible, Region, device_of
 from ..guards.call_spec import Flat, Unsupported, changeable, flatten_call, of_its_own
@@ -50,6 +50,7 @@ class Planner:
         self.engine = engine
         self._wanted = wanted
         self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
+        self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
     def calls(self, session: Session) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
@@ -131,6 +132,7 @@ class Planner:
         if region is not None:
             flat = Flat()
             return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
+        self._weights = self._weights_lost = 0
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             torch.random.fork_rng(devices=[d.index for d in devices]),
@@ -177,12 +179,26 @@ class Planner:
         flat.tensors.clear()
         if region.latched is not None:
             session.lost.append((region, region.latched))
-        if wanted is None or not wanted.images:
-            with laid_out(options), self._watched(wanted, args, kwargs):
-                return region.inside(plain, args, kwargs, session)
-        taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
-        with self._watched(wanted, *taken):
-            return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+        try:
+            if wanted is None or not wanted.images or not self._may_pay(region):
+                with laid_out(options), self._watched(wanted, args, kwargs):
+                    return region.inside(plain, args, kwargs, session)
+            taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
+            with self._watched(wanted, *taken):
+                return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+        finally:
+            self._weigh(region, wanted)
+
+    def _may_pay(self, region: Region) -> bool:
+        """Whether enough of what was called so far can be compiled; if not, no input is copied to lie otherwise."""
+        weights = self._weights + self.engine.worth.weight(region)
+        return weights - self._weights_lost >= LEAST * weights
+
+    def _weigh(self, region: Region, wanted: Wanted | None) -> None:
+        weight = self.engine.worth.weight(region)
+        self._weights += weight
+        if wanted is None or self.engine.builder.is_refused(wanted):
+            self._weights_lost += weight
 
     @contextlib.contextmanager
     def _watched(self, wanted: Wanted | None, args: Any, kwargs: Any) -> Iterator[None]:

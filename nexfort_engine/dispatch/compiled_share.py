@@ -109,7 +109,7 @@ class Worth:
             return False
         lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
         for region, reason in called:
-            weight = self._weight(region)
+            weight = self.weight(region)
             all_of_it += weight
             if reason is not None:
                 if not isinstance(reason, ForGood):
@@ -143,7 +143,8 @@ class Worth:
                 raise
             self._engine.report.note(UNSEEN.format(named(error)))
 
-    def _weight(self, region: Region) -> int:
+    def weight(self, region: Region) -> int:
+        """How many numbers the weights of a region have."""
         if id(region) not in self._weights:
             self._weights[id(region)] = sum(weight.numel() for weight in region.slots.read())
         return self._weights[id(region)]

@@ -43,7 +43,7 @@ class Names:
     chains: in the order of the code. called: those that it does nothing with but call what is there. whole: those whose
     value goes where its attributes cannot be followed. stored: globals that it assigns. changed: chains of containers
     that it changes. assigned: those of which it assigns items or attributes. attributes: the names of all attributes
-    that it asks anything for. texts: the strings in it.
+    that it asks anything for. sets: those that it sets. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
@@ -53,6 +53,7 @@ class Names:
     changed: frozenset[Chain]
     assigned: frozenset[Chain]
     attributes: frozenset[str]
+    sets: frozenset[str]
     texts: frozenset[str]
 
 
@@ -71,7 +72,7 @@ def names_in(code: types.CodeType) -> Names:
     chains = {chain: chain in found.called for chain in found.chains}
     whole, stored = set(found.whole), set(found.stored)
     changed, assigned = set(found.changed), set(found.assigned)
-    attributes, texts = set(found.attributes), set(found.texts)
+    attributes, sets, texts = set(found.attributes), set(found.sets), set(found.texts)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             inner = names_in(const)
@@ -84,10 +85,11 @@ def names_in(code: types.CodeType) -> Names:
             changed |= inner.changed
             assigned |= inner.assigned
             attributes |= inner.attributes
+            sets |= inner.sets
             texts |= inner.texts
     called = frozenset(chain for chain, is_called in chains.items() if is_called)
     ways = frozenset(whole), frozenset(stored), frozenset(changed), frozenset(assigned)
-    return Names(tuple(chains), called, *ways, frozenset(attributes), frozenset(texts))
+    return Names(tuple(chains), called, *ways, frozenset(attributes), frozenset(sets), frozenset(texts))
 
 
 def _ops(code: types.CodeType) -> Iterator[_Op]:
@@ -139,9 +141,9 @@ class _Reader:
         called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
         whole, changed, assigned = map(frozenset, (self._whole, self._changed, self._assigned))
         texts = frozenset(text for const in self._code.co_consts for text in _texts_in(const))
-        return Names(
-            tuple(self._chains), called, whole, stored, changed, assigned, frozenset(self._code.co_names), texts
-        )
+        sets = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_ATTR", "DELETE_ATTR"))
+        attributes = frozenset(self._code.co_names)
+        return Names(tuple(self._chains), called, whole, stored, changed, assigned, attributes, sets, texts)
 
     def _base(self, number: int, op: _Op) -> Chain | None:
         """The chain of one step, or that of a local, that an instruction begins."""

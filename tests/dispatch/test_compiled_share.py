@@ -145,6 +145,34 @@ def test_a_network_half_of_which_compiles_stays_compiled(tmp_path: Path, work: W
     assert report["artefacts_compiled"] == 1 and {row["reason"] for row in report["eager"]} == {CHANGES}
 
 
+class Pictures(nn.Module):
+    """Blocks that change their caller's list, and one at the end that is given an image."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Chunk(64) for _ in range(6)])
+        self.last = nn.Conv2d(4, last, 3, padding=1)
+
+    def forward(self, x: T) -> T:
+        cache: list[Any] = [None] * 6
+        for at, block in enumerate(self.blocks):
+            x = block(x, cache, at)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("last", [4, 4096])
+def test_a_plan_copies_no_image_where_little_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    monkeypatch.setattr("nexfort_engine.modules.channels_last.MEASURED", ("cpu", "cuda"))
+    copied, own = [], planning.as_taken
+    monkeypatch.setattr(planning, "as_taken", lambda tensor: copied.append(tensor.shape) or own(tensor))
+    ours, x = compiled(Pictures(last), tmp_path), torch.randn(1, 4, 64, 64)
+    with torch.no_grad():
+        ours(x)
+    assert bool(copied) == (last > 4)
+
+
 @pytest.mark.parametrize("again", ["attached", "converted"])
 def test_it_is_tried_again(tmp_path: Path, work: Work, again: str) -> None:
     net = Video()
