@@ -29,7 +29,7 @@ from ..guards import module_guards, option_recorder
 from ..guards.call_spec import Flat, kind_of, spec_text
 from ..guards.callback_sites import settled
 from ..guards.module_guards import Hidden
-from ..guards.name_guards import Row
+from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused, ValueUsed
 from ..guards.scalar_inputs import Place, Strength, StrengthUsed

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..guards.bytecode_names import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain, names_in
 from ..guards.module_guards import METHOD
-from ..guards.name_guards import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
+from ..guards.name_resolver import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
 from ..guards.option_recorder import PLAIN, Refused
 from ..guards.value_digests import cell_contents, digest, fields_of, is_library, plain_of_class
 from .source_hashes import is_host_code, module_of_code

@@ -25,7 +25,8 @@ from ..dispatch.region import Region, device_of
 from ..guards import callbacks
 from ..guards.call_spec import Flat
 from ..guards.module_guards import Hidden, matches_text
-from ..guards.name_guards import Dependence, Row, classes_in
+from ..guards.name_guards import Dependence
+from ..guards.name_resolver import Row, classes_in
 from ..kernels.inductor_launch import DESCRIPTORS, descriptors_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor as lower

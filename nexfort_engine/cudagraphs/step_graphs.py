@@ -28,7 +28,8 @@ from ..capture.reached_names import rows_of
 from ..capture.source_hashes import walked
 from ..guards import option_recorder
 from ..guards.call_spec import Flat, Unsupported, flatten, flatten_call
-from ..guards.name_guards import Dependence, classes_in
+from ..guards.name_guards import Dependence
+from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
 from ..guards.option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from ..modules.channels_last import JoinedAsRows

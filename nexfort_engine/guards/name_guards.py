@@ -2,316 +2,40 @@
 """Dependences: what code reaches by name while it is captured, and whether all of it is still what it was.
 
 A function that others replace (`F.scaled_dot_product_attention`, a class's `forward`), a value in a module, a function
-in a registry or a closure are dependences of an artefact like an attribute of its block. `rows_of` lists them after a
-capture: an address and a digest each. `Watched` holds the places of all addresses that an engine's artefacts depend on,
-and compares them by identity, each once a step. Only where one differs are digests compared again.
-
-An address is a module's name and a chain (bytecode_names.py). It begins in the globals that the code itself uses, so
-that a module that was loaded anew, with a dict of its own, is not taken for the one that the code knows.
+in a registry or a closure are dependences of an artefact like an attribute of its block. `capture/reached_names.py`
+lists them after a capture: an address and a digest each. `Watched` holds the places of all addresses that an engine's
+artefacts depend on, and compares them by identity, each once a step. Only where one differs are digests compared again.
 """
 
 from __future__ import annotations
 
-import builtins
-import collections
 import importlib
-import inspect
-import os
 import sys
 import threading
-import types
 import weakref
-from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
-from torch import nn
-
-from ..system.torch_modes import CALL
-from .bytecode_names import CELL, IMPORT, KEY, Chain
-from .option_recorder import MISSING, PLAIN, Refused
-from .value_digests import (
-    cell_contents,
-    digest,
-    fields_of,
-    is_library,
-    is_reachable,
-    plain_of,
-    plain_of_class,
-    table_of,
+from .bytecode_names import IMPORT
+from .name_resolver import (
+    CELL_CONTENT,
+    CODE,
+    FIELD,
+    TABLE,
+    Place,
+    Resolver,
+    Row,
+    address_of,
+    content_of,
+    field_of,
+    text_of,
 )
+from .option_recorder import MISSING
+from .value_digests import cell_contents, digest
 
-CLASS = "class"
-Address = tuple[str, Chain]  # the name of a module ("" for an import), and how to get on from there
-Row = list[Any]  # JSON: [module, [[kind, name], ...], digest]
-
-_MOST_ITEMS = 1 << 16  # of a container whose content is compared, at about 12 ns each
-_DEPTH = 4  # of containers in containers
-_IN_OBJECT = 2  # of containers in an object
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
-# groups of places: how each is read
-_TABLE, _CELL, _FIELD, _CODE, _CONTENT = range(5)
-Place = tuple[int, Any, Any]  # group, holder, name
 _CODE_OF = attrgetter("__code__")
-
-
-class Resolver:
-    """Finds the values of addresses, as the code of some classes would, and notes where it looked.
-
-    places: what was looked at; values: what was there.
-    """
-
-    def __init__(self, classes: Iterable[type]) -> None:
-        self.places: list[Place] = []
-        self.values: list[Any] = []
-        self._classes: dict[tuple[str, str], type] = {}
-        self._globals: dict[str, list[dict[str, Any]]] = {}
-        for kind in classes:
-            for base in kind.__mro__:
-                self._classes.setdefault((base.__module__, base.__qualname__), base)
-                if not is_library(base):
-                    for value in list(vars(base).values()):
-                        self.met(value)
-
-    def met(self, value: Any) -> None:
-        """Code of this function was found; its globals are those of its module from now on."""
-        function = function_in(value)
-        if function is not None:
-            known = self._globals.setdefault(str(function.__globals__.get("__name__")), [])
-            if not any(found is function.__globals__ for found in known):
-                known.append(function.__globals__)
-
-    def ends(self, address: Address) -> list[Any]:
-        """The values at an address: one, or more where a module was loaded twice; MISSING for what is not there."""
-        module, chain = address
-        (kind, name), rest = chain[0], chain[1:]
-        if kind == IMPORT:
-            starts = [self._looked(_TABLE, sys.modules, name, sys.modules.get(name, MISSING))]
-        elif kind == CLASS:
-            starts = [self._class(module, name)]
-        else:
-            starts = [self._global(table, name) for table in self._tables(module)] or [MISSING]
-        found: list[Any] = []
-        for start in starts:
-            found += self._along(start, rest)
-        return found
-
-    def _tables(self, module: str) -> list[dict[str, Any]]:
-        if known := self._globals.get(module):
-            return known
-        loaded = sys.modules.get(module)
-        return [vars(loaded)] if loaded is not None else []
-
-    def _class(self, module: str, name: str) -> Any:
-        known = self._classes.get((module, name))
-        if known is not None:
-            return known
-        value: Any = sys.modules.get(module, MISSING)
-        for part in name.split("."):
-            value = getattr(value, part, MISSING) if value is not MISSING else MISSING
-        return value
-
-    def _global(self, table: dict[str, Any], name: str) -> Any:
-        value = self._looked(_TABLE, table, name, table.get(name, MISSING))
-        if value is MISSING:
-            value = self._looked(_TABLE, vars(builtins), name, vars(builtins).get(name, MISSING))
-        return value
-
-    def _looked(self, group: int, holder: Any, name: Any, value: Any) -> Any:
-        self.places.append((group, holder, name))
-        self.values.append(value)
-        return value
-
-    def _along(self, value: Any, chain: Chain) -> list[Any]:
-        """What lies at the end of a chain from a value; with the plain attributes of an object whose code is there."""
-        more: list[Any] = []
-        for kind, name in chain:
-            if value is MISSING:
-                break
-            if isinstance(value, ContextVar):
-                break  # its value counts, whatever is asked of it
-            if kind == CELL:
-                value = self._cell(value, name)
-            elif kind == KEY:
-                value = self._item(value, name)
-            elif isinstance(value, types.ModuleType):
-                value = self._in_module(value, name)
-            elif isinstance(value, type):
-                value = self._on_class(value, name)
-            elif isinstance(value, (*_CONTAINERS, str, int, float, torch.Tensor)):
-                break  # a method of the value: it is the value that counts
-            else:
-                owner = value
-                value, own = self._on_object(value, name)
-                if own is not None:
-                    more.append(own)
-                if value is MISSING or value is owner or own is not None:
-                    break
-        if isinstance(value, ContextVar):
-            value = self._looked(_FIELD, value, "get", _field(value, "get"))
-        self._note(value, _DEPTH)
-        if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
-            more.append(self._note_object(value.__self__))
-        return [value, *more]
-
-    def _cell(self, function: Any, name: str) -> Any:
-        function = function_in(function)
-        if function is None or name not in function.__code__.co_freevars or not function.__closure__:
-            return MISSING
-        cell = function.__closure__[function.__code__.co_freevars.index(name)]
-        return self._looked(_CELL, cell, None, cell_contents(cell))
-
-    def _item(self, value: Any, key: Any) -> Any:
-        if isinstance(value, dict):
-            return self._looked(_TABLE, value, key, dict.get(value, key, MISSING))
-        if isinstance(value, (list, tuple)) and type(key) is int and -len(value) <= key < len(value):
-            self._note_content(value, 1)
-            return value[key]
-        if isinstance(value, type(os.environ)) and type(key) is str:  # a mapping over another dict
-            table, place = value._data, value.encodekey(key)  # type: ignore[attr-defined]
-            return self._looked(_TABLE, table, place, dict.get(table, place, MISSING))
-        return value
-
-    def _in_module(self, module: types.ModuleType, name: str) -> Any:
-        value = self._looked(_TABLE, vars(module), name, vars(module).get(name, MISSING))
-        if value is MISSING and any(name in vars(base) for base in type(module).__mro__):
-            return self._looked(_FIELD, module, name, _field(module, name))  # such as torch.backends.cudnn
-        return value
-
-    def _on_class(self, kind: type, name: str) -> Any:
-        for base in kind.__mro__:
-            if base is nn.Module and name in CALL:
-                break  # system/torch_modes.py asks for those in each step
-            table = table_of(base)
-            value = self._looked(_TABLE, table, name, table.get(name, MISSING))
-            if value is not MISSING:
-                return value
-        if is_library(type(kind)):
-            return MISSING
-        return self._on_class(type(kind), name)
-
-    def _on_object(self, value: Any, name: str) -> tuple[Any, dict[str, Any] | None]:
-        """An attribute of an object; and its plain attributes, where it is its class's code that would look at them."""
-        fields = fields_of(value)
-        if fields is not None:
-            own = self._looked(_TABLE, fields, name, fields.get(name, MISSING))
-            if own is not MISSING:
-                return own, None
-        found = self._on_class(type(value), name)
-        if isinstance(found, types.MemberDescriptorType):
-            return self._looked(_FIELD, value, name, _field(value, name)), None
-        if is_library(type(value)):
-            # a pattern's `match`: it is the object that counts
-            return (value if inspect.isroutine(found) and not isinstance(value, nn.Module) else found), None
-        if found is MISSING:
-            return found, None
-        self._note_function(found)
-        return found, self._note_object(value)
-
-    def _note(self, value: Any, depth: int) -> None:
-        """A value is passed on, called or walked over: whatever reads it reads what it holds."""
-        if isinstance(value, threading.local):
-            raise Refused("its code reads a threading.local, and another thread captures it")
-        self._note_function(value)
-        if isinstance(value, _CONTAINERS):
-            self._note_content(value, depth)
-        elif isinstance(value, type):
-            self._note_class(value)
-        skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, nn.Module, torch.Tensor)
-        if not isinstance(value, skipped) and fields_of(value) is not None and not is_library(type(value)):
-            self._note_object(value)
-
-    def _note_class(self, kind: type) -> None:
-        """A class that no name leads to: what is in it counts as it is."""
-        if not is_library(kind) and not is_reachable(kind):
-            for name, value in list(table_of(kind).items()):
-                self._looked(_TABLE, table_of(kind), name, value)
-                self._note_function(value)
-
-    def _note_object(self, value: Any) -> dict[str, Any]:
-        """The plain values that an object's methods may read from it."""
-        fields = fields_of(value)
-        if fields is not None:
-            self._note_content(fields, _IN_OBJECT)
-        for base in type(value).__mro__:
-            if not is_library(base):
-                for name, held in list(table_of(base).items()):
-                    if type(held) in PLAIN:
-                        self._looked(_TABLE, table_of(base), name, held)
-        return {**plain_of_class(type(value)), **plain_of(fields or {})}
-
-    def _note_content(self, value: Any, depth: int) -> None:
-        content = _content(value)
-        if len(content) > _MOST_ITEMS:
-            raise Refused(f"its code reads a container of {len(content)} values, too many to compare in each step")
-        self.places.append((_CONTENT, value, None))
-        self.values.append(content)
-        if depth > 1:
-            for item in content:
-                if type(item) not in PLAIN:
-                    self._note(item, depth - 1)
-
-    def _note_function(self, value: Any) -> None:
-        function = function_in(value)
-        if function is None:
-            return
-        self.met(function)
-        self._looked(_CODE, function, None, function.__code__)
-        for name in ("__defaults__", "__kwdefaults__"):
-            if (value := getattr(function, name)) is not None:
-                self._looked(_FIELD, function, name, value)
-        for cell in function.__closure__ or ():
-            self._looked(_CELL, cell, None, cell_contents(cell))
-
-
-def function_in(value: Any) -> types.FunctionType | None:
-    """The Python function that a method, a static method, a property or the like runs; None where there is none."""
-    for _ in range(8):
-        if isinstance(value, types.FunctionType):
-            return value
-        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        else:
-            return None
-    return None
-
-
-def is_container(value: Any) -> bool:
-    """Whether a value is one of Python's containers."""
-    return isinstance(value, _CONTAINERS)
-
-
-def _import_library(row: Row) -> bool:
-    """Import what code imports when it runs, where torch or Python has it. Whether there is such a module now."""
-    kind, name = row[1][0]
-    package = str(name).partition(".")[0]
-    if kind != IMPORT or name in sys.modules or not (package == "torch" or package in sys.stdlib_module_names):
-        return False
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
-
-
-def _content(value: Any) -> tuple[Any, ...]:
-    """What a container holds, in order."""
-    try:
-        if isinstance(value, dict):
-            return (*dict.keys(value), *dict.values(value))
-        return tuple(value)
-    except RuntimeError:  # another thread changes it now
-        return (object(),)
-
-
-def classes_in(module: nn.Module) -> tuple[type, ...]:
-    """The classes of a module tree, each once."""
-    return tuple(dict.fromkeys(type(sub) for sub in module.modules()))
 
 
 class Watched:
@@ -411,15 +135,7 @@ def _in_cells(cells: list[Any], _names: list[Any]) -> list[Any]:
 
 
 def _in_fields(objects: list[Any], names: list[Any]) -> list[Any]:
-    return list(map(_field, objects, names))
-
-
-def _field(value: Any, name: str) -> Any:
-    """An attribute that a class computes, or what a context variable has. One that raises is another each time."""
-    try:
-        return value.get(MISSING) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
-    except Exception:
-        return object()
+    return list(map(field_of, objects, names))
 
 
 def _in_functions(functions: list[Any], _names: list[Any]) -> list[Any]:
@@ -427,12 +143,15 @@ def _in_functions(functions: list[Any], _names: list[Any]) -> list[Any]:
 
 
 def _in_containers(containers: list[Any], _names: list[Any]) -> list[Any]:
-    return list(map(_content, containers))
+    return list(map(content_of, containers))
+
+
+# by the number of their group
 
 
 # by the number of their group
 _GROUPS = (_in_tables, _in_cells, _in_fields, _in_functions, _in_containers)
-_SINGLE = (_TABLE, _CELL, _FIELD, _CODE)  # whose values are compared by identity, and not item by item
+_SINGLE = (TABLE, CELL_CONTENT, FIELD, CODE)  # whose values are compared by identity, and not item by item
 
 
 def _same_items(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -468,7 +187,7 @@ class Dependence:
         self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver)), None)
         before, self.places, self.values = self.places, resolver.places, resolver.values
         if self.differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
-            self.places, self.values = [place for place in self.places if place[0] == _TABLE], []
+            self.places, self.values = [place for place in self.places if place[0] == TABLE], []
         if len(before) != len(self.places) or not all(map(_same_place, before, self.places)):
             self._watched.add(self)
 
@@ -498,15 +217,14 @@ def _fits(row: Row, resolver: Resolver) -> bool:
         return False
 
 
-def address_of(row: Row) -> Address:
-    """The address of a row."""
-    return row[0], tuple((kind, name) for kind, name in row[1])
-
-
-def text_of(row: Row) -> str:
-    """A row's address as people would write it: torch.nn.functional.gelu."""
-    module, chain = address_of(row)
-    text = module if chain[0][0] != IMPORT else ""
-    for kind, name in chain:
-        text += f"[{name!r}]" if kind == KEY else f".{name}" if text else str(name)
-    return text
+def _import_library(row: Row) -> bool:
+    """Import what code imports when it runs, where torch or Python has it. Whether there is such a module now."""
+    kind, name = row[1][0]
+    package = str(name).partition(".")[0]
+    if kind != IMPORT or name in sys.modules or not (package == "torch" or package in sys.stdlib_module_names):
+        return False
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True

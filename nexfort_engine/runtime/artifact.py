@@ -24,7 +24,8 @@ from ..guards import option_recorder
 from ..guards.call_spec import Flat, Leaves, kind_of, unflatten
 from ..guards.callbacks import called_with
 from ..guards.module_guards import Hidden, ModuleState
-from ..guards.name_guards import Dependence, Row, Watched
+from ..guards.name_guards import Dependence, Watched
+from ..guards.name_resolver import Row
 from ..guards.option_guards import checker
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions

@@ -23,7 +23,8 @@ from torch import nn
 import nexfort_engine
 from nexfort_engine.capture.reached_names import rows_of
 from nexfort_engine.capture.source_hashes import walked
-from nexfort_engine.guards.name_guards import Dependence, Resolver, Watched, classes_in
+from nexfort_engine.guards.name_guards import Dependence, Watched
+from nexfort_engine.guards.name_resolver import Resolver, classes_in
 from nexfort_engine.guards.value_digests import digest
 
 FORMS = {**NAMES, **OF_BLOCKS}
