@@ -98,9 +98,12 @@ def _failures() -> Iterator[list[Exception]]:
 
         return noting
 
-    asked = cpu_vec_isa.subprocess  # of `bounded`
-    loading = SimpleNamespace(**{**vars(subprocess), "check_call": noted(asked.check_call)})
-    with replaced(CppBuilder, "build", noted(CppBuilder.build)), replaced(cpu_vec_isa, "subprocess", loading):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(CppBuilder, "build", noted(CppBuilder.build)))
+        asked = getattr(cpu_vec_isa, "subprocess", None)  # of `bounded`; another torch may load it in other ways
+        if asked is not None:
+            loading = SimpleNamespace(**{**vars(subprocess), "check_call": noted(asked.check_call)})
+            stack.enter_context(replaced(cpu_vec_isa, "subprocess", loading))
         yield found
 
 
@@ -126,7 +129,8 @@ def note_instructions(payload: Path) -> None:
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    if valid_vec_isa_list.cache_info().currsize and any(payload.rglob("*.cpp")):
+    asked = getattr(valid_vec_isa_list, "cache_info", None)
+    if (asked is None or asked().currsize) and any(payload.rglob("*.cpp")):
         (payload / _INSTRUCTIONS).write_text(_instructions(), encoding="utf-8")
 
 
