@@ -41,9 +41,10 @@ from .modules.channels_last import lie_innermost, outermost
 from .modules.regions import RegionSpec, Seats, beyond, find_regions
 from .reporting.report import Report, named
 from .reporting.resource_shortages import begun, told
-from .runtime.artifact import Binding, Known
+from .runtime.artifact import Binding
 from .runtime.fault_attribution import UNSEEN, is_passed_on
 from .runtime.forward_context import Instead, Session, entered
+from .runtime.shared_state import Known
 from .system import compiler_processes, heap_trim, torch_modes
 from .system.process_settings import backend_scope, disabled
 from .weights.lease import Lender

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.capture.types import Captured
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.guards.shape_guards import Conditions
 from nexfort_engine.lowering import worker_pool

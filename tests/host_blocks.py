@@ -16,7 +16,8 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from nexfort_engine.capture.exporter import Captured, Example, capture
+from nexfort_engine.capture.exporter import capture
+from nexfort_engine.capture.types import Captured, Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.weights import subclass_unwrap
 

@@ -19,13 +19,13 @@ from card_memory import PAGE, PagedMemory, page
 from patchers import TOLERANCE, patcher_around, sample, with_lora
 
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.graph import const_subgraph
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.modules import channels_last
 from nexfort_engine.passes import low_precision
 from nexfort_engine.quant import matmul
 from nexfort_engine.weights import lease as loans
-from nexfort_engine.weights import prepack_entry
 
 aten = torch.ops.aten
 FP8_ERROR = 0.2
@@ -68,7 +68,7 @@ def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
 
 def _as_on_a_card(patch: pytest.MonkeyPatch) -> None:
     """Have weights prepared that are small too."""
-    patch.setattr(prepack_entry, "LEAST", 1)
+    patch.setattr(const_subgraph, "LEAST", 1)
     patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
     patch.setenv("NEXFORT_WORKERS", "0")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpu_blocks import OPTIONS, captured, lowered
 
-from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.capture.types import Captured
 from nexfort_engine.lowering import worker_pool
 from nexfort_engine.system import process_settings
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from nexfort_engine.lowering.subgraph_dedup import Folded, FoldedCode
+from nexfort_engine.lowering.loaded_code import FoldedCode
+from nexfort_engine.lowering.subgraph_dedup import Folded
 
 SIDE = 5  # of the matrices that graphs made by chance are of
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nexfort_engine.capture.exporter import Captured, Example, capture
+from nexfort_engine.capture.exporter import capture
+from nexfort_engine.capture.types import Captured, Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.guards.module_guards import WeightSlots
 from nexfort_engine.runtime import artifact as artefacts

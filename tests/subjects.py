@@ -25,7 +25,7 @@ from torch import nn
 from nexfort_engine import compile as nexfort_compile
 from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
-from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.capture.types import Captured
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.engine import Engine
 from nexfort_engine.lowering import inductor as lower

@@ -54,7 +54,6 @@ STILL_UPWARD = {
     ("dispatch/region.py", "engine.py"),
     ("dispatch/slowdown.py", "engine.py"),
     ("dispatch/verify.py", "engine.py"),
-    ("modules/channels_last.py", "guards/call_spec.py"),
     ("modules/regions.py", "guards/module_guards.py"),
     ("runtime/fault_attribution.py", "dispatch/region.py"),
     ("runtime/fault_attribution.py", "engine.py"),
@@ -62,8 +61,6 @@ STILL_UPWARD = {
 }
 STILL_IN_A_RING = {
     "attention/operator.py",
-    "capture/exporter.py",
-    "capture/trace.py",
     "compilation/background.py",
     "compilation/builder.py",
     "compilation/jobs.py",
@@ -71,8 +68,6 @@ STILL_IN_A_RING = {
     "compilation/planner.py",
     "compilation/selfcheck.py",
     "compilation/support.py",
-    "cudagraphs/invariant_cache.py",
-    "cudagraphs/step_graph.py",
     "cudagraphs/step_graphs.py",
     "dispatch/compiled_share.py",
     "dispatch/forward_shim.py",
@@ -88,7 +83,6 @@ STILL_IN_A_RING = {
     "lowering/worker_pool.py",
     "passes/registry.py",
     "passes/tuned_attention.py",
-    "runtime/artifact.py",
     "runtime/fault_attribution.py",
     "runtime/forward_context.py",
 }

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..graph.layouts import memory_order
 from ..reporting.report import named
 from ..system.cuda_graph_pool import is_capturing
 from ..system.device_timer import Clock, clocked
@@ -266,12 +267,6 @@ def kind(call: Call, order: tuple[int, ...], kernels: Sequence[Kernel]) -> str:
         f"{dtype}, {heads} heads of {width} ({groups} of {value.shape[-1]}), up to {_power(batch * heads * rows)} rows "
         f"and {_power(keys)} keys, {lies} to {_order_text(order)}{more}, among {among}"
     )
-
-
-def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost in memory. One of size 1 stands where it stands among sizes."""
-    moved = iter(sorted((i for i, size in enumerate(sizes) if size != 1), key=lambda i: (-strides[i], i)))
-    return tuple(i if size == 1 else next(moved) for i, size in enumerate(sizes))
 
 
 def _order_text(order: Sequence[int]) -> str:

@@ -15,26 +15,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..guards import module_guards, option_recorder
-from ..guards.call_spec import Flat, kind_of, spec_text
+from ..guards.call_spec import Flat, spec_text
 from ..guards.callback_sites import settled
 from ..guards.module_guards import Hidden
 from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused, ValueUsed
-from ..guards.scalar_inputs import Place, Strength, StrengthUsed
-from ..guards.shape_guards import Conditions
+from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..modules.channels_last import is_of_order, laid, only_convolved
+from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
 from ..system.process_settings import tracing_scope
 from .graph_inputs import Placeholders
@@ -43,63 +41,10 @@ from .shape_recorder import check, computes_with_chosen_scale, conditions_of, co
 from .side_effects import mapping_writes, refuse_random, take_out_kept
 from .source_hashes import hashes, operator_modules
 from .trace import Lifted, Trace
+from .types import LOCK, Captured, Example
 
-LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 _MAX_ADMISSIONS = 64
 _MANY_LAYERS = 6  # of equal ones in a block; the same sizes come so often then that it pays to remember results' sizes
-
-
-@dataclass
-class Example:
-    """One call of a block, enough to capture it: the structure, and sizes in place of tensors."""
-
-    spec: Any
-    tensors: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
-    ints: list[int]
-    mappings: list[dict[Any, Any]]
-
-    @classmethod
-    def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
-        """The example of a call. laid: gives a tensor as artefacts are given it; it sees tensors without data."""
-        strides = [laid(t.new_empty_strided(t.shape, t.stride(), device="meta")).stride() for t in flat.tensors]
-        metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
-        return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
-
-
-@dataclass
-class Captured:
-    """A graph and everything that must be checked before its artefact is used.
-
-    graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
-    apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
-    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
-    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor. sites: where it calls functions of its options (guards/callback_sites.py). images: as it was captured
-    for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other
-    process can compare, or "".
-    """
-
-    graph: torch.fx.GraphModule
-    weights: list[int]
-    constants: list[torch.Tensor]
-    tensors: list[int]
-    options: list[option_recorder.Path]
-    ints: list[int]
-    strengths: list[Place]
-    conditions: Conditions
-    guards: list[list[Any]]
-    reads: list[list[Any]]
-    output: Any
-    mutated: list[int]
-    writes: list[list[Any]]
-    sources: dict[str, str]
-    modules: list[str] = field(default_factory=list)
-    lasting: list[bool] = field(default_factory=list)
-    option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
-    sites: list[list[list[Any]]] = field(default_factory=list)
-    images: bool = False
-    names: list[list[Any]] = field(default_factory=list)
-    only_here: str = ""
 
 
 def capture(

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from ..guards import module_guards, option_recorder, scalar_inputs
-from ..guards.call_spec import Flat, Leaves, Unsupported, fields_of, flatten_result, unflatten_call
+from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatten_call
 from ..guards.callback_sites import Sites, Substitute
 from ..guards.module_guards import Hidden
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..modules.channels_last import innermost, shown
+from ..modules.memory_format import Unsupported
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
 from .shadow_module import Reads, Shadow
@@ -30,7 +31,7 @@ from .source_hashes import walked
 from .subclass_dispatch import own_operators
 
 if TYPE_CHECKING:
-    from .exporter import Example
+    from .types import Example
 
 
 class Trace:

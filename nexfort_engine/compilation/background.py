@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..capture.exporter import LOCK
+from ..capture.types import LOCK
 from ..reporting.report import named
 from ..reporting.resource_shortages import told
 from ..runtime.forward_context import current

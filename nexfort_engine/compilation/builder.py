@@ -20,24 +20,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache.key import environment_parts, primary_key
-from ..capture.exporter import LOCK, Captured, Example, capture, spec_key
+from ..capture.exporter import capture, spec_key
 from ..capture.side_effects import CHANGES_GIVEN
+from ..capture.types import LOCK, Captured, Example
 from ..dispatch.compiled_share import ForGood
 from ..dispatch.region import Ineligible, Region, device_of
 from ..guards import callback_sites
-from ..guards.call_spec import Flat, changeable, normalised
+from ..guards.call_spec import Flat, changeable
 from ..guards.name_guards import Dependence, Epoch
 from ..guards.option_guards import checker
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
 from ..modules.channels_last import as_taken, win_on
+from ..modules.memory_format import normalised
 from ..passes import low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import told
-from ..runtime.artifact import Artefact, Binding, Misfit, Refusal, manifest_of
+from ..runtime.artifact import Artefact, Binding, Misfit, manifest_of
 from ..runtime.forward_context import Session
 from ..runtime.lru_mapping import Recent
+from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
 from .background import Background
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later

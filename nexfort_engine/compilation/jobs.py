@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..cache.store import Entry, Store
-from ..capture.exporter import Captured
+from ..capture.types import Captured
 from ..guards import option_recorder
 from ..lowering import inductor as lower
 from ..lowering import worker_pool

@@ -19,8 +19,8 @@ import torch
 from ..cache.key import driver_problem
 from ..cache.os_errors import is_refusal
 from ..cache.store import Entry, StoreError
-from ..capture.exporter import Example
 from ..capture.source_hashes import sources_changed
+from ..capture.types import Example
 from ..dispatch.region import Region, device_of
 from ..guards import callbacks
 from ..guards.call_spec import Flat

@@ -24,14 +24,16 @@ from ..cudagraphs.host_constants import tensors_in
 from ..dispatch.compiled_share import LEAST, ForGood
 from ..dispatch.recovery import without_images
 from ..dispatch.region import Ineligible, Region, device_of
-from ..guards.call_spec import Flat, Unsupported, changeable, flatten_call, of_its_own
+from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
 from ..guards.module_guards import INTERNAL
-from ..modules.channels_last import LooksNoticed, as_taken, innermost, is_of_order
+from ..modules.channels_last import as_taken, innermost, is_of_order
+from ..modules.layout_checks import LooksNoticed
+from ..modules.memory_format import Unsupported
 from ..passes.registry import laid_out
 from ..reporting.report import named
 
 if TYPE_CHECKING:
-    from ..capture.exporter import Example
+    from ..capture.types import Example
     from ..engine import Engine
     from ..runtime.forward_context import Session
     from .lookup import Wanted

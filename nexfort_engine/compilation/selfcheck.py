@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..cache.ephemeral import Scratch
-from ..capture.exporter import Example, capture
+from ..capture.exporter import capture
+from ..capture.types import Example
 from ..config.compile_config import CompileConfig
 from ..guards.call_spec import Flat, flatten_call
 from ..guards.module_guards import WeightSlots

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ..guards.call_spec import Flat
-from ..lowering.prompt_subgraph import Answer, Run, answered_by
+from ..lowering.loaded_code import Answer, Run, answered_by
 from ..runtime.artifact import Binding
 from ..system.process_settings import noted_triton_launches
 from ..weights.prepack_entry import Kept

@@ -27,12 +27,12 @@ import torch
 from ..capture.reached_names import rows_of
 from ..capture.source_hashes import walked
 from ..guards import option_recorder
-from ..guards.call_spec import Flat, Unsupported, flatten, flatten_call
+from ..guards.call_spec import Flat, flatten, flatten_call
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
 from ..guards.option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
-from ..modules.channels_last import JoinedAsRows
+from ..modules.memory_format import Unsupported
 from ..reporting.report import named
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
 from ..runtime.lru_mapping import Recent
@@ -42,6 +42,7 @@ from ..weights.residency import Residence
 from ..weights.subclass_unwrap import places
 from . import memory_budget
 from .capture_check import Rehearsal
+from .channels_last_cat import JoinedAsRows
 from .host_constants import Answering, Remembering, Sent
 from .invariant_cache import Asides
 from .memset_nodes import editable, fills_as_kernels

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..capture.shadow_module import Shadow
-from ..guards.call_spec import Flat, Unsupported, changeable, flatten_call, format_of, of_its_own
+from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
+from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
 from ..runtime.artifact import Artefact

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..modules.memory_format import Unsupported, format_of
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
@@ -27,10 +28,6 @@ MAPPING = "M"  # a dict: guarded by its read-set
 
 
 _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
-
-
-class Unsupported(Exception):
-    """A call or a result that cannot be expressed as tensors, ints, mappings and plain values. Its text is why."""
 
 
 class Flat:
@@ -222,40 +219,3 @@ def spec_text(spec: Any) -> str:
         head = f"{spec[0].__module__}.{spec[0].__qualname__}" if isinstance(spec[0], type) else repr(spec[0])
         return head + "(" + ",".join(spec_text(s) for s in spec[1:]) + ")"
     return repr(spec)
-
-
-def format_of(tensor: torch.Tensor) -> str:
-    """The memory format an artefact is made for: "c" (contiguous, what every other layout is brought to) or "l".
-
-    "l" is channels_last or channels_last_3d of a tensor of rank 4 or 5 that is not contiguous as well.
-    """
-    if tensor.is_contiguous():
-        return "c"
-    ndim = tensor.ndim
-    if ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return "l"
-    if ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
-        return "l"
-    return "c"
-
-
-def normalised(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the memory format that `format_of` names: itself, or a contiguous copy."""
-    return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
-
-
-def kind_of(tensor: torch.Tensor) -> tuple[str, int, str]:
-    """dtype, rank and device type of a tensor: what code is lowered for, besides sizes and memory format."""
-    return (str(tensor.dtype), tensor.ndim, tensor.device.type)
-
-
-def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
-    """What of a tensor is in the signature: dtype, rank, device type, memory format. Sizes are conditions, not keys.
-
-    Raises Unsupported for tensors that are not plain strided data.
-    """
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        raise Unsupported(f"a tensor of the subclass {type(tensor).__qualname__}")
-    if tensor.layout is not torch.strided:
-        raise Unsupported(f"a tensor of layout {tensor.layout}")
-    return (*kind_of(tensor), format_of(tensor))

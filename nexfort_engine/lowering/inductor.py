@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ..cache.os_errors import refusal
-from ..capture.exporter import Captured
 from ..capture.shape_recorder import Equalities, Limits
+from ..capture.types import Captured
+from ..graph.const_subgraph import take_out
 from ..guards.shape_guards import Conditions
 from ..kernels import known_to_inductor
 from ..passes.registry import PASSES, register, split
@@ -32,13 +33,13 @@ from ..system import torch_modes
 from ..system.compiler_processes import bounded
 from ..system.device_timer import by_the_device
 from ..system.process_settings import inductor_scope, replaced, told_to_log
-from ..weights.prepack_entry import PreparingCode, take_out
 from .async_compile_pool import watched
 from .graph_split import part
 from .interleaved_loads import pairs_read_once
-from .prompt_subgraph import PromptedCode, take_out_prompts
+from .loaded_code import FoldedCode, Loaded, PreparingCode, PromptedCode, _WithConstants
+from .prompt_subgraph import take_out_prompts
 from .reduction_heuristics import whole_rows
-from .subgraph_dedup import Folded, FoldedCode, fold
+from .subgraph_dedup import Folded, fold
 from .vec_isa_cache import check_instructions, note_instructions, remembered_probes
 
 log = logging.getLogger("nexfort")
@@ -50,7 +51,6 @@ _FOLDED, _PIECE = "folded.json", "piece_"
 _TEMPORARY = "temporary"
 _PROMPTED, _PROMPT = "prompted.json", "prompt_"
 _WHOLE = "Nexfort: a graph could not be lowered in pieces, and is lowered as a whole"
-Loaded = Callable[[list[Any]], Any]
 Works = Sequence[Callable[[], list[str]]]
 
 
@@ -359,16 +359,3 @@ def _constants(payload: Path) -> list[torch.Tensor]:
 
     tensors = load_file(str(file))
     return [tensors[str(i)] for i in range(len(tensors))]
-
-
-class _WithConstants:
-    """An artefact whose literal tensors are put in after its weights, on the device of the first weight or input."""
-
-    def __init__(self, artefact: Any, constants: list[torch.Tensor], weights: int) -> None:
-        self._artefact, self._constants, self._weights = artefact, constants, weights
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        device = next((t.device for t in inputs if isinstance(t, torch.Tensor)), None)
-        if device is not None and self._constants[0].device != device:
-            self._constants = [c if c.ndim == 0 else c.to(device) for c in self._constants]
-        return self._artefact(*inputs[: self._weights], *self._constants, *inputs[self._weights :])

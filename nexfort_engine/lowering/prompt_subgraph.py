@@ -10,9 +10,7 @@ an artefact with such parts is as safe as one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +19,11 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..graph.alias_analysis import Aliases
+from ..graph.const_subgraph import LEAST, as_inputs, behind, copied, memories, still_read, values_of
 from ..graph.repeated_sequences import is_library
-from ..passes.low_precision import numbers_of
-from ..weights.prepack_entry import LEAST, as_inputs, behind, copied, getter, memories, still_read, values_of
+from ..graph.sizes import numbers_of
 
 _FEWEST = 16  # rows of each of the batch at the captured call; a step's time and the like have one
-
-Run = Callable[..., Sequence[torch.Tensor]]
-# with a part's code, its inputs, and which of them is the prompt; it returns the part's results
-Answer = Callable[[Run, tuple[Any, ...], int], Sequence[torch.Tensor]]
-_answer: ContextVar[Answer | None] = ContextVar("nexfort_prompted", default=None)
 
 
 @dataclass(frozen=True)
@@ -118,29 +111,3 @@ def _results(values: dict[Node, Any], x: Node) -> list[Node]:
         if large and any(part in of_x and is_library(part) for part in wanted):
             found.append(node)
     return found
-
-
-class PromptedCode:
-    """Loaded code with its parts, called as the whole would be: with all of its inputs."""
-
-    def __init__(self, code: Run, parts: Sequence[Run], told: dict[str, Any]) -> None:
-        self._code, self._keeps = code, getter(told["keeps"])
-        rows = told["parts"]
-        self._parts = [(part, getter(row["takes"]), row["of"]) for part, row in zip(parts, rows, strict=True)]
-
-    def __call__(self, *inputs: Any) -> Any:
-        answer, made = _answer.get(), list[torch.Tensor]()
-        for part, takes, of in self._parts:
-            taken = takes(inputs)  # type: ignore[arg-type]
-            made += part(*taken) if answer is None else answer(part, taken, of)
-        return self._code(*self._keeps(inputs), *made)  # type: ignore[arg-type]
-
-
-@contextmanager
-def answered_by(answer: Answer | None) -> Iterator[None]:
-    """Inside the block parts of this context's artefacts are not run but asked for; None: they are run."""
-    token = _answer.set(answer)
-    try:
-        yield
-    finally:
-        _answer.reset(token)

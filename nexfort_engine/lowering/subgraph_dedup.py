@@ -12,7 +12,7 @@ The numbers are the same: the same operators on the same inputs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,6 @@ from torch.fx.node import map_arg
 
 from ..graph.fx_builder import fill
 from ..graph.repeated_sequences import Nodes, segments_of, tensors_of
-from ..weights.prepack_entry import getter
 
 LEAST_SAVED = 60  # operators that need not be lowered; one layer of a transformer has as many, and takes a second
 
@@ -46,30 +45,6 @@ class Folded:
     def as_json(self) -> dict[str, Any]:
         """Plain data that says how to call the pieces."""
         return {"sizes": self.sizes, "calls": self.calls, "output": self.output, "pieces": len(self.pieces)}
-
-
-class FoldedCode:
-    """Loaded pieces, called as the whole would be: with all of its inputs, for the list of its results."""
-
-    def __init__(self, pieces: Sequence[Callable[..., Any]], told: dict[str, Any]) -> None:
-        self._sizes: list[list[int]] = told["sizes"]
-        self._output: list[int] = told["output"]
-        last = {value: number for number, (_, takes) in enumerate(told["calls"]) for value in takes}
-        over: dict[int, list[int]] = {}
-        for value, number in last.items():
-            if value not in self._output:
-                over.setdefault(number, []).append(value)
-        self._calls = [
-            (pieces[piece], getter(takes), over.get(number, [])) for number, (piece, takes) in enumerate(told["calls"])
-        ]
-
-    def __call__(self, *inputs: Any) -> list[Any]:
-        values = [*inputs, *(inputs[i] if d < 0 else inputs[i].shape[d] for i, d in self._sizes)]
-        for piece, takes, over in self._calls:
-            values += piece(*takes(values))
-            for value in over:  # the last call that needs it was made: its memory is free for the next
-                values[value] = None
-        return [values[i] for i in self._output]
 
 
 def fold(module: GraphModule, least: int = LEAST_SAVED) -> Folded | None:

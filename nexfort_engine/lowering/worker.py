@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from ..cache.ephemeral import Scratch
-from ..capture.exporter import Captured
+from ..capture.types import Captured
 from ..reporting.report import named
 from ..system import compiler_processes, process_settings
 from ..system.device_timer import taking_turns

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.ephemeral import Scratch
-from ..capture.exporter import Captured
+from ..capture.types import Captured
 from ..reporting.resource_shortages import begun, told
 from . import worker_main
 from .worker import FORK, pack

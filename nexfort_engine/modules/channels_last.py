@@ -26,11 +26,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..guards.call_spec import normalised
+from .memory_format import normalised
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 aten = torch.ops.aten
@@ -65,74 +63,6 @@ def is_of_order(error: BaseException) -> bool:
     if isinstance(error, AssertionError):
         return True
     return isinstance(error, (RuntimeError, ValueError)) and any(words in str(error) for words in _OF_ORDER)
-
-
-class LooksNoticed(TorchFunctionMode):
-    """Inside the block it is an error where code would do something else with an image that lies otherwise.
-
-    It writes to a copy where it would be given a look at an image with channels outermost, or to a look at the image
-    where it would be given a copy of its own (`x.permute(0, 2, 3, 1).contiguous()`); or it fills a tensor that lies so
-    with random numbers, which come in the order of memory.
-
-    any: whether there was such an image at all.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._turned: dict[int, StorageWeakRef] = {}
-        self._copies: dict[int, StorageWeakRef] = {}
-        self._same: Any = WeakIdKeyDictionary()  # tensors that are looks here alone
-
-    @property
-    def any(self) -> bool:
-        return bool(self._turned)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        for one in args:
-            if _is_turned(one):
-                _remember(one, self._turned)
-        first = args[0] if args and isinstance(args[0], torch.Tensor) and _is_plain(args[0]) else None
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-        written = [kwargs.get("out"), first if in_place else None]
-        tensors = [one for one in written if isinstance(one, torch.Tensor)]
-        if any(_is_among(one, self._copies) or one in self._same for one in tensors):
-            raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
-        if name in _RANDOM and first is not None and _is_turned(first):
-            raise RuntimeError(f"its code draws with {name} for an image that it takes for contiguous")
-        result = func(*args, **kwargs)
-        if name in _LOOKS and first is not None and _is_among(first, self._turned) and _is_plain(result):
-            if not _shares(first, result):
-                _remember(result, self._copies)
-            elif first.is_contiguous() and first.dim() > 2:
-                self._same[result] = None
-        return result
-
-
-class JoinedAsRows(TorchFunctionMode):
-    """Inside the block images that lie so are concatenated as rows of channels, which they are: the same numbers.
-
-    torch's kernel takes more than twice as long for images, because it divides by all their sizes to find a place.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.cat, torch.concat, torch.concatenate):
-            joined = _joined(*args, **(kwargs or {}))
-            if joined is not None:
-                return joined
-        return func(*args, **(kwargs or {}))
-
-
-def _joined(tensors: Any, dim: Any = 0, **more: Any) -> torch.Tensor | None:
-    """Images one behind the other by their channels; None for anything else."""
-    if dim not in (1, -3) or more or not isinstance(tensors, (list, tuple)) or not all(map(_is_turned, tensors)):
-        return None
-    kinds = {(type(one), one.dtype, one.device, one.shape[0], *one.shape[2:]) for one in tensors}
-    if len(kinds) != 1:
-        return None
-    (kind, _, _, n, h, w), rows = kinds.pop(), [one.permute(0, 2, 3, 1).flatten(0, 2) for one in tensors]
-    return torch.cat(rows, 1).view(n, h, w, -1).permute(0, 3, 1, 2) if kind is torch.Tensor else None
 
 
 def _remember(tensor: torch.Tensor, known: dict[int, StorageWeakRef]) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..attention.tuner import memory_order
 from ..graph.fx_builder import fixed
-from .low_precision import hint
+from ..graph.layouts import memory_order
+from ..graph.sizes import hint
 
 aten = torch.ops.aten
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

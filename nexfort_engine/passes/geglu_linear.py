@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.fx_builder import fill, fixed
+from ..graph.sizes import rows_of
 from ..kernels.geglu_linear import fp8_op as narrow_kernel
 from ..kernels.geglu_linear import op as kernel
-from .low_precision import rows_of
 from .scaled_mm_match import ScaledProduct, scaled_product
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fixed
+from ..graph.sizes import rows_of
 from ..kernels.grouped_gemm import op as kernel
-from .low_precision import rows_of
 
 aten = torch.ops.aten
 FEW = 512  # rows at the captured call

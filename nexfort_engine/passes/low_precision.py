@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
+from ..graph.sizes import hint
 from ..quant.cost_model import A100, H200, narrowing
 from ..quant.matmul import FP8, MULTIPLE, NAMES, narrowed, times_rows, times_whole_rows, with_zeros
 
@@ -106,24 +106,6 @@ def gain(rows: int, inner: int, columns: int, dtype: torch.dtype = FP8) -> float
     card = H200 if dtype == FP8 else A100
     found = 2.0 * rows * inner * columns * (1 / card.half - 1 / card.narrow) - narrowing(rows, inner, card)
     return found if dtype == FP8 else found - 8.0 * rows * columns / card.memory - card.kernel
-
-
-def hint(size: Any) -> int | None:
-    """A size at the captured call; None where it depends on data."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else None
-
-
-def rows_of(x: torch.Tensor) -> int | None:
-    """Rows of a layer's input (..., K) at the captured call; None where that depends on data."""
-    return numbers_of(x.shape[:-1])
-
-
-def numbers_of(sizes: Iterable[Any]) -> int | None:
-    """How many numbers a tensor of these sizes has at the captured call; None where that depends on data."""
-    known = [hint(size) for size in sizes]
-    return None if None in known else math.prod(size or 0 for size in known)
 
 
 def low_precision(module: GraphModule, dtype: torch.dtype = FP8) -> int:

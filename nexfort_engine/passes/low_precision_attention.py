@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..graph.fx_builder import fixed
+from ..graph.sizes import hint
 from ..kernels.low_precision_attention import op as kernel
 from ..quant.cost_model import H200
 from .attention_match import HALVES, Attention, attentions, put_kernel
-from .low_precision import hint
 
 MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
 # By the numbers a head (H200, torch 2.11, 2026-11): operations a second of torch's own choice, and of the narrow kernel

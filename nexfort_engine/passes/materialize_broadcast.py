@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.fx_builder import fill, keep, lies_as_its_copy
-from .low_precision import numbers_of
+from ..graph.sizes import numbers_of
 
 aten = torch.ops.aten
 _COSTLY = {  # what takes many instructions

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from ..graph.sizes import hint
 from ..kernels.odd_head_dim_attention import op as kernel
 from .attention_match import Attention, attentions, plain_width, put_kernel
-from .low_precision import hint
 
 LEAST = 512  # queries, and keys, at the captured call
 _DEVICE = "cuda"  # elsewhere the operator is torch's

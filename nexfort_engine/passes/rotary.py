@@ -20,10 +20,10 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
-from ..attention.tuner import memory_order
 from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fill, fixed, replace
-from .low_precision import hint
+from ..graph.layouts import memory_order
+from ..graph.sizes import hint
 
 aten = torch.ops.aten
 log = logging.getLogger("nexfort")

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ..graph.fx_builder import fixed
+from ..graph.sizes import hint
 from ..kernels.short_kv_attention import op as kernel
 from .attention_match import Attention, attentions, plain_width, put_kernel
-from .low_precision import hint
 
 # Compute capabilities of cards on which it was measured to win. Who chooses the passes looks at it: a pass may run in a
 # process that is forked afterwards, and with it a device that it had asked for would be lost.

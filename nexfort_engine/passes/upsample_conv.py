@@ -11,9 +11,9 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fixed, is_channels_last, replace
+from ..graph.sizes import hint
 from ..kernels.conv3x3 import upsample_op as kernel
 from ..kernels.conv3x3.op import CHANNELS, DTYPES, widths
-from .low_precision import hint
 from .upsample import as_it_was, factor, laid_out
 
 aten = torch.ops.aten

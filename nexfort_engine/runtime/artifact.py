@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..cache.entry import Entry
-from ..capture.exporter import Captured
+from ..capture.types import Captured
 from ..guards import option_recorder
-from ..guards.call_spec import Flat, Leaves, kind_of, unflatten
+from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
 from ..guards.module_guards import Hidden, ModuleState
-from ..guards.name_guards import Dependence, Watched
+from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
 from ..guards.option_guards import checker
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
-from ..lowering.inductor import Loaded
-from ..weights.prepack_entry import Kept, PreparingCode
+from ..lowering.loaded_code import Loaded, PreparingCode
+from ..modules.memory_format import kind_of
+from ..weights.prepack_entry import Kept
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,31 +141,6 @@ class Artefact:
         shapes = [t.shape for t in (*flat.tensors, *extra)]
         reason = self.conditions.broken(shapes, flat.ints)
         return Misfit(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
-
-
-Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
-
-
-@dataclass
-class Known:
-    """What an engine knows that would be as true of another network of the same kind. It holds no module.
-
-    artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
-    out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and
-    how the last time. compiled: classes of which some block was not. off: kinds of call that do not
-    pay (dispatch/compiled_share.py). images: no code is known that cannot take them with channels innermost. watched:
-    what their code reaches by name.
-    """
-
-    artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
-    refusals: dict[str, list[Refusal]] = field(default_factory=dict)
-    made: Counter[str] = field(default_factory=Counter)
-    reported: set[str] = field(default_factory=set)
-    often: dict[tuple[str, str], tuple[int, Refusal]] = field(default_factory=dict)
-    compiled: set[str] = field(default_factory=set)
-    off: dict[Any, Any] = field(default_factory=dict)
-    images: bool = True
-    watched: Watched = field(default_factory=Watched)
 
 
 class Binding:

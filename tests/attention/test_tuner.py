@@ -15,7 +15,8 @@ from attention_kernels import Kernels, call_of
 from hypothesis import given, settings
 
 from nexfort_engine.attention.backends import KERNELS, Call, own
-from nexfort_engine.attention.tuner import Told, kind, laid, memory_order
+from nexfort_engine.attention.tuner import Told, kind, laid
+from nexfort_engine.graph.layouts import memory_order
 from nexfort_engine.reporting.report import Report
 
 ORDER = (0, 2, 1, 3)

@@ -21,10 +21,12 @@ from probe import Probe, T, block_of, x
 from torch import nn
 
 from nexfort_engine.capture import exporter as capture_module
-from nexfort_engine.capture.exporter import Example, capture, spec_key
-from nexfort_engine.guards.call_spec import Flat, flatten_call, tensor_meta
+from nexfort_engine.capture.exporter import capture, spec_key
+from nexfort_engine.capture.types import Example
+from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.guards.module_guards import WeightSlots
 from nexfort_engine.guards.option_recorder import Refused
+from nexfort_engine.modules.memory_format import tensor_meta
 from nexfort_engine.runtime import artifact as artefacts
 
 # ---- structure ------------------------------------------------------------------------------------------------------

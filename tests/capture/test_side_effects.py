@@ -16,8 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import nexfort_engine
 from nexfort_engine.capture.side_effects import CHANGES_GIVEN
-from nexfort_engine.guards.call_spec import Unsupported
 from nexfort_engine.guards.option_recorder import Refused
+from nexfort_engine.modules.memory_format import Unsupported
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,14 @@ torch = pytest.importorskip("torch")
 from nexfort_engine.guards.call_spec import (  # noqa: E402
     Flat,
     Leaves,
-    Unsupported,
     flatten,
     flatten_call,
-    format_of,
-    normalised,
     of_its_own,
     spec_text,
-    tensor_meta,
     unflatten,
     unflatten_call,
 )
+from nexfort_engine.modules.memory_format import Unsupported, format_of, normalised, tensor_meta  # noqa: E402
 
 Pair = namedtuple("Pair", "first second")
 

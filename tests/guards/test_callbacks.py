@@ -21,7 +21,7 @@ from torch import nn
 import nexfort_engine
 from nexfort_engine.guards import callbacks
 from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering.subgraph_dedup import FoldedCode
+from nexfort_engine.lowering.loaded_code import FoldedCode
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 T = torch.Tensor

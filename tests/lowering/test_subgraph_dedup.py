@@ -24,7 +24,8 @@ from nexfort_engine.api import store_at
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.lowering import inductor as lower
 from nexfort_engine.lowering import worker
-from nexfort_engine.lowering.subgraph_dedup import FoldedCode, fold
+from nexfort_engine.lowering.loaded_code import FoldedCode
+from nexfort_engine.lowering.subgraph_dedup import fold
 
 aten = torch.ops.aten
 WIDE, HEADS, DEPTH = 32, 2, 6

@@ -24,9 +24,10 @@ from torch.nn import functional
 from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.cudagraphs import channels_last_cat
 from nexfort_engine.engine import Engine
 from nexfort_engine.modules import channels_last as images
-from nexfort_engine.runtime.artifact import Known
+from nexfort_engine.runtime.shared_state import Known
 
 pytestmark = pytest.mark.usefixtures("threads")
 INNERMOST = torch.channels_last
@@ -69,7 +70,7 @@ def test_images_are_concatenated_as_rows_of_channels(channels, size, dtype, dim,
     parts = [torch.randn(n, c, h, w).to(dtype) for c in channels]
     parts = [one.contiguous(memory_format=INNERMOST) if so else one for one, so in zip(parts, turned, strict=False)]
     wanted = join(parts, dim)
-    with _Counted() as counted, images.JoinedAsRows():
+    with _Counted() as counted, channels_last_cat.JoinedAsRows():
         found = join(parts, dim)
     assert torch.equal(found, wanted) and found.stride() == wanted.stride()
     as_rows = dim in (1, -3) and all(map(images._is_turned, parts))
@@ -80,7 +81,7 @@ def test_images_are_concatenated_as_rows_of_channels(channels, size, dtype, dim,
 @pytest.mark.parametrize("other", ["dtype", "size", "out", "no list", "a subclass"])
 def test_what_else_is_concatenated_is_left_alone(other: str) -> None:
     one, out = (torch.randn(2, c, 4, 4).contiguous(memory_format=INNERMOST) for c in (3, 6))
-    with _Counted() as counted, images.JoinedAsRows():
+    with _Counted() as counted, channels_last_cat.JoinedAsRows():
         if other == "dtype":
             found = torch.cat([one, one.double()], 1)
         elif other == "size":
@@ -173,13 +174,13 @@ def test_blocks_hand_on_images_with_channels_innermost_and_the_result_lies_as_ea
 
 def test_a_step_that_is_captured_concatenates_its_skip_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    joined, join = [], images._joined
+    joined, join = [], channels_last_cat._joined
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         joined.append(join(*args, **kwargs))
         return joined[-1]
 
-    monkeypatch.setattr(images, "_joined", noted)
+    monkeypatch.setattr(channels_last_cat, "_joined", noted)
     net = Net()
     ours, _ = compiled(net, tmp_path)
     for _ in range(4):

@@ -8,7 +8,7 @@ import torch
 from backbones import make
 from subjects import TOLERANCE, cold_subject, graphs_as_they_are, names
 
-from nexfort_engine.capture.exporter import Captured
+from nexfort_engine.capture.types import Captured
 from nexfort_engine.kernels.grouped_gemm import op as kernel
 from nexfort_engine.lowering import inductor as lower
 from nexfort_engine.passes import grouped_gemm

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from probe import Probe, block_of
 from torch.nn import functional
 
+from nexfort_engine.graph import const_subgraph
 from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import loaded_code
 from nexfort_engine.modules import channels_last as images
 from nexfort_engine.passes import materialize_broadcast, upsample_conv
 from nexfort_engine.passes.channels_last_weights import inner_weights
@@ -24,7 +26,6 @@ from nexfort_engine.passes.materialize_broadcast import broadcasts
 from nexfort_engine.passes.registry import split
 from nexfort_engine.passes.upsample import inner_channels, upsamplings
 from nexfort_engine.passes.upsample_conv import upsampled_convolutions
-from nexfort_engine.weights import prepack_entry
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 
@@ -440,19 +441,19 @@ def test_weights_of_convolutions_are_laid_out_by_a_kernel_in_each_call_or_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once each; not 1x1, of single channels, in one dimension, small, laid out already, or computed by the block."""
-    monkeypatch.setattr(prepack_entry, "LEAST", 500)
+    monkeypatch.setattr(const_subgraph, "LEAST", 500)
     monkeypatch.setattr(images, "_LEAST", 500)
     block = Convolved().eval().requires_grad_(False)
     for copies in (False, True):
         captured = Probe(block, torch.randn(2, 8, 10, 12), images=True).captured
         assert inner_weights(captured.graph) == 4, "wide, same, tall and back"
-        taken = prepack_entry.take_out(captured.graph, captured.lasting, copies=copies)
+        taken = const_subgraph.take_out(captured.graph, captured.lasting, copies=copies)
         assert taken is not None and taken.gives == (5 if copies else 1), "one is computed"
     options = {"nexfort.prepare": True, "nexfort.prepare_copies": True}  # the kernel is for a GPU alone
     probe = Probe(block, torch.randn(2, 8, 10, 12), images=True)
     lower.lower(probe.captured, tmp_path / "payload", options)
     code = lower.load(tmp_path / "payload", options, [], len(probe.weights))
-    assert isinstance(code, prepack_entry.PreparingCode)
+    assert isinstance(code, loaded_code.PreparingCode)
     weights = probe.weights
     laid = code.prepare(weights)
     assert sorted(tuple(t.shape) for t in laid) == sorted([*[(16, 8, 3, 3)] * 3, (16, 16, 3, 3), (16, 16, 3, 1)])

@@ -20,11 +20,13 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import prepack_cache
 from nexfort_engine.engine import Engine
+from nexfort_engine.graph.const_subgraph import LEAST, take_out
 from nexfort_engine.lowering import inductor as lower
 from nexfort_engine.lowering import worker
+from nexfort_engine.lowering.loaded_code import PreparingCode
 from nexfort_engine.runtime.artifact import Binding
 from nexfort_engine.weights.lease import layers_in
-from nexfort_engine.weights.prepack_entry import LEAST, Kept, PreparingCode, room_for, take_out
+from nexfort_engine.weights.prepack_entry import Kept, room_for
 
 aten = torch.ops.aten
 WIDE = 256  # a weight of it squared is large enough to be prepared

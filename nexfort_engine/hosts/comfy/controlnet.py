@@ -23,7 +23,7 @@ from ...api import CompiledModule
 from ...config.compile_config import CompileConfig
 from ...guards.module_guards import replaced_forward
 from ...reporting.report import Report
-from ...runtime.artifact import Known
+from ...runtime.shared_state import Known
 from ...system import process_settings
 from . import model as comfy
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a capture is asked for and what it gives, and the lock that captures take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..guards import option_recorder
+from ..guards.call_spec import Flat
+from ..guards.scalar_inputs import Place
+from ..guards.shape_guards import Conditions
+
+LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
+
+
+@dataclass
+class Example:
+    """One call of a block, enough to capture it: the structure, and sizes in place of tensors."""
+
+    spec: Any
+    tensors: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
+    ints: list[int]
+    mappings: list[dict[Any, Any]]
+
+    @classmethod
+    def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
+        """The example of a call. laid: gives a tensor as artefacts are given it; it sees tensors without data."""
+        strides = [laid(t.new_empty_strided(t.shape, t.stride(), device="meta")).stride() for t in flat.tensors]
+        metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
+        return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
+
+
+@dataclass
+class Captured:
+    """A graph and everything that must be checked before its artefact is used.
+
+    graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
+    apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
+    ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
+    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
+    option tensor. sites: where it calls functions of its options (guards/callback_sites.py). images: as it was captured
+    for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other
+    process can compare, or "".
+    """
+
+    graph: torch.fx.GraphModule
+    weights: list[int]
+    constants: list[torch.Tensor]
+    tensors: list[int]
+    options: list[option_recorder.Path]
+    ints: list[int]
+    strengths: list[Place]
+    conditions: Conditions
+    guards: list[list[Any]]
+    reads: list[list[Any]]
+    output: Any
+    mutated: list[int]
+    writes: list[list[Any]]
+    sources: dict[str, str]
+    modules: list[str] = field(default_factory=list)
+    lasting: list[bool] = field(default_factory=list)
+    option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
+    sites: list[list[list[Any]]] = field(default_factory=list)
+    images: bool = False
+    names: list[list[Any]] = field(default_factory=list)
+    only_here: str = ""
