@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention.tuner import Told, asking
 from .cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from .cache.store import Store
 from .capture.reached_names import assigns_names
@@ -462,7 +463,7 @@ class Engine:
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
-        session = Session(self, instead=instead)
+        session = Session(self.on_call, instead=instead)
         session.modes, session.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         placed = []
         if self._seats is not None and not self._seats.unchanged():
@@ -482,7 +483,8 @@ class Engine:
         began = time.perf_counter()
         self._sessions.add(session)
         try:
-            with backend_scope(**self.config.backend_flags()), entered(session):
+            asked = asking(Told(self.store.root, self.report, self.apart))
+            with backend_scope(**self.config.backend_flags()), entered(session), asked:
                 yield session
         finally:
             self._sessions.discard(session)

@@ -42,7 +42,6 @@ RANK = {name: rank for rank, name in enumerate((*PACKAGES, *OLD_NAMES, *ENTRIES)
 MOST_BESIDE_PACKAGES = 12
 # (file, file of a package above that it imports), and a ring of files that import each other. These lists only shrink.
 STILL_UPWARD = {
-    ("attention/operator.py", "runtime/forward_context.py"),
     ("compilation/background.py", "engine.py"),
     ("compilation/builder.py", "engine.py"),
     ("compilation/lookup.py", "engine.py"),
@@ -57,34 +56,23 @@ STILL_UPWARD = {
     ("modules/regions.py", "guards/module_guards.py"),
     ("runtime/fault_attribution.py", "dispatch/region.py"),
     ("runtime/fault_attribution.py", "engine.py"),
-    ("runtime/forward_context.py", "engine.py"),
 }
 STILL_IN_A_RING = {
-    "attention/operator.py",
     "compilation/background.py",
     "compilation/builder.py",
-    "compilation/jobs.py",
     "compilation/lookup.py",
     "compilation/planner.py",
-    "compilation/selfcheck.py",
-    "compilation/support.py",
     "cudagraphs/step_graphs.py",
     "dispatch/compiled_share.py",
-    "dispatch/forward_shim.py",
     "dispatch/prepack_cache.py",
     "dispatch/recovery.py",
     "dispatch/region.py",
     "dispatch/slowdown.py",
     "dispatch/verify.py",
     "engine.py",
-    "lowering/inductor.py",
     "lowering/worker.py",
     "lowering/worker_main.py",
-    "lowering/worker_pool.py",
-    "passes/registry.py",
-    "passes/tuned_attention.py",
     "runtime/fault_attribution.py",
-    "runtime/forward_context.py",
 }
 HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..runtime.forward_context import current
 from .backends import KERNELS, Call
-from .tuner import Chooser, Told
+from .tuner import Chooser, asked_by
 
 __all__ = ["attention", "chooser", "operator"]
 
@@ -41,13 +40,10 @@ def attention(
     order: of the result's dimensions (B, H, L, F) in memory, the outermost first, whatever kernel ran. quantised:
     kernels that quantise may be taken. Raises what torch's own raises where none can take the call.
     """
-    session = current.get()
-    engine = session.engine if session is not None else None
-    told = Told() if engine is None else Told(engine.store.root, engine.report, engine.apart)
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     call = Call(query, key, value, mask, is_causal, scale, enable_gqa)
-    return chooser.run(call, tuple(order), quantised, told)
+    return chooser.run(call, tuple(order), quantised, asked_by.get())
 
 
 def _fake(

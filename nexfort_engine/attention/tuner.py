@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,20 @@ class Told:
     folder: Path | None = None
     report: Hears | None = None
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+NOBODY = Told()
+asked_by: ContextVar[Told] = ContextVar("nexfort_attention", default=NOBODY)  # of the step that is under way
+
+
+@contextmanager
+def asking(told: Told) -> Iterator[None]:
+    """Inside the block, attention is asked for by a call of these."""
+    token = asked_by.set(told)
+    try:
+        yield
+    finally:
+        asked_by.reset(token)
 
 
 @dataclass

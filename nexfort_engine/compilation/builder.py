@@ -308,7 +308,7 @@ class Builder:
         """Jobs for a call on a device that is still to come."""
         if self.engine.passes(args) is not None or self.engine.whole_region is not None:
             return []
-        session = Session(self.engine)
+        session = Session(self.engine.on_call)
         session.root = (call, args, {})
         try:
             return self._jobs_for(self.planner.calls(session))[0]

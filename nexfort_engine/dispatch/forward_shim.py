@@ -58,7 +58,7 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
         def plain(*a: Any, **k: Any) -> Any:
             return own(module, *a, **k)
 
-        return session.engine.on_call(module, plain, args, kwargs, session)
+        return session.on_call(module, plain, args, kwargs, session)
 
     forward.nexfort_shim = True  # type: ignore[attr-defined]
     return forward

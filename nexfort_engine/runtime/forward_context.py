@@ -12,18 +12,23 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine import Engine
     from ..system.torch_modes import Modes
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+# with a module that is called, its plain forward, its arguments and the session; it returns the call's result
+OnCall = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
 
 
 class Session:
-    """One call of a backbone. `instead`: what is done with each region's call in the place of running it compiled."""
+    """One call of a backbone.
 
-    def __init__(self, engine: Engine, *, instead: Instead | None = None) -> None:
-        self.engine = engine
+    on_call: what is done where the backbone or a block is called in it. instead: what is done with each region's call
+    in the place of running it compiled.
+    """
+
+    def __init__(self, on_call: OnCall, *, instead: Instead | None = None) -> None:
+        self.on_call = on_call
         self.instead = instead
         self.inside = False  # a block runs its own forward: nothing below it is a region
         self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepared weights: what a graph computes of its weights alone, taken out of it, computed once and kept.
 
-A packed or joined weight is the same in every step. Taken out of the graph (`take_out`) it becomes a small graph of
-its own, the preparation, whose results are inputs of the rest. The results are kept for as long as the host can say
-that no weight changed (`Version`); where it cannot, or there is no room, the preparation runs on every call, which is
-what the graph did before. So an artefact with a preparation is as safe as one without: it never sees an old weight.
+A packed or joined weight is the same in every step. Taken out of the graph (graph/const_subgraph.py) it becomes a small
+graph of its own, the preparation, whose results are inputs of the rest. The results are kept for as long as the host
+can say that no weight changed (`Version`); where it cannot, or there is no room, the preparation runs on every call,
+which is what the graph did before. So an artefact with a preparation is as safe as one without: it never sees an old
+weight.
 """
 
 from __future__ import annotations
