@@ -70,8 +70,6 @@ STILL_IN_A_RING = {
     "dispatch/slowdown.py",
     "dispatch/verify.py",
     "engine.py",
-    "lowering/worker.py",
-    "lowering/worker_main.py",
     "runtime/fault_attribution.py",
 }
 HOST_PACKAGES = {

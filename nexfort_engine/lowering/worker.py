@@ -33,7 +33,7 @@ from ..reporting.report import named
 from ..system import compiler_processes, process_settings
 from ..system.device_timer import taking_turns
 from . import inductor as lower
-from . import worker_main
+from . import worker_lifetime
 from .kernel_forks import Tokens, kernels_in_forks
 from .kernel_sharing import compiled_once
 from .preload import import_all
@@ -288,10 +288,10 @@ def _begin(own: int, control: socket.socket, device: str, warm: bool) -> NoRetur
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers that it starts are waited for
         control.close()
-        worker_main.watch()
+        worker_lifetime.watch()
         if not warm or (device == "cuda" and torch.cuda._is_in_bad_fork()):
             # in the second case some import asked the CUDA runtime for its devices: no forked process can use them
-            os.execv(sys.executable, [sys.executable, "-m", worker_main.__name__, LINE, str(own)])
+            os.execv(sys.executable, [sys.executable, "-m", worker_lifetime.MAIN, LINE, str(own)])
         _serve_socket(own)
         status = 0
     finally:

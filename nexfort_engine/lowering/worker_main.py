@@ -1,48 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process that lowers begins, and its end with the process that it lowers for, however that ends.
+"""`python -m nexfort_engine.lowering.worker_main`: a lowering worker (worker.py) that ends with its parent."""
 
-`python -m nexfort_engine.lowering.worker_main` is a lowering worker (worker.py). What it started, compilers among it,
-is in its process group and ends with it. A signal of the kernel's own would be simpler, but that comes when the
-parent's thread ends; and the end of a pipe is not seen as long as something else that the parent forked holds it.
-"""
-
-from __future__ import annotations
-
-import os
-import signal
 import sys
-import time
-from contextlib import suppress
 
-from ..reporting.resource_shortages import begun
-from ..system.process_activity import WORKS_FOR, born
-
-_LOOK = 0.5  # seconds
-
-
-def works_for() -> dict[str, str]:
-    """For the environment of who works for this process."""
-    return {WORKS_FOR: f"{os.getpid()} {born(os.getpid()) or ''}"}
-
-
-def watch() -> None:
-    """End this process and its group once the process that it works for is gone, or the one that forked it.
-
-    From a thread, which a process that is forked from this one has not. Without a thread to be had it does as it did.
-    """
-    number, _, began = os.environ.get(WORKS_FOR, "").partition(" ")
-    if number.isdecimal():
-        begun("nexfort-orphaned", _watch, int(number), began, os.getppid())
-
-
-def _watch(number: int, began: str, parent: int) -> None:
-    while os.getppid() == parent and born(number) in ("", began):
-        time.sleep(_LOOK)
-    with suppress(AttributeError, OSError):  # Windows has no such groups
-        if os.getpgrp() == os.getsid(0):  # it was begun as a group of its own
-            os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
+from .worker_lifetime import watch
 
 if __name__ == "__main__":
     watch()  # before torch is imported, which takes seconds

@@ -26,7 +26,7 @@ from typing import Any
 from ..cache.ephemeral import Scratch
 from ..capture.types import Captured
 from ..reporting.resource_shortages import begun, told
-from . import worker_main
+from . import worker_lifetime
 from .worker import FORK, pack
 from .worker_connection import Line, NoWorkers, Watch, WorkerGone
 
@@ -369,7 +369,7 @@ def _started(arguments: list[str], folder: str = "", **pipes: Any) -> subprocess
         **os.environ,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCH_WARM_POOL": "0",
-        **worker_main.works_for(),
+        **worker_lifetime.works_for(),
     }
     if folder:
         environment["TMPDIR"] = os.path.join(folder, _TEMPORARY)
@@ -380,7 +380,7 @@ def _started(arguments: list[str], folder: str = "", **pipes: Any) -> subprocess
     path = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, package_root])
     return subprocess.Popen(
-        [sys.executable, "-m", worker_main.__name__, *arguments],
+        [sys.executable, "-m", worker_lifetime.MAIN, *arguments],
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **pipes},
         stderr=subprocess.DEVNULL,
         text=True,

@@ -4,7 +4,7 @@
 torch 2.11 waits for them without limit. Inside `bounded` its modules, and Triton's, find another `subprocess`, whose
 functions wait as long as a compiler computes. It is not asked again in this process once it was ended: every kernel
 would wait for it. And compilers end with this process: those of workers are in a group with them
-(lowering/worker_main.py), others in that of a process that sees to it (compiler_reaper.py).
+(lowering/worker_lifetime.py), others in that of a process that sees to it (compiler_reaper.py).
 """
 
 from __future__ import annotations

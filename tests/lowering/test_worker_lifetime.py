@@ -22,14 +22,14 @@ SECONDS = 2.0  # within which all are gone
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # what lowers: of a group of its own, with something that computes under it
-_WORKS = """import subprocess; from nexfort_engine.lowering import worker_main; worker_main.watch()
+_WORKS = """import subprocess; from nexfort_engine.lowering import worker_lifetime; worker_lifetime.watch()
 subprocess.run(["sleep", "600"])"""
 _SERVER = f"""
     import os, subprocess, sys, threading, time
-    from nexfort_engine.lowering import worker_main as orphaned
+    from nexfort_engine.lowering import worker_lifetime
 
     def begin():
-        environment = {{**os.environ, **orphaned.works_for()}}
+        environment = {{**os.environ, **worker_lifetime.works_for()}}
         run = [sys.executable, "-c", {_WORKS!r}]
         print(subprocess.Popen(run, env=environment, start_new_session=True).pid, flush=True)
 
