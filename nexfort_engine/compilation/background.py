@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,6 @@ from ..capture.types import LOCK
 from ..reporting.report import named
 from ..reporting.resource_shortages import told
 from ..runtime.forward_context import current
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 log = logging.getLogger("nexfort")
 
@@ -32,8 +28,9 @@ NOTE = "artefacts were made in the background; the steps until they were there r
 class Background:
     """The thread of one engine that makes artefacts."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, note: Callable[[str], None]) -> None:
+        """note: takes what the report is told."""
+        self._note = note
         self._thread: threading.Thread | None = None
         self.failed = False  # something is wrong with it: what is missing is made before the step, which says why
 
@@ -61,10 +58,10 @@ class Background:
             thread.start()
         except RuntimeError as error:
             self.failed = True
-            self._engine.report.note(f"artefacts are made before steps, not in the background: {told(error)}")
+            self._note(f"artefacts are made before steps, not in the background: {told(error)}")
             return False
         self._thread = thread
-        self._engine.report.note(NOTE)
+        self._note(NOTE)
         return True
 
     def _run(self, work: Callable[[], object], device: int | None) -> None:
@@ -77,9 +74,7 @@ class Background:
             # nobody waits for this thread, so that it has to be told here; the next step makes what is missing itself
             self.failed = True
             log.warning("Nexfort: making artefacts in the background failed", exc_info=True)
-            self._engine.report.note(
-                f"making artefacts in the background failed ({named(error)}); they are made before steps"
-            )
+            self._note(f"making artefacts in the background failed ({named(error)}); they are made before steps")
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait until everything is there; whether it is."""

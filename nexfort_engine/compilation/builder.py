@@ -77,7 +77,7 @@ class Builder:
         self.engine = engine
         self.planner = Planner(engine, self.wanted)
         self.finder = Finder(engine)
-        self.background = Background(engine) if engine.config.background else None
+        self.background = Background(lambda text: engine.report.note(text)) if engine.config.background else None
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, known.refusals
         self._made, self._reported, self._often = known.made, known.reported, known.often

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,7 +39,10 @@ from ..runtime.artifact import Artefact, Binding, Misfit
 from ..system.torch_modes import Values
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..cache.store import Store
+    from ..config.compile_config import CompileConfig
+    from ..reporting.report import Report
+    from ..runtime.shared_state import Known
 
 log = logging.getLogger("nexfort")
 
@@ -75,10 +79,21 @@ _LOW = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_a
 _DESCRIBED = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
 
 
+class Searching(Protocol):
+    """What is asked of the engine whose artefacts are looked for."""
+
+    apart: Callable[[], AbstractContextManager[Any]]
+    config: CompileConfig
+    known: Known
+    lowering: CompileConfig
+    report: Report
+    store: Store
+
+
 class Finder:
     """Finds the artefacts of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Searching) -> None:
         self.engine = engine
         self._artefacts, self._reported = engine.known.artefacts, engine.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}

@@ -114,7 +114,7 @@ class StepGraphs:
         except Unsupported as error:
             reason = f"the backbone is called with {error}"
         except Exception as error:
-            if is_passed_on(error, self.engine):
+            if is_passed_on(error, self.engine.stops()):
                 raise
             reason = UNSEEN.format(named(error))
         if reason is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,8 +24,9 @@ from ..reporting.report import named
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..reporting.report import Report
     from ..runtime.forward_context import Session
+    from ..runtime.shared_state import Known
     from .region import Region
 
 log = logging.getLogger("nexfort")
@@ -48,10 +49,31 @@ class ForGood(str):
         return found
 
 
+class Network(Protocol):
+    """What is asked of the engine of a backbone."""
+
+    name: str
+    known: Known
+    report: Report
+    others_code: Callable[[dict[Any, Any]], str | None]
+    stops: Callable[[], tuple[type[BaseException], ...]]
+
+    @property
+    def regions(self) -> list[Region]:
+        """All of them."""
+
+    @property
+    def whole_region(self) -> Region | None:
+        """The one that is the backbone as a whole."""
+
+    def release(self) -> bool:
+        """Give back what is held of the device. Whether there was any."""
+
+
 class Worth:
     """Which kinds of call of one engine's backbone are not worth compiling."""
 
-    def __init__(self, engine: Engine, off: dict[Hashable, Any]) -> None:
+    def __init__(self, engine: Network, off: dict[Hashable, Any]) -> None:
         """off: kinds of call that are not, each with how that is checked; shared with networks alike."""
         self._engine, self._off = engine, off
         self._weights: dict[int, int] = {}
@@ -139,7 +161,7 @@ class Worth:
         try:
             self.pays([*ran, *session.lost], session)
         except Exception as error:  # an argument's own code; the step has its result
-            if is_passed_on(error, self._engine):
+            if is_passed_on(error, self._engine.stops()):
                 raise
             self._engine.report.note(UNSEEN.format(named(error)))
 

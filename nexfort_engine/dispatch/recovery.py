@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cudagraphs.host_constants import tensors_in
 from ..cudagraphs.step_graphs import no_memory
@@ -17,11 +17,32 @@ from ..reporting.report import named
 from ..runtime.fault_attribution import HalfDone
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..reporting.report import Report
     from ..runtime.forward_context import Session
+    from ..runtime.shared_state import Known
+    from .region import Region
 
 
-def remedy(engine: Engine, error: BaseException, session: Session) -> contextlib.AbstractContextManager[Any] | None:
+class Mended(Protocol):
+    """What is asked of the engine whose step failed, and what is changed of it."""
+
+    images: bool
+    keeps: bool
+    known: Known
+    report: Report
+
+    @property
+    def regions(self) -> list[Region]:
+        """All of them."""
+
+    def release(self) -> bool:
+        """Give back what is held of the device. Whether there was any."""
+
+    def repeatable(self, session: Session) -> bool:
+        """Whether a step may be run again on what it was given."""
+
+
+def remedy(engine: Mended, error: BaseException, session: Session) -> contextlib.AbstractContextManager[Any] | None:
     """In what a step that failed is run again, where that may help."""
     assert session.root is not None, "it failed in the backbone"
     if session.images and is_of_order(error):
@@ -44,7 +65,7 @@ def remedy(engine: Engine, error: BaseException, session: Session) -> contextlib
 
 
 @contextlib.contextmanager
-def without_images(engine: Engine, reason: str) -> Iterator[None]:
+def without_images(engine: Mended, reason: str) -> Iterator[None]:
     """Have images lie as eager code leaves them, for good if the block ends well. What was made for others goes."""
     before, engine.images = engine.images, False
     if before:
@@ -63,7 +84,7 @@ def without_images(engine: Engine, reason: str) -> Iterator[None]:
         )
 
 
-def _forget(engine: Engine) -> None:
+def _forget(engine: Mended) -> None:
     engine.release()
     for region in engine.regions:
         region.forget()

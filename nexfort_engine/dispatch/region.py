@@ -28,14 +28,15 @@ from ..modules.channels_last import as_taken, holds_images, is_image
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
 from ..reporting.report import named
-from ..runtime import fault_attribution
 from ..runtime.artifact import Artefact, Binding
+from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
 from ..runtime.lru_mapping import Recent
 from ..system.torch_modes import current as current_modes
 from ..system.torch_modes import fingerprint
 from ..weights.lease import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from ..weights.prepack_entry import Kept
 from ..weights.subclass_unwrap import Parts
+from . import fallback
 from .compiled_share import ForGood
 from .prepack_cache import kept_of, prepared
 
@@ -85,7 +86,7 @@ class Region:
         """Run the block for one call. `plain` is the block's own forward."""
         if self.latched is not None:
             if self in session.doubted:
-                return fault_attribution.instead(self, plain, args, kwargs, session, self.latched)
+                return fallback.instead(self, plain, args, kwargs, session, self.latched)
             return self._eager(plain, args, kwargs, session, self.latched)
         if session.others_ran:
             self.engine.known.watched.look()
@@ -121,14 +122,14 @@ class Region:
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
         except Exception as error:
-            if fault_attribution.is_passed_on(error, self.engine):
+            if is_passed_on(error, self.engine.stops()):
                 raise
-            unseen = fault_attribution.UNSEEN.format(named(error))
+            unseen = UNSEEN.format(named(error))
         if unseen:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
-            return fault_attribution.refused(self, key, plain, args, kwargs, session)
+            return fallback.refused(self, key, plain, args, kwargs, session)
         session.fetched |= loan is not None and not loan.kept
         try:
             try:
@@ -194,12 +195,12 @@ class Region:
             if self._is_another():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
             reason = f"its artefact failed: {named(error)}"
-            if fault_attribution.failed(self, binding, flat, tensors, session):
+            if fallback.failed(self, binding, flat, tensors, session):
                 self.latched = reason
                 session.doubted.add(self)
-                raise fault_attribution.HalfDone(reason) from error
+                raise HalfDone(reason) from error
         # whatever it was, the step must complete; not before the error is gone, which holds what the artefact had made
-        return fault_attribution.instead(self, plain, args, kwargs, session, reason)
+        return fallback.instead(self, plain, args, kwargs, session, reason)
 
     def _ran(
         self,

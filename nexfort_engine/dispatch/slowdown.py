@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .step_times import Lap, Pace, begin, kind_of
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..reporting.report import Report
     from ..runtime.forward_context import Session
 
 WITHOUT = "a run without Nexfort"
@@ -38,10 +38,26 @@ class Facts:
     replayed: bool
 
 
+class Steps(Protocol):
+    """What is asked of the engine whose steps are watched."""
+
+    report: Report
+
+    @property
+    def graphs(self) -> object | None:
+        """Where steps may be CUDA graphs."""
+
+    def version(self) -> Hashable:
+        """What tells that no weight was changed."""
+
+    def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
+        """Why a whole step cannot be replayed with these options."""
+
+
 class Promise:
     """The watch on one engine's steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Steps) -> None:
         self._engine = engine
         # the report is asked for each time: a host may put another one in its place
         self.pace = Pace(lambda row: engine.report.pace(row), self.likely_reason)
