@@ -148,6 +148,8 @@ class _Walk:
     def refuse_attributes_of_weights(self) -> None:
         """Raise Refused where code asks for an attribute that somebody put on a weight: what stands for it has none."""
         for path, weight in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                continue  # its attributes are part of what it is described by (subclass_unwrap.py)
             for name in (fields_of(weight) or {}).keys() & (self._used | self._texts):
                 raise Refused(f"its code reads an attribute {name}, which the weight {path} has")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -67,18 +68,63 @@ def named(shaping: Values) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def applied(wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block the process has these shaping modes; what this torch does not know is left out."""
-    before = [(one, one.read()) for one in _table()[0] if one.write is not None and one.name in wanted]
-    changed = [(one, was) for one, was in before if _ALIKE.get(was, was) != _plain(wanted[one.name])]
+    """Inside the block the process has these shaping modes; what this torch does not know is left out.
+
+    A thread waits while others are inside that need other modes: a capture beside a graph that is lowered in this
+    process. A thread that is inside may ask for others in an inner block.
+    """
+    modes = {one: _plain(wanted[one.name]) for one in _table()[0] if one.write is not None and one.name in wanted}
+    if threading.get_ident() in _turns.inside:
+        before = _written(modes)
+        try:
+            yield
+        finally:
+            _written(before)
+        return
+    _turns.enter(modes)
     try:
-        for one, _ in changed:
-            assert one.write is not None, "only such are listed"
-            one.write(_plain(wanted[one.name]))
         yield
     finally:
-        for one, was in reversed(changed):
-            assert one.write is not None, "only such are listed"
-            one.write(was)
+        _turns.leave()
+
+
+def _written(modes: Mapping[_Mode, Any]) -> dict[_Mode, Any]:
+    """Give the process these modes; what those that differed were before."""
+    before = {one: was for one, value in modes.items() if _ALIKE.get(was := one.read(), was) != value}
+    for one in before:
+        assert one.write is not None, "only such are listed"
+        one.write(modes[one])
+    return before
+
+
+class _Turns:
+    """Threads that need the same modes are inside together; others wait until all of them left.
+
+    inside: their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.inside: set[int] = set()
+        self._free = threading.Condition()
+        self._modes: Mapping[_Mode, Any] = {}
+        self._before: Mapping[_Mode, Any] = {}
+
+    def enter(self, modes: Mapping[_Mode, Any]) -> None:
+        with self._free:
+            self._free.wait_for(lambda: not self.inside or self._modes == modes)
+            if not self.inside:
+                self._modes, self._before = modes, _written(modes)
+            self.inside.add(threading.get_ident())
+
+    def leave(self) -> None:
+        with self._free:
+            self.inside.remove(threading.get_ident())
+            if not self.inside:
+                _written(self._before)
+                self._free.notify_all()
+
+
+_turns = _Turns()
 
 
 def default_device(name: str | None) -> contextlib.AbstractContextManager[Any]:

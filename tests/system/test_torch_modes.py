@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -275,3 +276,40 @@ def test_modes_go_through_json() -> None:
     assert torch_modes.current() != wanted
     with torch_modes.applied(json.loads(text)):
         assert torch_modes.current().shaping == wanted.shaping
+
+
+def test_threads_that_need_other_modes_wait_for_each_other() -> None:
+    """A capture beside a graph that is lowered in the same process: neither sees the other's, and all is put back."""
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def wide() -> None:
+        with torch_modes.applied({"default_dtype": "float64"}):
+            inside.set()
+            leave.wait(20)
+            seen.append(("wide", torch.get_default_dtype()))
+
+    def one(name: str) -> None:
+        with torch_modes.applied({"default_dtype": name}):
+            seen.append((name, torch.get_default_dtype()))
+
+    threads = [threading.Thread(target=wide)]
+    threads[0].start()
+    assert inside.wait(20)
+    threads += [threading.Thread(target=one, args=(name,)) for name in ("float32", "float64")]
+    for thread in threads[1:]:
+        thread.start()
+    threads[2].join(20)
+    assert seen == [("float64", torch.float64)], "who needs the same does not wait"
+    leave.set()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(seen[1:], key=str) == [("float32", torch.float32), ("wide", torch.float64)]
+    assert seen[-1][0] == "float32" and torch.get_default_dtype() == torch.float32
+
+
+def test_a_thread_may_ask_for_other_modes_inside() -> None:
+    with torch_modes.applied({"default_dtype": "float64"}):
+        with torch_modes.applied({"default_dtype": "float32"}):
+            assert torch.get_default_dtype() == torch.float32
+        assert torch.get_default_dtype() == torch.float64
+    assert torch.get_default_dtype() == torch.float32
