@@ -23,7 +23,7 @@ from .cache.paths import base_root
 from .cache.store import Store, default_root
 from .config.compile_config import CompileConfig
 from .engine import Also, Engine
-from .guards.module_guards import compiled_elsewhere, replaced_forward
+from .modules.tree import compiled_elsewhere, replaced_forward
 from .quant.quantized_linear import holds_quantised
 from .reporting.report import Report
 from .system.process_settings import disabled, keeps_nothing

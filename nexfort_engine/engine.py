@@ -35,11 +35,11 @@ from .dispatch.region import Region
 from .dispatch.slowdown import Promise
 from .dispatch.verify import Verifier
 from .guards.call_spec import of_its_own
-from .guards.module_guards import Slot, own_foreign, structure
 from .lowering import worker_pool
 from .lowering.preload import import_ahead, import_tracing_ahead
 from .modules.channels_last import lie_innermost, outermost
 from .modules.regions import RegionSpec, Seats, beyond, find_regions
+from .modules.tree import Slot, own_foreign, structure
 from .reporting.report import Report, named
 from .reporting.resource_shortages import begun, told
 from .runtime.artifact import Binding

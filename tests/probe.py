@@ -13,7 +13,7 @@ from torch import nn
 from nexfort_engine.capture.exporter import capture
 from nexfort_engine.capture.types import Captured, Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
-from nexfort_engine.guards.module_guards import WeightSlots
+from nexfort_engine.modules.tree import WeightSlots
 from nexfort_engine.runtime import artifact as artefacts
 
 T = torch.Tensor

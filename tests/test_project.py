@@ -48,7 +48,6 @@ STILL_UPWARD = {
     ("dispatch/prepack_cache.py", "engine.py"),
     ("dispatch/region.py", "engine.py"),
     ("dispatch/verify.py", "engine.py"),
-    ("modules/regions.py", "guards/module_guards.py"),
 }
 STILL_IN_A_RING = {
     "compilation/builder.py",

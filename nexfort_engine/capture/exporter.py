@@ -26,7 +26,6 @@ from torch import nn
 from ..guards import module_guards, option_recorder
 from ..guards.call_spec import Flat, spec_text
 from ..guards.callback_sites import settled
-from ..guards.module_guards import Hidden
 from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused, ValueUsed
@@ -34,6 +33,7 @@ from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..modules.channels_last import is_of_order, laid, only_convolved
 from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
+from ..modules.tree import Hidden, foreign
 from ..system.process_settings import tracing_scope
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
@@ -64,7 +64,7 @@ def capture(
     default one. dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the
     reason where no artefact can stand for the block; anything torch raises while tracing passes through.
     """
-    reason = module_guards.foreign(module)
+    reason = foreign(module)
     if reason:
         raise Refused(f"it carries {reason}")
     given = (module, example, dynamic, weights, hidden or {}, images, device)

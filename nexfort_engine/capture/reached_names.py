@@ -22,7 +22,8 @@ from ..guards.bytecode_names import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain,
 from ..guards.module_guards import METHOD
 from ..guards.name_resolver import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
 from ..guards.option_recorder import PLAIN, Refused
-from ..guards.value_digests import cell_contents, digest, fields_of, is_library, plain_of_class
+from ..guards.value_digests import cell_contents, digest, is_library, plain_of_class
+from ..modules.tree import fields_of
 from .source_hashes import is_host_code, module_of_code
 
 # where torch's own operators in Python lie; what is below them is of torch's version

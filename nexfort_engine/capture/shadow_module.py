@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guards.module_guards import ABSENT, INTERNAL, METHOD, Hidden, WeightSlots
+from ..guards.module_guards import METHOD
 from ..guards.option_recorder import MISSING
 from ..guards.scalar_inputs import Place, Strength, put
+from ..modules.tree import ABSENT, INTERNAL, Hidden, WeightSlots
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})

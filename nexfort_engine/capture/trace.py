@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..guards import module_guards, option_recorder, scalar_inputs
+from ..guards import option_recorder, scalar_inputs
 from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatten_call
 from ..guards.callback_sites import Sites, Substitute
-from ..guards.module_guards import Hidden
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..modules.channels_last import innermost, shown
 from ..modules.memory_format import Unsupported
+from ..modules.tree import ABSENT, Hidden, WeightSlots
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
 from .shadow_module import Reads, Shadow
@@ -49,8 +49,8 @@ class Trace:
     ) -> None:
         """images, device: as for `capture`. told: weights of convolutions are shown with channels innermost."""
         self.block, self.example, self.hidden, self.images = block, example, hidden, images
-        absent = {n for shown in hidden.values() for n, value in shown.items() if value is module_guards.ABSENT}
-        slots = module_guards.WeightSlots(block, absent)
+        absent = {n for shown in hidden.values() for n, value in shown.items() if value is ABSENT}
+        slots = WeightSlots(block, absent)
         given = weights if weights is not None else slots.read()
         self.names = slots.names
         self.parts = Parts.of(given)  # None: all of them are plain

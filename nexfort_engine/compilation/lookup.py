@@ -25,13 +25,14 @@ from ..capture.types import Example
 from ..dispatch.region import Region, device_of
 from ..guards import callbacks
 from ..guards.call_spec import Flat
-from ..guards.module_guards import Hidden, matches_text
+from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
 from ..kernels.inductor_launch import DESCRIPTORS, descriptors_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor as lower
 from ..lowering.vec_isa_cache import remember_in
+from ..modules.tree import Hidden
 from ..passes import low_precision_attention, short_kv_attention
 from ..quant import matmul
 from ..reporting.report import named

@@ -25,10 +25,10 @@ from ..dispatch.compiled_share import LEAST, ForGood
 from ..dispatch.recovery import without_images
 from ..dispatch.region import Ineligible, Region, device_of
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
-from ..guards.module_guards import INTERNAL
 from ..modules.channels_last import as_taken, innermost, is_of_order
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
+from ..modules.tree import INTERNAL
 from ..passes.registry import laid_out
 from ..reporting.report import named
 

@@ -13,8 +13,8 @@ from ..capture.exporter import capture
 from ..capture.types import Example
 from ..config.compile_config import CompileConfig
 from ..guards.call_spec import Flat, flatten_call
-from ..guards.module_guards import WeightSlots
 from ..lowering import inductor as lower
+from ..modules.tree import WeightSlots
 from ..reporting.report import named
 
 

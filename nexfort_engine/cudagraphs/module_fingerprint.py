@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..guards.module_guards import INTERNAL, Tree
 from ..guards.option_recorder import PLAIN
+from ..modules.tree import INTERNAL, Tree
 
 _MOST_ITEMS = 64  # of a container that is looked into
 _Slots = tuple[list[dict[str, Any]], list[str]]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..guards.module_guards import compiled_elsewhere, replaced_forward
+from ..modules.tree import compiled_elsewhere, replaced_forward
 from ..runtime.forward_context import current
 
 _lock = threading.Lock()

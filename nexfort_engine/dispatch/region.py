@@ -22,11 +22,11 @@ import torch
 from ..cudagraphs.host_constants import unwatched
 from ..guards.call_spec import Flat, flatten_call
 from ..guards.callbacks import Strayed, raised_by, still_there
-from ..guards.module_guards import Hidden, Seen, WeightSlots, foreign, structure
 from ..guards.option_recorder import Refused, look, where
 from ..modules.channels_last import as_taken, holds_images, is_image
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
+from ..modules.tree import Hidden, Seen, WeightSlots, foreign, structure
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
 from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on

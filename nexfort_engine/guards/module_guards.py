@@ -14,11 +14,8 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-import itertools
-import sys
 import types
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import repeat
 from operator import contains, is_, itemgetter
 from typing import Any
@@ -26,135 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules.tree import ABSENT, INTERNAL, Hidden, Slot, Tree, class_name, modules_in, structure
 from . import scalar_inputs
 from .option_recorder import MISSING, PLAIN, Refused
-from .value_digests import cell_contents, code_digest, fields_of, table_of
+from .value_digests import cell_contents, code_digest, table_of
 
-# nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
-INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _METHOD = ["method"]  # how METHOD is described
-Slot = tuple[dict[str, Any], str]
-ABSENT = object()  # a hidden attribute that is not there at all
 METHOD = object()  # stands for a function that was read and that the class has: the module has none of its own
-Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
-
-
-class WeightSlots:
-    """Where a module tree's tensors live: dictionaries and names, so that a list of them costs 30 ns a weight.
-
-    names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order. parameters:
-    for each, whether it is one. besides: names of tensors that are no weights.
-    """
-
-    def __init__(self, module: nn.Module, besides: Collection[str] = ()) -> None:
-        self.names: list[str] = []
-        self.slots: list[Slot] = []
-        self.parameters: list[bool] = []
-        for path, sub in module.named_modules():
-            for table, name, _ in _tensors_of(sub, besides):
-                self.names.append(f"{path}.{name}" if path else name)
-                self.slots.append((table, name))
-                self.parameters.append(table is sub._parameters)
-        # `map` over two lists takes half the time of a comprehension
-        self._tables = [table for table, _ in self.slots]
-        self._keys = [name for _, name in self.slots]
-
-    def read(self) -> list[torch.Tensor]:
-        """The tensors as they are now. A slot that lost its tensor gives None."""
-        return list(map(dict.get, self._tables, self._keys))  # type: ignore[arg-type]
-
-
-class Seen:
-    """Which tensors a list held, by identity. One that is gone is never taken for a later one at its address.
-
-    It keeps none of them alive.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor | None] = ()) -> None:
-        tensors = list(tensors)
-        ids = self._ids = list(map(id, tensors))
-        self._watch = [weakref.ref(t, lambda _: ids.clear()) for t in tensors if t is not None]
-
-    def again(self, tensors: list[Any]) -> bool:
-        """Whether another list holds the same tensors, each in its place."""
-        return list(map(id, tensors)) == self._ids
-
-
-def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The tensors of one module: the dictionary that each lies in, its name there, itself."""
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
-    for table in tables:
-        for name, value in table.items():
-            # by name first: what is asked of a class takes four times as long, and most are torch's own
-            if name not in INTERNAL and issubclass(type(value), torch.Tensor) and name not in besides:
-                yield table, name, value
-
-
-def structure(
-    module: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None, besides: Collection[str] = ()
-) -> list[list[Any]]:
-    """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able.
-
-    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one. besides:
-    names of tensors that are no weights.
-    """
-    rows: list[list[Any]] = []
-    dtypes, place = dtypes or {}, itertools.count()
-    for path, sub in module.named_modules():
-        weights = [
-            [name, list(value.shape), str(dtypes.get(next(place), value.dtype))]
-            for _, name, value in _tensors_of(sub, besides)
-        ]
-        rows.append([path, class_name(type(sub)), weights])
-    return rows
-
-
-def class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def foreign(module: nn.Module) -> str | None:
-    """Why a module tree cannot be captured as it is now, or None: hooks, parametrisations, replaced forwards."""
-    return next((found for path, sub in module.named_modules() if (found := own_foreign(sub, path))), None)
-
-
-def own_foreign(module: nn.Module, path: str = "") -> str | None:
-    """As `foreign`, for what a module itself carries. path: where it is, for the reason."""
-    at = f" on {path}" if path else ""
-    if compiled_elsewhere(module):
-        return f"code of torch.compile{at}, which compiled it already"
-    for table in _HOOKS:
-        if module.__dict__.get(table):
-            return f"a forward hook{at}"
-    replaced = replaced_forward(module)
-    if replaced is not None:
-        return f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
-    if "parametrizations" in module._modules:
-        return f"a parametrisation{at}"
-    return None
-
-
-def compiled_elsewhere(module: nn.Module) -> bool:
-    """Whether torch.compile compiled a module: as a wrapper around it, or in its place (`module.compile()`)."""
-    if module.__dict__.get("_compiled_call_impl") is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
-def replaced_forward(module: nn.Module) -> Any:
-    """Another forward that somebody put on the module itself, or None.
-
-    The engine's stand-ins are none: inside a region they do nothing. Neither is the class's own forward bound to this
-    very module, which is what code that puts a forward back leaves behind.
-    """
-    forward = module.__dict__.get("forward")
-    if forward is None or getattr(forward, "nexfort_shim", False):
-        return None
-    if getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward:
-        return None
-    return forward
 
 
 def describe(value: Any, depth: int = 3) -> Any:
@@ -322,32 +197,6 @@ class Snapshot:
         return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, self._contents, strict=True))
 
 
-class Tree:
-    """How some modules hang together: their submodules, hooks, and forwards put on them. Asked on every call: flat."""
-
-    def __init__(self, modules: list[nn.Module], own_forwards: list[nn.Module]) -> None:
-        """modules: whose submodules and hooks count. own_forwards: which must run their class's forward."""
-        children = [(module._modules, name) for module in modules for name in module._modules]
-        self._parents, self._names = [table for table, _ in children], [name for _, name in children]
-        self._children = [table.get(name) for table, name in children]
-        self._hooks = [module.__dict__[table] for module in modules for table in _HOOKS]
-        self._watched = own_forwards
-        self._tables = [module.__dict__ for module in own_forwards]
-
-    @property
-    def patched(self) -> bool:
-        """Whether one of them has a hook now, or another forward than its class's."""
-        if any(self._hooks):
-            return True
-        if not any(map(contains, self._tables, repeat("forward"))):
-            return False
-        return any(replaced_forward(module) is not None for module in self._watched)
-
-    def unchanged(self) -> bool:
-        """Whether no submodule was exchanged since, and nothing is patched."""
-        return not self.patched and list(map(dict.get, self._parents, self._names)) == self._children
-
-
 _LOOKED_INTO = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque, set, frozenset)
 _NUMBERS = (bool, int, float, complex)
 _INSIDE = 4  # containers and functions in each other
@@ -429,28 +278,6 @@ def _asked(kind: type, name: str) -> Iterator[type]:
         yield one
         if name in vars(one):
             return
-
-
-def modules_in(value: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules that a value is, or that plain containers and objects hold: no submodules of the block.
-
-    What raises when it is looked at holds none.
-    """
-    try:
-        yield from list(_modules_in(value, depth))
-    except Exception:
-        return
-
-
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth > 0 and isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from modules_in(item, depth - 1)
-    elif depth > 0 and type(value) not in PLAIN and not isinstance(value, type) and not inspect.isroutine(value):
-        for item in list((fields_of(value) or {}).values()):
-            yield from modules_in(item, depth - 1)
 
 
 def rows_of(reads: Mapping[tuple[str, str], Any]) -> list[list[Any]]:

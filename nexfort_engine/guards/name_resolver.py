@@ -21,18 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules.tree import fields_of
 from ..system.torch_modes import CALL
 from .bytecode_names import CELL, IMPORT, KEY, Chain
 from .option_recorder import MISSING, PLAIN, Refused
-from .value_digests import (
-    cell_contents,
-    fields_of,
-    is_library,
-    is_reachable,
-    plain_of,
-    plain_of_class,
-    table_of,
-)
+from .value_digests import cell_contents, is_library, is_reachable, plain_of, plain_of_class, table_of
 
 CLASS = "class"
 Address = tuple[str, Chain]  # the name of a module ("" for an import), and how to get on from there

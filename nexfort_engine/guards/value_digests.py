@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ..cache.key import package_version
+from ..modules.tree import fields_of
 from .option_recorder import MISSING, PLAIN
 
 _DEPTH = 6
@@ -229,15 +230,6 @@ def cell_contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
-
-
-def fields_of(value: Any) -> dict[str, Any] | None:
-    """The attribute table of an object; None where it has none."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def table_of(kind: type) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..guards.module_guards import INTERNAL, class_name, modules_in
+from ..modules.tree import INTERNAL, class_name, modules_in
 
 # A repeated module that holds this many submodules is taken apart all the same: one graph of it would cost more to
 # lower than its pieces win. The largest one measured to pay, SDXL's ten-block transformer, has about 250.

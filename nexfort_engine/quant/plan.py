@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guards.module_guards import foreign
+from ..modules.tree import foreign
 from ..reporting.report import first_line
 from ..weights.subclass_unwrap import is_plain
 from .matmul import FP8, MULTIPLE, missing

@@ -22,7 +22,7 @@ from ..capture.types import Captured
 from ..guards import option_recorder
 from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
-from ..guards.module_guards import Hidden, ModuleState
+from ..guards.module_guards import ModuleState
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
 from ..guards.option_guards import checker
@@ -30,6 +30,7 @@ from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.memory_format import kind_of
+from ..modules.tree import Hidden
 from ..weights.prepack_entry import Kept
 
 

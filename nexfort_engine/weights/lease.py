@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..guards.module_guards import ABSENT, Slot
+from ..modules.tree import ABSENT, Slot
 from .subclass_unwrap import is_plain
 
 StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be lent

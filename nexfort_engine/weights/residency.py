@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guards.module_guards import Seen, Slot, WeightSlots
+from ..modules.tree import Seen, Slot, WeightSlots
 from .lease import Layers, Lender, NotLent
 
 

@@ -24,9 +24,9 @@ from nexfort_engine.capture import exporter as capture_module
 from nexfort_engine.capture.exporter import capture, spec_key
 from nexfort_engine.capture.types import Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
-from nexfort_engine.guards.module_guards import WeightSlots
 from nexfort_engine.guards.option_recorder import Refused
 from nexfort_engine.modules.memory_format import tensor_meta
+from nexfort_engine.modules.tree import WeightSlots
 from nexfort_engine.runtime import artifact as artefacts
 
 # ---- structure ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nexfort_engine.capture.shadow_module import Shadow
-from nexfort_engine.guards.module_guards import WeightSlots, structure
+from nexfort_engine.modules.tree import WeightSlots, structure
 
 
 class Leaf(nn.Module):

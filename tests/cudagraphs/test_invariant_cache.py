@@ -22,7 +22,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.cudagraphs import step_graphs
 from nexfort_engine.engine import Engine
-from nexfort_engine.guards.module_guards import ABSENT
+from nexfort_engine.modules.tree import ABSENT
 
 T = torch.Tensor
 ALL = 5  # calls of a step on its prompt: the projection, two to make it longer, and a part of each block

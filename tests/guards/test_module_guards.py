@@ -14,60 +14,13 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from attribute_blocks import Block, Inner  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.nn.utils import parametrizations  # noqa: E402
 
 from nexfort_engine.capture.shadow_module import Shadow  # noqa: E402
-from nexfort_engine.guards.module_guards import (  # noqa: E402
-    ModuleState,
-    WeightSlots,
-    describe,
-    foreign,
-    matches_text,
-    rows_of,
-    structure,
-)
+from nexfort_engine.guards.module_guards import ModuleState, describe, matches_text, rows_of  # noqa: E402
 from nexfort_engine.guards.option_recorder import Refused  # noqa: E402
-
-
-class Inner(nn.Module):
-    """A part of a block: a weight, a buffer, a tensor that is neither, and numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("table", torch.ones(4))
-        self.loose = torch.ones(4)
-        self.eps, self.layer = 1e-5, 7
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.table + self.loose + self.eps
-
-
-class Block(nn.Module):
-    """A block that reads attributes of many kinds."""
-
-    inherited = 2.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-        self.scales, self.settings = [1.0, [2.0]], {"gain": 1.0, "deep": {"more": 1.0}}
-        self.config = SimpleNamespace(shift=1.0, nested=[1.0], inner=SimpleNamespace(value=1.0))
-        self.act: Callable[..., Any] = nn.functional.gelu
-        self.optional: Any = None
-        self.unused = "nobody reads this"
-        self._power = 1.0
-
-    @property
-    def power(self) -> float:
-        return self._power * 2
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.inner(x)) * self.scales[0] * self.scales[1][0] * self.settings["gain"]
-        x = x * self.settings["deep"]["more"] + self.config.shift + self.config.nested[0] + self.config.inner.value
-        x = x + self.power
-        return x if self.optional is None else x + self.optional
+from nexfort_engine.modules.tree import foreign  # noqa: E402
 
 
 def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
@@ -78,58 +31,7 @@ def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
     return ModuleState(block, rows), rows
 
 
-# ---- weights ------------------------------------------------------------------------------------------------
-
-
-def test_parameters_buffers_and_loose_tensors_are_weights() -> None:
-    slots = WeightSlots(Block())
-    assert slots.names == ["inner.table", "inner.loose", "inner.linear.weight", "inner.linear.bias"]
-    assert [tuple(w.shape) for w in slots.read()] == [(4,), (4,), (4, 4), (4,)]
-
-
-def test_weights_are_read_as_they_are_now() -> None:
-    block = Block()
-    slots = WeightSlots(block)
-    block.inner.linear.weight = nn.Parameter(torch.zeros(4, 4))
-    block.inner.loose = torch.full((4,), 3.0)
-    assert slots.read()[2] is block.inner.linear.weight and slots.read()[1] is block.inner.loose
-    del block.inner.loose
-    assert slots.read()[1] is None
-
-
-def test_the_structure_knows_classes_and_shapes_and_no_values() -> None:
-    assert json.loads(json.dumps(structure(Block()))) == structure(Block())
-    other = Block()
-    other.unused, other.inner.eps = "different", 1.0
-    assert structure(other) == structure(Block())
-    for change in (
-        lambda b: setattr(b.inner, "linear", nn.Linear(4, 4, bias=False)),
-        lambda b: setattr(b.inner, "linear", nn.Linear(4, 4).half()),
-        lambda b: setattr(b, "extra", nn.Identity()),
-        lambda b: setattr(b.inner, "loose", torch.ones(5)),
-    ):
-        other = Block()
-        change(other)
-        assert structure(other) != structure(Block())
-
-
-# ---- what keeps a block from being captured -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda b: b.inner.register_forward_hook(lambda *_: None), "forward hook on inner"),
-        (lambda b: b.inner.linear.register_forward_pre_hook(lambda *_: None), "forward hook on inner.linear"),
-        (lambda b: setattr(b.inner, "forward", lambda x: x), "replaced forward on inner"),
-        (lambda b: parametrizations.weight_norm(b.inner.linear), "parametrisation on inner.linear"),
-    ],
-)
-def test_what_others_hung_on_a_block_is_named(change: Callable[[Any], Any], named: str) -> None:
-    block = Block()
-    assert foreign(block) is None
-    change(block)
-    assert named in str(foreign(block))
+# ---- what others hung on a block ---------------------------------------------------------------------------
 
 
 def test_a_stand_in_of_the_engine_is_not_foreign() -> None:

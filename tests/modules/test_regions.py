@@ -12,9 +12,9 @@ from backbones import make  # noqa: E402
 from subjects import names  # noqa: E402
 from torch import nn  # noqa: E402
 
-from nexfort_engine.guards.module_guards import structure  # noqa: E402
 from nexfort_engine.modules import regions as regions_module  # noqa: E402
 from nexfort_engine.modules.regions import RegionSpec, find_regions, most_alike  # noqa: E402
+from nexfort_engine.modules.tree import structure  # noqa: E402
 
 
 class Part(nn.Module):

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...api import CompiledModule
 from ...config.compile_config import CompileConfig
-from ...guards.module_guards import replaced_forward
+from ...modules.tree import replaced_forward
 from ...reporting.report import Report
 from ...runtime.shared_state import Known
 from ...system import process_settings

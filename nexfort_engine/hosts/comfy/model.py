@@ -25,7 +25,7 @@ from ...api import say_if_unquantised, store_at, wrap_methods
 from ...cache.paths import chosen_root
 from ...config.compile_config import CompileConfig
 from ...engine import Engine
-from ...guards.module_guards import replaced_forward
+from ...modules.tree import replaced_forward
 from ...reporting.report import Report
 from ...system import process_settings
 from .conditioning import Conds, Lasting

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...capture.shadow_module import Shadow
-from ...guards.module_guards import WeightSlots
+from ...modules.tree import WeightSlots
 from ...reporting.report import named
 from ...weights.subclass_unwrap import is_plain
 

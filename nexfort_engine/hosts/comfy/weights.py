@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...guards.module_guards import ABSENT
+from ...modules.tree import ABSENT
 from ...weights.lease import NotLent
 from ...weights.offload import AWAY, Offload, is_away, take_back
 from . import offload as comfy_offload

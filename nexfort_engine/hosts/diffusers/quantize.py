@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ...api import CompiledModule
-from ...guards.module_guards import foreign
+from ...modules.tree import foreign
 from ...quant.cost_model import H200, Card
 from ...quant.plan import BUDGET, Chooser, Quantisation, by_likeness, by_structure, linear_layers, quantise
 from ...quant.profitability import ROWS, only_what_pays
