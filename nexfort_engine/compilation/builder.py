@@ -21,14 +21,10 @@ import torch
 
 from ..cache.key import environment_parts, primary_key
 from ..capture.exporter import capture, spec_key
-from ..capture.side_effects import CHANGES_GIVEN
 from ..capture.types import LOCK, Captured, Example
-from ..dispatch.compiled_share import ForGood
 from ..dispatch.region import Ineligible, Region, device_of
 from ..guards import callback_sites
-from ..guards.call_spec import Flat, changeable
-from ..guards.name_guards import Dependence, Epoch
-from ..guards.option_guards import checker
+from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
 from ..modules.channels_last import as_taken, win_on
@@ -46,6 +42,7 @@ from .background import Background
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
 from .lookup import Finder, Wanted, misfit_of, nearer
 from .planner import Planner, ghost
+from .refusals import Refusals, code_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -56,16 +53,10 @@ log = logging.getLogger("nexfort")
 # every run
 MOST_VARIANTS = 8
 _MOST_STORED = 64
-# Blocks of one class that are tried although others of it were refused for one and the same reason, and none was not. A
-# video's autoencoder hands blocks that change a list another one each time. Each try is a capture.
-_MOST_ALIKE = 3
-_MOST_REFUSALS = 64  # remembered of one structure and call
-_MOST_GIVEN_UP = 32  # times that names may change once there are all variants
 _KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
 _MOST_CALLS = 4096  # of all regions, of which is remembered how they were called
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
-
 
 _PENDING: Refusal = ((lambda _: True), "it is being made")
 
@@ -79,11 +70,9 @@ class Builder:
         self.finder = Finder(engine)
         self.background = Background(lambda text: engine.report.note(text)) if engine.config.background else None
         known = engine.known
-        self.artefacts, self.refusals = known.artefacts, known.refusals
-        self._made, self._reported, self._often = known.made, known.reported, known.often
+        self.artefacts, self.refusals = known.artefacts, Refusals(known)
+        self._made, self._reported = known.made, known.reported
         self._tried: Counter[tuple[str, str]] = Counter()
-        self._given_up: Counter[str] = Counter()  # how often names changed once there were all variants
-        self._fresh: list[tuple[Wanted, Refusal]] = []  # refusals of the call under way
         self._noted: Recent[tuple[str, str], None] = Recent(_MOST_CALLS)  # artefacts, sizes that the store was told of
         self._primaries: Recent[tuple[int, Any, Any, bool, Any], tuple[Any, str]] = Recent(_MOST_CALLS)
 
@@ -97,7 +86,7 @@ class Builder:
                 return None
         if not self._has_lock(session):
             return None
-        self._fresh = []
+        self.refusals.taken()
         try:
             self.engine.known.watched.look()
             carried = region.carries()
@@ -127,7 +116,7 @@ class Builder:
             return binding
         others = [one for one in region.declined.get(key) or () if one[1] != refusal[1]]
         region.declined[key] = [*others, refusal]
-        session.refused, self._fresh = (refusal[1], self._fresh), []
+        session.refused = refusal[1], self.refusals.taken()
         return None
 
     def _has_lock(self, session: Session) -> bool:
@@ -166,19 +155,15 @@ class Builder:
             if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
                 return None, _PENDING
             binding = self._make(wanted, misfit)
-        if binding is None and self._refused(wanted) is None and misfit is not None and misfit.sizes:
+        if binding is None and self.refusals.of(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
-        return binding, self._refused(wanted) or (lambda _: True, "no artefact fits this call")
+        return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
 
     def called(self, found: list[Wanted]) -> Iterator[tuple[Region, str | None]]:
         """What a plan saw of regions: each call's, and why it cannot be compiled, as far as that is known."""
         for wanted in found:
-            refusal = self._refused(wanted)
+            refusal = self.refusals.of(wanted)
             yield wanted.region, refusal[1] if refusal is not None else None
-
-    def is_refused(self, wanted: Wanted) -> bool:
-        """Whether it is known that a call cannot be compiled."""
-        return self._refused(wanted) is not None
 
     def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
         """Have it made beside this step, which goes on eager. False: it is to be made now.
@@ -213,7 +198,7 @@ class Builder:
         But blocks that a plan did not see, such as one that a patch calls in another way, may have been captured at
         batch 1. What is made for a larger batch serves all that follow, and without it they run eager for good.
         """
-        if self._refused(wanted) is not None:
+        if self.refusals.of(wanted) is not None:
             return False
         if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
             return True
@@ -225,12 +210,7 @@ class Builder:
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
             reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
-            # not for good: what there is serves other calls
-            names = self._while_names_stay(wanted.primary)
-            known = self.refusals.setdefault(wanted.primary, [])
-            known[:] = [one for one in known[-_MOST_REFUSALS:] if _KEEPS_CHANGING not in one[1]]
-            known.append(((lambda _: names is None or names.holds()), reason))
-            log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
+            self.refusals.add_while_names_stay(wanted, reason, alike=_KEEPS_CHANGING)
             return None
         self._lower([self._job(wanted, _Others(self))])
         return self.finder.bind(wanted)[0]
@@ -362,7 +342,7 @@ class Builder:
         if job.problem is None:
             self._adopt(wanted, job)
         elif job.refused or self.background is None or not self.background.here:
-            self._refuse(wanted, job.guards, job.problem, self.finder.dependence(job.names, wanted.region))
+            self.refusals.add(wanted, job.guards, job.problem, self.finder.dependence(job.names, wanted.region))
         else:  # the host may have moved the weights meanwhile: not for good
             log.info("Nexfort: %s is tried again: %s", wanted.region.path, job.problem)
 
@@ -373,7 +353,7 @@ class Builder:
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
-        if (refusal := self._refused(wanted)) is not None:  # because of one that was captured a moment ago
+        if (refusal := self.refusals.of(wanted)) is not None:  # because of one that was captured a moment ago
             raise Refused(refusal[1])
         weights, layers = None, region.layers
         if layers is not None:
@@ -412,10 +392,10 @@ class Builder:
             artefact.entry = entry
             self.finder.load_code(artefact, entry)
         except Exception as error:
-            self._refuse(wanted, None, f"its artefact does not load: {named(error)}")
+            self.refusals.add(wanted, None, f"its artefact does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
-        self.engine.known.compiled.add(_code_of(wanted))
+        self.engine.known.compiled.add(code_of(wanted))
         self._made[wanted.primary] += 1
         self.finder.share(artefact, entry)
         self._reported.add(entry.id)
@@ -425,61 +405,6 @@ class Builder:
         if name := entry.manifest["only_here"]:
             why = f"it uses {name}, which no other process can compare"
             self.engine.report.note(f"an artefact of {region.path} lasts only as long as this process: {why}")
-
-    # -- refusals ----------------------------------------------------------------------------------------
-
-    def _refused(self, wanted: Wanted) -> Refusal | None:
-        for check, reason in self.refusals.get(wanted.primary, ()):
-            if check(wanted.flat.mappings):
-                return check, reason
-        return self._refused_often(wanted)
-
-    def _refused_often(self, wanted: Wanted) -> Refusal | None:
-        """As others of its class were, one after another."""
-        code = _code_of(wanted)
-        none_is_compiled = code not in self.engine.known.compiled
-        for (of, _), (count, (check, reason)) in list(self._often.items()):
-            alike = any(changeable(wanted.example.spec)) if reason == CHANGES_GIVEN else none_is_compiled
-            if of == code and alike and count >= _MOST_ALIKE and check(wanted.flat.mappings):
-                return check, reason
-        return None
-
-    def _refuse(
-        self, wanted: Wanted, guards: list[list[Any]] | None, reason: str, names: Dependence | Epoch | None = None
-    ) -> None:
-        """Run such calls eager while mappings answer these guards, and names lead to what they led to."""
-        reads = checker(guards or [])
-
-        def holds(mappings: list[Any]) -> bool:
-            return reads(mappings) and (names is None or names.holds())
-
-        refusal = holds, ForGood.of(reason, guards)
-        known = self.refusals.setdefault(wanted.primary, [])
-        if len(known) >= _MOST_REFUSALS:
-            del known[0]
-        known.append(refusal)
-        self._fresh.append((wanted, refusal))
-        place = (_code_of(wanted), reason)
-        self._often[place] = (self._often.get(place, (0, refusal))[0] + 1, refusal)
-        log.info("Nexfort: %s (%s) runs eager: %s", wanted.region.path, wanted.region.kind, reason)
-
-    def _while_names_stay(self, primary: str) -> Epoch | None:
-        """Holds until a name leads elsewhere, which may be back; where names keep changing, for good."""
-        self._given_up[primary] += 1
-        return Epoch(self.engine.known.watched) if self._given_up[primary] <= _MOST_GIVEN_UP else None
-
-    def changes_given(self, wanted: Wanted) -> None:
-        """A plan saw that the block changes a list or an object that it is given."""
-        self._refuse(wanted, None, CHANGES_GIVEN)
-
-    def take_back(self, refused: list[tuple[Wanted, Refusal]]) -> None:
-        """Forget refusals: eager refuses the call, too, that they came of."""
-        for wanted, refusal in refused:
-            if refusal in self.refusals[wanted.primary]:
-                self.refusals[wanted.primary].remove(refusal)
-            place = (_code_of(wanted), str(refusal[1]))
-            count, of_first = self._often[place]
-            self._often[place] = count - 1, of_first
 
 
 class _Others:
@@ -523,8 +448,3 @@ def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
         return misfit.reason
     # the artefacts that it runs have another primary key
     return "it is called in another way: other arguments, dtypes or memory formats" if wanted.region.bindings else None
-
-
-def _code_of(wanted: Wanted) -> str:
-    kind = type(wanted.region.module)
-    return f"{kind.__module__}.{kind.__qualname__}"

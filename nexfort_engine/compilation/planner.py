@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..capture.side_effects import CHANGES_GIVEN
 from ..capture.trace import contents
 from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
-from ..dispatch.compiled_share import LEAST, ForGood
+from ..dispatch.compiled_share import LEAST
 from ..dispatch.recovery import without_images
 from ..dispatch.region import Ineligible, Region, device_of
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
@@ -31,6 +32,7 @@ from ..modules.memory_format import Unsupported
 from ..modules.tree import INTERNAL
 from ..passes.registry import laid_out
 from ..reporting.report import named
+from ..runtime.shared_state import ForGood
 
 if TYPE_CHECKING:
     from ..capture.types import Example
@@ -199,7 +201,7 @@ class Planner:
     def _weigh(self, region: Region, wanted: Wanted | None) -> None:
         weight = self.engine.worth.weight(region)
         self._weights += weight
-        if wanted is None or self.engine.builder.is_refused(wanted):
+        if wanted is None or self.engine.builder.refusals.of(wanted) is not None:
             self._weights_lost += weight
 
     @contextlib.contextmanager
@@ -214,7 +216,7 @@ class Planner:
         before = contents((args, kwargs))
         yield
         if contents((args, kwargs)) != before:
-            self.engine.builder.changes_given(wanted)
+            self.engine.builder.refusals.add(wanted, None, CHANGES_GIVEN)
 
 
 def _as_taken(value: Any) -> Any:

@@ -22,6 +22,7 @@ import torch
 from ..guards.option_guards import checker
 from ..reporting.report import named
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
+from ..runtime.shared_state import ForGood
 
 if TYPE_CHECKING:
     from ..reporting.report import Report
@@ -34,19 +35,6 @@ log = logging.getLogger("nexfort")
 WHOLE = "(whole module)"
 LEAST = 0.1  # of the weights that a call passes through: what is compiled of less saves less than looking costs
 _ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
-
-
-class ForGood(str):
-    """A reason that lies in the block or in how it is called: it stays while they do, and while its guards hold."""
-
-    guards: list[list[Any]]
-
-    @classmethod
-    def of(cls, reason: str, guards: list[list[Any]] | None = None) -> ForGood:
-        """guards: of the options of the call, as guards/option_guards.py has them."""
-        found = cls(reason)
-        found.guards = guards or []
-        return found
 
 
 class Network(Protocol):

@@ -47,7 +47,7 @@ def refused(region: Region, key: Any, plain: Any, args: Any, kwargs: Any, sessio
         result = region.inside(plain, args, kwargs, session)
     except Exception as error:
         if fresh and not is_passed_on(error, region.engine.stops()):
-            region.engine.builder.take_back(fresh)
+            region.engine.builder.refusals.take_back(fresh)
             region.declined.pop(key, None)
         raise
     if reason:

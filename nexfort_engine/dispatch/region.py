@@ -31,13 +31,13 @@ from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
 from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
 from ..runtime.lru_mapping import Recent
+from ..runtime.shared_state import ForGood
 from ..system.torch_modes import current as current_modes
 from ..system.torch_modes import fingerprint
 from ..weights.lease import NO_STAND_INS, Layers, Loan, NotLent, StandIns
 from ..weights.prepack_entry import Kept
 from ..weights.subclass_unwrap import Parts
 from . import fallback
-from .compiled_share import ForGood
 from .prepack_cache import kept_of, prepared
 
 if TYPE_CHECKING:

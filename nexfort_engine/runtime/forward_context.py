@@ -43,7 +43,7 @@ class Session:
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
         self.replayed = False  # all of it was a CUDA graph
         self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
-        # why the region that is called now has no artefact, and what was refused for it (Builder.take_back)
+        # why the region that is called now has no artefact, and what was refused for it (Refusals.take_back)
         self.refused: tuple[str, list[Any]] | None = None
         self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
         self.others = False  # an artefact called code of others

@@ -14,6 +14,19 @@ from .artifact import Artefact
 Refusal = tuple[Callable[[list[Any]], bool], str]  # which mappings it holds for, and the reason
 
 
+class ForGood(str):
+    """A reason that lies in the block or in how it is called: it stays while they do, and while its guards hold."""
+
+    guards: list[list[Any]]
+
+    @classmethod
+    def of(cls, reason: str, guards: list[list[Any]] | None = None) -> ForGood:
+        """guards: of the options of the call, as guards/option_guards.py has them."""
+        found = cls(reason)
+        found.guards = guards or []
+        return found
+
+
 @dataclass
 class Known:
     """What an engine knows that would be as true of another network of the same kind. It holds no module.
