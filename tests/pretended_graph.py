@@ -79,7 +79,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
                 try:
                     with step.asides or contextlib.nullcontext():
                         result = plain(*_containers(given[0]), **_containers(given[1]))
-                    step_graphs._write(result, step.outputs, step.output)
+                    step_graphs.write_result(result, step.outputs, step.output)
                 finally:
                     now.asides = None
 

@@ -5,7 +5,7 @@ With the allocator cudaMallocAsync a capture that fails ends the process: tensor
 to a graph that never came to be, and their destructors throw. So what would make it fail is looked for beforehand: code
 that waits for the GPU or copies between it and main memory (constants apart, host_constants.py), and Triton kernels of
 others, whose launcher refuses memory that a graph will only own when it runs (the engine's own kernels are launched by
-address, flags.launched_by_address).
+address, system/kernel_launches.py).
 Not seen is what does not go through an operator: `torch.cuda.synchronize()` in the network's own code.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..system.process_settings import noted_triton_launches
+from ..system.kernel_launches import noted_triton_launches
 from .host_constants import MASKS, Remembering, tensors_in
 
 _WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from ..guards.call_spec import Flat
 from ..lowering.loaded_code import Answer, Run, answered_by
 from ..runtime.artifact import Binding
-from ..system.process_settings import noted_triton_launches
+from ..system.kernel_launches import noted_triton_launches
 from ..weights.prepack_entry import Kept
 from .host_constants import Watch, is_function, tensors_in, written
 from .step_call import StepCall, empty_as, overlaps

@@ -42,6 +42,13 @@ def beside(device: torch.device) -> int:
     return sys.maxsize if found is None else int(MORE * found[0])
 
 
+def no_memory(error: BaseException) -> bool:
+    """Whether the GPU has no memory left. A graph that is launched says so by another class of error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+
+
 class Measured(TorchDispatchMode):
     """What a network that runs inside the block takes of a device.
 

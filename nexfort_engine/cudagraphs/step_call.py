@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..guards.call_spec import Flat, Leaves, unflatten_call
-from ..guards.option_recorder import Path, look
+from ..guards.call_spec import Flat, Leaves, flatten, unflatten_call
+from ..guards.option_recorder import Path, Refused, look, where
 
 
 @dataclass
@@ -104,3 +104,36 @@ def overlaps(tensor: torch.Tensor) -> bool:
 def empty_as(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Tensors laid out as these are, with nothing in them."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
+
+
+def used_options(looked_up: list[torch.Tensor], flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:
+    """Where those tensors of a call's options lie that a step used.
+
+    looked_up: those that its regions used. before: what those that the backbone itself used held. Raises Refused where
+    a graph cannot be fed with them.
+    """
+    by_regions = places_of(looked_up, flat.mappings)
+    if by_regions is None:
+        raise Refused("a region uses a tensor that the backbone puts into its options")
+    for path, held in before.items():
+        if not _equal(look(flat.mappings, path), held):  # a slot would be written to, not what the caller has
+            raise Refused(f"the backbone writes to the tensor {where(path)}")
+    return list(dict.fromkeys([*before, *by_regions]))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all numbers are the same, those that are none too."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def write_result(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
+    """Copy what a step returns to where it is read after each replay. False: it is not what it was.
+
+    The tensors that the step made belong to the graph, and go with this call.
+    """
+    made = Flat()
+    if flatten(result, made) != output or [t.shape for t in made.tensors] != [t.shape for t in outputs]:
+        return False
+    for place, tensor in zip(outputs, made.tensors, strict=True):
+        place.copy_(tensor)
+    return True

@@ -37,7 +37,7 @@ from ..reporting.report import named
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
 from ..runtime.lru_mapping import Recent
 from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes, without_frames
-from ..system.process_settings import launched_by_address
+from ..system.kernel_launches import launched_by_address
 from ..weights.residency import Residence
 from ..weights.subclass_unwrap import places
 from . import memory_budget
@@ -47,7 +47,7 @@ from .host_constants import Answering, Remembering, Sent
 from .invariant_cache import Asides
 from .memset_nodes import editable, fills_as_kernels
 from .module_fingerprint import Glue
-from .step_call import StepCall, empty_as, overlaps, places_of, separate
+from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
 from .step_graph import StepGraph, in_places, metas_of, serials_of
 
 if TYPE_CHECKING:
@@ -223,13 +223,13 @@ class StepGraphs:
         if asides is not None and asides.reason:  # what was written to may have been an answer by then
             return self._without_asides(key, asides, call, plain)
         try:
-            used_options = _used_options(session, flat, before)
+            options = used_options(session.looked_up, flat, before)
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
-        if not set(used_options) <= set(call.fed):
+        if not set(options) <= set(call.fed):
             known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
-            self._fed[call.spec] = list(dict.fromkeys(known + used_options))
+            self._fed[call.spec] = list(dict.fromkeys(known + options))
             call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting, call.modes)
             reason, key = self._unfit(call), call.key()
             if reason:
@@ -344,7 +344,7 @@ class StepGraphs:
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
             with asides or nullcontext(), JoinedAsRows(), answering:  # which steps aside only where it is the last
-                return _write(plain(*args, **kwargs), outputs, step.output)
+                return write_result(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there
         before = pool_bytes(self._memory)
@@ -377,7 +377,7 @@ class StepGraphs:
             if isinstance(error, self.engine.stops()):
                 raise
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
-            if no_memory(error):
+            if memory_budget.no_memory(error):
                 self.release()
                 self._fails(key, "there was no memory for one")
                 reason = None
@@ -448,44 +448,3 @@ class StepGraphs:
         self._alike[key] = None
         self.engine.report.note(_MADE_ANEW.format(asides.reason))
         return call.plainly(plain)
-
-
-def _used_options(session: Session, flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:
-    """Where those tensors of a call's options lie that a step used.
-
-    before: what those that the backbone itself used held. Raises Refused where a graph cannot be fed with them.
-    """
-    by_regions = places_of(session.looked_up, flat.mappings)
-    if by_regions is None:
-        raise Refused("a region uses a tensor that the backbone puts into its options")
-    for path, held in before.items():
-        if not _equal(
-            option_recorder.look(flat.mappings, path), held
-        ):  # a slot would be written to, not what the caller has
-            raise Refused(f"the backbone writes to the tensor {option_recorder.where(path)}")
-    return list(dict.fromkeys([*before, *by_regions]))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all numbers are the same, those that are none too."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _write(result: Any, outputs: list[torch.Tensor], output: Any) -> bool:
-    """Copy what a step returns to where it is read after each replay. False: it is not what it was.
-
-    The tensors that the step made belong to the graph, and go with this call.
-    """
-    made = Flat()
-    if flatten(result, made) != output or [t.shape for t in made.tensors] != [t.shape for t in outputs]:
-        return False
-    for place, tensor in zip(outputs, made.tensors, strict=True):
-        place.copy_(tensor)
-    return True
-
-
-def no_memory(error: BaseException) -> bool:
-    """Whether the GPU has no memory left. A graph that is launched says so by another class of error."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cudagraphs.host_constants import tensors_in
-from ..cudagraphs.step_graphs import no_memory
+from ..cudagraphs.memory_budget import no_memory
 from ..modules.channels_last import is_of_order
 from ..reporting.report import named
 from ..runtime.fault_attribution import HalfDone

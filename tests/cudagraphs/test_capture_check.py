@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nexfort_engine.cudagraphs.capture_check import Rehearsal
-from nexfort_engine.system.process_settings import noted_triton_launches
+from nexfort_engine.system.kernel_launches import noted_triton_launches
 
 
 def test_a_step_that_stays_on_one_device_has_no_reason() -> None:

@@ -233,7 +233,7 @@ def test_kinds_of_calls_share_what_stands_in(watched: Watched) -> None:
 
 def test_what_is_let_go_of_during_a_capture_is_not_replayed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = sample(watched.clone, steps=4)
-    engine, write, once = engine_of(watched.clone), step_graphs._write, []
+    engine, write, once = engine_of(watched.clone), step_graphs.write_result, []
     engine.release()
 
     def released(*args: Any) -> bool:
@@ -243,7 +243,7 @@ def test_what_is_let_go_of_during_a_capture_is_not_replayed(watched: Watched, mo
             watched.replays.clear()
         return write(*args)
 
-    monkeypatch.setattr(step_graphs, "_write", released)
+    monkeypatch.setattr(step_graphs, "write_result", released)
     assert torch.equal(sample(watched.clone, steps=4), wanted)
     assert once == [True] and not watched.replays
     assert torch.equal(sample(watched.clone, steps=4), wanted)

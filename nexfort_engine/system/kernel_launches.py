@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of Triton kernels by this thread: how Inductor's are made, and which others there are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_watch_lock = threading.Lock()
+_watched: dict[tuple[Any, str], tuple[Callable[..., Any], dict[int, list[Any]]]] = {}
+
+
+@contextmanager
+def launched_by_address() -> Iterator[None]:
+    """Kernels that Inductor made are launched with addresses in the place of tensors, by this thread, inside the block.
+
+    Their launcher asks the driver about each tensor's memory, and the driver does not know memory that cudaMallocAsync
+    gave while a graph is captured; the addresses are right all the same.
+    """
+    import torch
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def by_address(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+
+    with _before_calls(CachingAutotuner, "run", by_address):
+        yield
+
+
+@contextmanager
+def noted_triton_launches(note: Callable[[str], None]) -> Iterator[None]:
+    """Tell `note` the name of each Triton kernel that this thread launches in the block and Inductor did not make.
+
+    Without Triton there is none.
+    """
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+
+    def noted(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        note(str(getattr(kernel, "__name__", kernel)))
+        return args
+
+    with _before_calls(JITFunction, "run", noted):
+        yield
+
+
+_Before = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
+
+
+@contextmanager
+def _before_calls(owner: Any, name: str, action: _Before) -> Iterator[None]:
+    """`action` gets object and arguments of each call of a method by this thread in the block; it gives the arguments.
+
+    The method is replaced once for all threads that ask, by the first of them, and put back by the last.
+    """
+    thread = threading.get_ident()
+    with _watch_lock:
+        if (owner, name) not in _watched:
+            _watched[owner, name] = (getattr(owner, name), {})
+            setattr(owner, name, _watching(*_watched[owner, name]))
+        original, actions = _watched[owner, name]
+        actions.setdefault(thread, []).append(action)
+    try:
+        yield
+    finally:
+        with _watch_lock:
+            actions[thread].remove(action)
+            if not actions[thread]:
+                del actions[thread]
+            if not actions:
+                setattr(owner, name, original)
+                del _watched[owner, name]
+
+
+def _watching(original: Callable[..., Any], actions: dict[int, list[_Before]]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for action in actions.get(threading.get_ident(), ()):
+            args = action(self, args)
+        return original(self, *args, **kwargs)
+
+    return call
