@@ -22,7 +22,7 @@ import torch
 from ..cache.key import environment_parts, primary_key
 from ..capture.exporter import capture, spec_key
 from ..capture.types import LOCK, Captured, Example
-from ..dispatch.region import Ineligible, Region, device_of
+from ..dispatch.region import Ineligible, Region
 from ..guards import callback_sites
 from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
@@ -34,6 +34,7 @@ from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import told
 from ..runtime.artifact import Artefact, Binding, Misfit, manifest_of
+from ..runtime.devices import device_of
 from ..runtime.forward_context import Session
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
@@ -57,7 +58,6 @@ _KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
 _MOST_CALLS = 4096  # of all regions, of which is remembered how they were called
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
-
 _PENDING: Refusal = ((lambda _: True), "it is being made")
 
 

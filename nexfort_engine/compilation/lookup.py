@@ -22,7 +22,7 @@ from ..cache.os_errors import is_refusal
 from ..cache.store import Entry, StoreError
 from ..capture.source_hashes import sources_changed
 from ..capture.types import Example
-from ..dispatch.region import Region, device_of
+from ..dispatch.region import Region
 from ..guards import callbacks
 from ..guards.call_spec import Flat
 from ..guards.module_guards import matches_text
@@ -37,6 +37,7 @@ from ..passes import low_precision_attention, short_kv_attention
 from ..quant import matmul
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, Misfit
+from ..runtime.devices import device_of
 from ..system.torch_modes import Values
 
 if TYPE_CHECKING:

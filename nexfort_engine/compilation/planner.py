@@ -24,7 +24,7 @@ from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
 from ..dispatch.compiled_share import LEAST
 from ..dispatch.recovery import without_images
-from ..dispatch.region import Ineligible, Region, device_of
+from ..dispatch.region import Ineligible, Region
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
 from ..modules.channels_last import as_taken, innermost, is_of_order
 from ..modules.layout_checks import LooksNoticed
@@ -32,6 +32,7 @@ from ..modules.memory_format import Unsupported
 from ..modules.tree import INTERNAL
 from ..passes.registry import laid_out
 from ..reporting.report import named
+from ..runtime.devices import device_of
 from ..runtime.shared_state import ForGood
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ..modules.regions import RegionSpec
 from ..modules.tree import Hidden, Seen, WeightSlots, foreign, structure
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
+from ..runtime.devices import device_of, weight_problem
 from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import ForGood
@@ -313,7 +314,7 @@ class Region:
         except NotLent as reason:
             raise Ineligible(str(reason)) from None
         plain = self.parts.take(weights) if self.parts is not None else weights
-        problem = _weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
+        problem = weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
         if problem is not None or plain is None:
             loan.give_back()
             raise Ineligible(problem)
@@ -372,7 +373,7 @@ class Region:
         try:
             self.parts = Parts.of(weights)
             plain = self.parts.take(weights) if self.parts is not None else weights
-            self._problem = _weight_problem(plain) if plain is not None else None
+            self._problem = weight_problem(plain) if plain is not None else None
         except Refused as reason:
             self.parts, self._problem = None, str(reason)
         before = self._structure
@@ -433,17 +434,6 @@ class Region:
         return foreign(self.module)
 
 
-def device_of(devices: Iterable[torch.device]) -> torch.device:
-    """Where a call runs, from the devices of what it is given and then of its weights. At least one is wanted."""
-    first = None
-    for device in devices:
-        if device.type != "cpu":
-            return device
-        first = first or device
-    assert first is not None, "a block has an input or a weight"
-    return first
-
-
 class Ineligible(Exception):
     """The block cannot run an artefact now. The text is the reason."""
 
@@ -456,11 +446,3 @@ def _shared(tensors: list[torch.Tensor], artefact: Artefact) -> bool:
 
 def _size_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride(), type(tensor))
-
-
-def _weight_problem(weights: list[torch.Tensor]) -> str | None:
-    if len({w.device for w in weights}) > 1:
-        return "its weights are on different devices (partly offloaded)"
-    if any(w.device.type == "meta" for w in weights):
-        return "its weights are not loaded"
-    return None
