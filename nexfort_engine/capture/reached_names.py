@@ -39,13 +39,15 @@ def rows_of(
     """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
 
     module: the block. codes: the code objects that ran. reads: the attributes of the block that they read
-    (shadow_module.py). Raises Refused for code that counts in a global, and for what cannot be compared in each step.
+    (shadow_module.py); None for code that ran as it is, and was not captured.
+    Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
-    reads = reads or {}
+    of_capture, reads = reads is not None, reads or {}
     walk = _Walk(module, {code for code in codes if is_host_code(code)})
     methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
-    walk.run(methods, [value for value in reads.values() if value is not METHOD])
-    walk.refuse_attributes_of_weights()
+    walk.run(methods, [value for value in reads.values() if value is not METHOD], of_capture=of_capture)
+    if of_capture:
+        walk.refuse_what_a_capture_sees_otherwise()
     resolver, only_here = Resolver(classes_in(module)), ""
     rows: list[Row] = []
     for address in walk.addresses:
@@ -98,8 +100,12 @@ class _Walk:
         self._by_text: set[str] = set()
         self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
 
-    def run(self, methods: Iterable[tuple[type, str]], objects: Iterable[Any]) -> None:
-        """Find all addresses. methods: what code read of the class of a module that is no plain value."""
+    def run(self, methods: Iterable[tuple[type, str]], objects: Iterable[Any], *, of_capture: bool) -> None:
+        """Find all addresses.
+
+        methods: what code read of the class of a module that is no plain value. of_capture: what ran is the block's
+        code alone. In a step the host's and libraries' code ran too, which keeps count of many things.
+        """
         for kind in classes_in(self._module):
             self._class(kind)
         for kind, name in methods:
@@ -110,12 +116,12 @@ class _Walk:
         # code that nobody reached by name: an attribute's function, or one that was computed
         for code in sorted(self._ran - self._visited, key=lambda code: (code.co_filename, code.co_firstlineno)):
             if code not in self._visited and (found := module_of_code(code)) is not None:
-                if (owner := _class_of(code, found)) is not None:
+                if of_capture and (owner := _class_of(code, found)) is not None:
                     self._class(owner)
                 self._function(None, types.FunctionType(code, vars(found), closure=_empty_cells(code)))
         self._follow()
         known = -1
-        while known != len(self.addresses):
+        while of_capture and known != len(self.addresses):
             known = len(self.addresses)
             self._by_use()
             self._follow()
@@ -146,8 +152,12 @@ class _Walk:
             if not name.startswith("__"):
                 self.addresses[_TENSOR[0], (*_TENSOR[1], (ATTRIBUTE, name))] = None
 
-    def refuse_attributes_of_weights(self) -> None:
-        """Raise Refused where code asks for an attribute that somebody put on a weight: what stands for it has none."""
+    def refuse_what_a_capture_sees_otherwise(self) -> None:
+        """Raise Refused where code asks for an attribute that somebody put on a weight (what stands for it has none) or
+        for what each thread has of its own.
+        """
+        if self._resolver.thread_locals:
+            raise Refused("its code reads a threading.local, and another thread captures it")
         for path, weight in (*self._module.named_parameters(), *self._module.named_buffers()):
             if type(weight) not in (torch.Tensor, nn.Parameter):
                 continue  # its attributes are part of what it is described by (subclass_unwrap.py)

@@ -43,7 +43,7 @@ class Names:
     chains: in the order of the code. called: those that it does nothing with but call what is there. whole: those whose
     value goes where its attributes cannot be followed. stored: globals that it assigns. changed: chains of containers
     that it changes. assigned: those of which it assigns items or attributes. attributes: the names of all attributes
-    that it asks anything for. sets: those that it sets. texts: the strings in it.
+    that it asks anything for. sets: those that it sets, or that hold what it changes. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
@@ -121,6 +121,7 @@ class _Reader:
         self._code, self._ops = code, list(_ops(code))
         self._chains: dict[Chain, bool] = {}  # whether all that is done with it is calling it
         self._whole: set[Chain] = set()
+        self._sets: set[str] = set()
         self._changed: set[Chain] = set()
         self._assigned: set[Chain] = set()
         self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
@@ -131,6 +132,9 @@ class _Reader:
 
     def read(self) -> Names:
         for number, op in enumerate(self._ops):
+            after = self._ops[number + 1] if number + 1 < len(self._ops) else _Op("", None, 0)
+            if op.name == "LOAD_ATTR" and after.name in ("LOAD_ATTR", "LOAD_METHOD") and after.value in CHANGING:
+                self._sets.add(op.value)
             if (base := self._base(number, op)) is not None:
                 self._follow(number, base)
             elif op.name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
@@ -141,7 +145,8 @@ class _Reader:
         called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
         whole, changed, assigned = map(frozenset, (self._whole, self._changed, self._assigned))
         texts = frozenset(text for const in self._code.co_consts for text in _texts_in(const))
-        sets = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_ATTR", "DELETE_ATTR"))
+        self._sets.update(op.value for op in self._ops if op.name in ("STORE_ATTR", "DELETE_ATTR"))
+        sets = frozenset(self._sets)
         attributes = frozenset(self._code.co_names)
         return Names(tuple(self._chains), called, whole, stored, changed, assigned, attributes, sets, texts)
 
@@ -227,6 +232,8 @@ class _Reader:
                 if at in self._at:
                     self._changed.add(self._at[at])
                     self._assigned.add(self._at[at])
+                if op.name == "LOAD_ATTR":
+                    self._sets.add(op.value)
                 return
             above -= op.effect
 

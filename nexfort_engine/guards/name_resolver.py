@@ -43,12 +43,13 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.OrderedDict, colle
 class Resolver:
     """Finds the values of addresses, as the code of some classes would, and notes where it looked.
 
-    places: what was looked at; values: what was there.
+    places: what was looked at; values: what was there. thread_locals: whether some of it is the thread's own.
     """
 
     def __init__(self, classes: Iterable[type]) -> None:
         self.places: list[Place] = []
         self.values: list[Any] = []
+        self.thread_locals = False
         self._classes: dict[tuple[str, str], type] = {}
         self._globals: dict[str, list[dict[str, Any]]] = {}
         for kind in classes:
@@ -123,6 +124,9 @@ class Resolver:
                 value = self._in_module(value, name)
             elif isinstance(value, type):
                 value = self._on_class(value, name)
+            elif isinstance(value, threading.local):
+                self.thread_locals = True
+                value = self._looked(FIELD, value, name, field_of(value, name))
             elif isinstance(value, (*_CONTAINERS, str, int, float, torch.Tensor)):
                 break  # a method of the value: it is the value that counts
             else:
@@ -196,7 +200,8 @@ class Resolver:
     def _note(self, value: Any, depth: int) -> None:
         """A value is passed on, called or walked over: whatever reads it reads what it holds."""
         if isinstance(value, threading.local):
-            raise Refused("its code reads a threading.local, and another thread captures it")
+            self.thread_locals = True
+            return
         self._note_function(value)
         if isinstance(value, _CONTAINERS):
             self._note_content(value, depth)
@@ -204,7 +209,7 @@ class Resolver:
             self._note_class(value)
         skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, nn.Module, torch.Tensor)
         if not isinstance(value, skipped) and fields_of(value) is not None and not is_library(type(value)):
-            self._note_object(value)
+            self._note_object(value, min(depth, _IN_OBJECT))
 
     def _note_class(self, kind: type) -> None:
         """A class that no name leads to: what is in it counts as it is."""
@@ -213,11 +218,11 @@ class Resolver:
                 self._looked(TABLE, table_of(kind), name, value)
                 self._note_function(value)
 
-    def _note_object(self, value: Any) -> dict[str, Any]:
+    def _note_object(self, value: Any, depth: int = _IN_OBJECT) -> dict[str, Any]:
         """The plain values that an object's methods may read from it."""
         fields = fields_of(value)
         if fields is not None:
-            self._note_content(fields, _IN_OBJECT)
+            self._note_content(fields, depth)
         for base in type(value).__mro__:
             if not is_library(base):
                 for name, held in list(table_of(base).items()):

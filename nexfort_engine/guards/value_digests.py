@@ -134,7 +134,10 @@ class _Writer:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._module(value, each)
-        return self._other(value, kind, each)
+        try:
+            return self._other(value, kind, each)
+        except Exception:  # its own code raises when it is asked
+            return self._only_here(value)
 
     def _function(self, function: types.FunctionType) -> Any:
         """By what it does; `functools.wraps` copies names, so those of its code and its globals count."""
@@ -193,7 +196,7 @@ class _Writer:
         if isinstance(value, (int, float, str)):
             return ["scalar", *_name(kind), str(value)]
         fields = fields_of(value)
-        if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):  # an array
             bits = hashlib.sha256(value.tobytes()).hexdigest()[:16]
             return ["array", *_name(kind), str(value.dtype), str(getattr(value, "shape", "")), bits]
         if is_library(kind) and kind not in _NAMESPACES:

@@ -427,3 +427,19 @@ def test_what_each_thread_has_of_its_own_runs_eager(form: Callable[[str], types.
             module.state.scale = scale
             assert _distance(_run(compiled), _run(net)) < TOLERANCE
         assert "threading.local" in compiled.report.as_dict()["eager"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "change", ["type(self).seen.append(x.shape)", "type(self).seen[:] = [1]", "Block.seen.append(1)"]
+)
+def test_what_code_keeps_on_its_class_is_no_dependence(change: str, form: Callable[[str], types.ModuleType]) -> None:
+    code = f"class Block(Base):\n    seen = []\n    def forward(self, x):\n        {change}\n"
+    code += "        return x + self.l(x)\n"
+    module = form(code)
+    with graphs_as_they_are():
+        net = _net(module)
+        compiled = nexfort_engine.compile(net)
+        for number in range(3):
+            module.Block.seen.append(number)
+            assert _distance(_run(compiled), _run(net)) < TOLERANCE
+        assert not compiled.report.as_dict()["variants"] and not compiled.report.as_dict()["eager"]
