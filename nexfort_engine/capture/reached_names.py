@@ -48,7 +48,7 @@ def rows_of(
     walk.run(methods, [value for value in reads.values() if value is not METHOD], of_capture=of_capture)
     if of_capture:
         walk.refuse_what_a_capture_sees_otherwise()
-    resolver, only_here = Resolver(classes_in(module)), ""
+    resolver, only_here = Resolver(classes_in(module), deep=of_capture), ""
     rows: list[Row] = []
     for address in walk.addresses:
         if walk.is_own_cache(address):
@@ -56,7 +56,7 @@ def rows_of(
         ends = resolver.ends(address)
         if walk.is_assigned(address, ends[0]):
             continue
-        text, whole = digest(ends)
+        text, whole = digest(ends, deep=of_capture)
         rows.append([address[0], [list(step) for step in address[1]], text])
         only_here = only_here or ("" if whole else text_of(rows[-1]))
     return rows, only_here

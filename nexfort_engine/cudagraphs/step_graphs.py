@@ -3,11 +3,10 @@
 
 The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
 inputs into the graph's slots, those tensors of their options too that the backbone uses, replay, and hand out copies of
-the outputs. A graph is only replayed while everything it
-took in without looking stays as it was: the addresses of all weights, the options the network and its regions read, the
-attributes of their modules. Otherwise the step runs region by region, and is captured again the next time. Weights that
-the host keeps elsewhere are held at their addresses for the length of a step, if all of them stay there
-(weights/residency.py).
+the outputs. A graph is only replayed while everything it took in without looking stays as it was: the addresses of all
+weights, the options the network and its regions read, the attributes of their modules. Otherwise the step runs region
+by region, and is captured again the next time. Weights that the host keeps elsewhere are held at their addresses for
+the length of a step, if all of them stay there (weights/residency.py).
 
 Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
 run eager, and calls whose values cannot be fed in from outside.
@@ -273,7 +272,8 @@ class StepGraphs:
         outputs, flat = Flat(), call.flat
         try:
             rows, output = to_json(reads), flatten(result, outputs)
-            names = Dependence(rows_of(self.engine.root, session.codes)[0], classes_in(self.engine.root), self._watched)
+            reached, kinds = rows_of(self.engine.root, session.codes)[0], classes_in(self.engine.root)
+            names = Dependence(reached, kinds, self._watched, deep=False)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
             if asides is not None and any(map(asides.lasts, outputs.tensors)):

@@ -165,7 +165,8 @@ class Dependence:
     that led to another thing than at capture.
     """
 
-    def __init__(self, rows: Sequence[Row], classes: tuple[type, ...], watched: Watched) -> None:
+    def __init__(self, rows: Sequence[Row], classes: tuple[type, ...], watched: Watched, *, deep: bool = True) -> None:
+        self._deep = deep  # as the rows were made
         self._rows, self._classes, self._watched = rows, classes, watched
         self.places: list[Place] = []
         self.values: list[Any] = []
@@ -183,8 +184,8 @@ class Dependence:
         return self.differs is None
 
     def _resolve(self) -> None:
-        resolver = Resolver(self._classes)
-        self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver)), None)
+        resolver = Resolver(self._classes, deep=self._deep)
+        self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver, self._deep)), None)
         before, self.places, self.values = self.places, resolver.places, resolver.values
         if self.differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
             self.places, self.values = [place for place in self.places if place[0] == TABLE], []
@@ -207,11 +208,11 @@ def _same_place(one: Place, other: Place) -> bool:
     return one[0] == other[0] and one[1] is other[1] and one[2] == other[2]
 
 
-def _fits(row: Row, resolver: Resolver) -> bool:
+def _fits(row: Row, resolver: Resolver, deep: bool) -> bool:
     try:
-        if digest(resolver.ends(address_of(row)))[0] == row[2]:
+        if digest(resolver.ends(address_of(row)), deep=deep)[0] == row[2]:
             return True
-        return _import_library(row) and digest(resolver.ends(address_of(row)))[0] == row[2]
+        return _import_library(row) and digest(resolver.ends(address_of(row)), deep=deep)[0] == row[2]
     except Exception:
         # code of others ran, such as a `__repr__` or a `__getattr__`: what cannot be compared is another thing
         return False

@@ -46,7 +46,9 @@ class Resolver:
     places: what was looked at; values: what was there. thread_locals: whether some of it is the thread's own.
     """
 
-    def __init__(self, classes: Iterable[type]) -> None:
+    def __init__(self, classes: Iterable[type], *, deep: bool = True) -> None:
+        """deep: what containers hold counts far down, as for a block's code; else less, as for that of a whole step."""
+        self._depth = _DEPTH if deep else _IN_OBJECT
         self.places: list[Place] = []
         self.values: list[Any] = []
         self.thread_locals = False
@@ -138,7 +140,7 @@ class Resolver:
                     break
         if isinstance(value, ContextVar):
             value = self._looked(FIELD, value, "get", field_of(value, "get"))
-        self._note(value, _DEPTH)
+        self._note(value, self._depth)
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
             more.append(self._note_object(value.__self__))
         return [value, *more]

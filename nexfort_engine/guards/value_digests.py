@@ -33,7 +33,7 @@ from ..cache.key import package_version
 from ..modules.tree import fields_of
 from .option_recorder import MISSING, PLAIN
 
-_DEPTH = 6
+_DEPTH, _SHALLOW = 6, 4  # of values in values: in what a block's code reaches, and in what a whole step's does
 _MOST_NUMBERS = 1 << 16  # of a tensor whose numbers are hashed
 _PROCESS = secrets.token_hex(8)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -53,10 +53,10 @@ _here: dict[
 ] = {}  # id -> (what keeps it or tells of its end, number) of what cannot be written down
 
 
-def digest(value: Any) -> tuple[str, bool]:
+def digest(value: Any, *, deep: bool = True) -> tuple[str, bool]:
     """The digest of a value (16 hex digits), and whether it means the same in another process."""
     writer = _Writer()
-    text = json.dumps(writer.of(value, _DEPTH), sort_keys=True)
+    text = json.dumps(writer.of(value, _DEPTH if deep else _SHALLOW), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16], writer.lasts
 
 

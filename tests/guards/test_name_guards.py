@@ -355,7 +355,7 @@ def test_a_replaced_name_is_found_by_one_comparison(form: Callable[[str], types.
     net = _net(module)
     with walked() as codes:
         _run(net.blocks[0])
-    rows, only_here = rows_of(net.blocks[0], codes)
+    rows, only_here = rows_of(net.blocks[0], codes, {})
     assert only_here == ""
     watched = Watched()
     names = Dependence(rows, classes_in(net.blocks[0]), watched)
