@@ -48,7 +48,7 @@ class Resolver:
 
     def __init__(self, classes: Iterable[type], *, deep: bool = True) -> None:
         """deep: what containers hold counts far down, as for a block's code; else less, as for that of a whole step."""
-        self._depth = _DEPTH if deep else _IN_OBJECT
+        self._deep, self._depth = deep, _DEPTH if deep else _IN_OBJECT
         self.places: list[Place] = []
         self.values: list[Any] = []
         self.thread_locals = False
@@ -138,7 +138,7 @@ class Resolver:
                     more.append(own)
                 if value is MISSING or value is owner or own is not None:
                     break
-        if isinstance(value, ContextVar):
+        if isinstance(value, ContextVar) and self._deep:  # hosts tell in some which prompt they are at
             value = self._looked(FIELD, value, "get", field_of(value, "get"))
         self._note(value, self._depth)
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
