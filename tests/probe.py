@@ -109,5 +109,10 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
+def error(found: T, truth: T) -> float:
+    """How far a result is from the truth, as a relative norm."""
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-12))
+
+
 def x(batch: int = 2, length: int = 6, width: int = 8, seed: int = 1) -> T:
     return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))

@@ -139,7 +139,7 @@ def test_low_precision_says_which_products_it_takes_and_is_near() -> None:
 
 @torch.inference_mode()
 def test_packed_weights_are_kept_in_graphs_for_as_long_as_the_host_says_that_they_hold() -> None:
-    from weights.test_prepack_entry import Host
+    from prepared_weights import Host
 
     from nexfort_engine.quant.matmul import missing
 

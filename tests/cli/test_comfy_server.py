@@ -5,89 +5,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import imitated_comfyui
 import pytest
+from imitated_comfyui import WORKFLOW, runs
 
 from nexfort_engine.cli import comfy_server, run_workflows
 from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
 from nexfort_engine.hosts import comfy_install
 
-WORKFLOW = {
-    "1": {"class_type": "EmptyImage", "inputs": {"width": 64, "height": 32, "batch_size": 1, "color": 255}},
-    "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "headless"}},
-}
-
-# Answers as ComfyUI does, to the requests made here. What it is to do wrong stands in the environment.
-IMITATION = """
-import http.server, json, os, subprocess, sys, time
-fault = os.environ.get("FAULT", "")
-print("arguments", json.dumps(sys.argv[1:]), flush=True)
-print("\\x1b[32mcolour\\x1b[0m", os.environ.get("NEXFORT_CACHE_DIR"), flush=True)
-if fault == "start":
-    sys.exit("no module named torch")
-if fault == "mute":
-    time.sleep(60)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print("child", child.pid, flush=True)
-history = {}
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *_): pass
-    def answer(self, code, body):
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-    def do_GET(self):
-        if self.path == "/nexfort/report":
-            self.answer(200, [{"artefacts_compiled": 0}])
-        elif self.path.startswith("/history/"):
-            if fault == "die":
-                os._exit(3)
-            self.answer(200, {} if fault == "never" else history)
-        else:
-            self.answer(200, {"system": {"comfyui_version": "0"}})
-    def do_POST(self):
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-        if "bad" in prompt:
-            error = {"message": "Value not in list", "details": "x"}
-            node_errors = {"bad": {"class_type": "Loader", "errors": [error]}}
-            return self.answer(400, {"error": {"message": "invalid"}, "node_errors": node_errors})
-        messages = [["execution_start", {"timestamp": 1000}], ["execution_success", {"timestamp": 3500}]]
-        status = {"status_str": "success", "completed": True, "messages": messages}
-        image = {"filename": "a.png", "subfolder": "", "type": "output"}
-        history["p1"] = {"status": status, "outputs": {"2": {"images": [image], "text": ["x"]}}}
-        self.answer(200, {"prompt_id": "p1", "number": 1, "node_errors": {}})
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
-@pytest.fixture
-def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "ComfyUI"
-    (root / "comfy").mkdir(parents=True)
-    (root / "main.py").write_text(IMITATION)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(comfy_server, "has_accelerator", lambda *_: False)
-    return root
+imitation = imitated_comfyui.imitation  # a fixture
 
 
 def arguments_of(server: ComfyServer) -> list[str]:
     line = next(line for line in server.log.splitlines() if line.startswith("arguments "))
     return list(json.loads(line.removeprefix("arguments ")))
-
-
-def runs(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split(") ")[1][0] not in "ZX"
 
 
 # -- against the imitation -----------------------------------------------------------------------------------
@@ -256,92 +193,6 @@ def test_failures_name_the_node(messages: list[Any], expected: str | None) -> No
 
 def test_an_unknown_end_is_a_failure() -> None:
     assert comfy_server.failure({}) and comfy_server.failure({"status": {"status_str": "error", "messages": []}})
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("{", "not JSON"),
-        ('{"nodes": [], "links": []}', "UI format"),
-        ("[]", "not a workflow in API format"),
-        ("{}", "not a workflow in API format"),
-        ('{"1": {"inputs": {}}}', "class_type"),
-        (None, "cannot be read"),
-    ],
-)
-def test_what_is_no_workflow_is_refused(tmp_path: Path, content: str | None, expected: str) -> None:
-    path = tmp_path / "workflow.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(run_workflows.WorkflowError, match=expected):
-        run_workflows.load_workflow(path)
-
-
-def test_a_workflow_may_be_wrapped_as_it_is_posted(tmp_path: Path) -> None:
-    path = tmp_path / "workflow.json"
-    for content in (WORKFLOW, {"prompt": WORKFLOW, "client_id": "x"}):
-        path.write_text(json.dumps(content))
-        assert run_workflows.load_workflow(path) == WORKFLOW
-
-
-def test_messages_of_the_socket_are_understood() -> None:
-    text = struct.pack(">II", 3, 2) + b"17" + b"Nexfort: 3 of 14 regions"
-    event = run_workflows.decode(text)
-    assert event and run_workflows.describe(event) == "Nexfort: 3 of 14 regions"
-    assert run_workflows.decode(struct.pack(">I", 1) + b"image") is None
-    assert run_workflows.decode(b"") is None and run_workflows.decode("no json") is None
-    assert run_workflows.decode(struct.pack(">II", 3, 10_000) + b"17") is not None
-    step = run_workflows.decode(json.dumps({"type": "progress", "data": {"node": "5", "value": 2, "max": 20}}))
-    assert step and run_workflows.describe(step) == "node 5: step 2 of 20"
-    assert run_workflows.describe({"type": "status", "data": {}}) is None
-
-
-def test_lines_are_not_said_twice() -> None:
-    said: list[str] = []
-    console = run_workflows.Console(said.append)
-    for value in (1, 1, 2):
-        console({"type": "progress", "data": {"node": "5", "value": value, "max": 2}})
-    assert said == ["node 5: step 1 of 2", "node 5: step 2 of 2"]
-
-
-def test_a_run_reports_prompts_and_what_the_plugin_tells(imitation: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    workflows: dict[str, Any] = {"one": WORKFLOW, "two": {"bad": {}}, "three": WORKFLOW}
-    with ComfyServer(imitation) as server:
-        run = run_workflows.run_workflows(server, workflows, said.append)
-    assert run.failed and [prompt["workflow"] for prompt in run.prompts] == ["one", "two"]
-    assert run.prompts[0]["seconds"] == 2.5 and run.prompts[0]["error"] is None
-    assert run.prompts[0]["outputs"] == [str(imitation / "output" / "a.png")]
-    assert "node bad (Loader)" in run.prompts[1]["error"]
-    assert run.as_dict()["reports"] == [{"artefacts_compiled": 0}]
-    assert "one: done in 2.5 s" in said
-    json.dumps(run.as_dict())
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals are sent on POSIX only")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_ended_run_command_stops_its_server(imitation: Path, tmp_path: Path, number: int) -> None:
-    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW))
-    command = [sys.executable, "-m", "nexfort_engine", "run", str(tmp_path / "workflow.json"), "--verbose"]
-    command += ["--comfyui", str(imitation), "--comfy-arg=--cpu"]
-    root = Path(comfy_server.__file__).parents[2]
-    # In a session of its own, so that no signal of the terminal is ignored as it is in background jobs.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "FAULT": "never"},
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    assert process.stdout is not None
-    child = 0
-    for line in process.stdout:
-        if line.startswith("child "):
-            child = int(line.split()[1])
-        if line.endswith("queued\n"):
-            break
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode not in (0, None) and child
-    if sys.platform.startswith("linux"):
-        assert not runs(child)
 
 
 # -- a real ComfyUI ------------------------------------------------------------------------------------------

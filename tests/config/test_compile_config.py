@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mode grammar and the options: what is accepted, what is refused and how, and what reaches Inductor."""
+"""The mode grammar and the options: what is accepted, and what is refused and how."""
 
 from __future__ import annotations
 
@@ -11,24 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from config_strategies import mappings, token_lists
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.config.options import EXAMPLE, KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
-
-_tokens = st.lists(st.sampled_from(sorted(TOKENS)), min_size=1, max_size=16)
-_given = st.fixed_dictionaries(
-    {"mode": _tokens.map(":".join)},
-    optional={
-        "dynamic": st.booleans(),
-        "fullgraph": st.booleans(),
-        "disable": st.booleans(),
-        "memory_format": st.none() | st.sampled_from(MEMORY_FORMATS),
-        "options": st.dictionaries(st.sampled_from(sorted(OPTIONS)), st.booleans()),
-    },
-)
-_configs = _given.map(CompileConfig.parse)
 
 # Every combination that users of the grammar had in their workflows (MO = max-optimize and so on).
 _SEEN_IN_THE_WILD = """O2 O3 MA MA:CA MA:CG MA:LP MA:BM:LP MA:BM:LP:CG LP jit:DF jit:DF:LP jit:BM:LP:FZ:CG
@@ -71,7 +59,7 @@ def test_every_mode_ever_published_is_accepted(short):
     assert set(config.tokens) == set(mode.split(":"))
 
 
-@given(tokens=_tokens, data=st.data())
+@given(tokens=token_lists, data=st.data())
 def test_order_and_duplicates_do_not_matter(tokens, data):
     shuffled = data.draw(st.permutations(tokens + data.draw(st.lists(st.sampled_from(tokens)))))
     one, other = CompileConfig.parse(":".join(tokens)), CompileConfig.parse(":".join(shuffled))
@@ -82,7 +70,7 @@ def test_order_and_duplicates_do_not_matter(tokens, data):
     assert one.mode == ":".join(sorted(set(tokens)))
 
 
-@given(given_=_given)
+@given(given_=mappings)
 def test_mapping_json_text_and_as_dict_give_the_same_config(given_):
     config = CompileConfig.parse(given_)
     assert CompileConfig.parse(json.dumps(given_)) == config
@@ -91,7 +79,7 @@ def test_mapping_json_text_and_as_dict_give_the_same_config(given_):
     assert CompileConfig.parse(json.dumps(config.as_dict())) == config
 
 
-@given(given_=_given)
+@given(given_=mappings)
 def test_the_callers_mapping_is_only_read(given_):
     before = copy.deepcopy(given_)
     first = CompileConfig.parse(given_)
@@ -225,263 +213,6 @@ def test_a_bad_keyword_is_refused_too():
         CompileConfig.parse(None, dynamic="yes")
 
 
-# --- what it means
-
-
-def test_composite_tokens_expand():
-    o2, o3 = CompileConfig.parse("O2"), CompileConfig.parse("O3")
-    assert o2.has("max-optimize") and not o2.has("max-autotune") and not o2.has("low-precision")
-    assert o3.has("O2") and o3.has("max-optimize") and o3.has("low-precision")
-    assert CompileConfig.parse("cudagraphs").has("O2")
-    assert not CompileConfig.parse("max-autotune").has("max-optimize")
-    assert not CompileConfig.parse("O2:jit").has("max-optimize"), "the fast profile leaves fusions out"
-    assert CompileConfig.parse("jit:max-optimize").has("max-optimize")
-    with pytest.raises(ValueError, match="did you mean 'max-autotune'"):
-        o2.has("autotune")
-
-
-@pytest.mark.parametrize(
-    ("mode", "profile"),
-    [
-        ("O2", "standard"),
-        ("max-optimize", "standard"),
-        ("max-autotune", "search"),
-        ("jit", "fast"),
-        ("disable-runtime-fusion", "fast"),
-        ("jit:O2", "fast"),
-        ("jit:max-autotune", "search"),
-        ("jit:max-optimize", "standard"),
-        ("benchmark", "standard"),
-    ],
-)
-def test_profiles(mode, profile):
-    assert CompileConfig.parse(mode).profile == profile
-
-
-@given(config=_configs)
-def test_what_has_no_effect_is_named_and_changes_no_artefact(config):
-    named = {row["token"] for row in config.inactive()}
-    assert named <= set(config.tokens) | set(dict(config.options))
-    assert ("freezing" in named) is ("freezing" in config.tokens and config.option("quant.keep_weights") is False)
-    assert not {"cudagraphs", "triton.cudagraphs", "low-precision", "O3", "quant"} & named
-    assert all(row["reason"] for row in config.inactive())
-    kept = [token for token in config.tokens if token not in named]
-    data = config.as_dict() | {
-        "mode": ":".join(kept),
-        "options": {name: value for name, value in config.options if name not in named},
-    }
-    assert CompileConfig.parse(data).lowering_key() == config.lowering_key()
-
-
-@given(config=_configs)
-def test_quant_changes_no_artefact(config):
-    """What is packed is in the layers, and their structure is in the key."""
-    other = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:quant"})
-    assert other.lowering_key() == config.lowering_key() and other.has("quant")
-    assert {row["token"] for row in other.inactive()} == {row["token"] for row in config.inactive()}
-
-
-@given(one=_configs, other=_configs)
-def test_configs_of_one_lowering_key_lower_alike(one, other):
-    if one.lowering_key() == other.lowering_key():
-        assert one.inductor_options("cpu") == other.inductor_options("cpu")
-        assert one.inductor_options("cuda") == other.inductor_options("cuda")
-
-
-@given(config=_configs)
-def test_lowering_key_leaves_out_what_changes_no_artefact(config):
-    changed = config.as_dict() | {"disable": not config.disable, "fullgraph": not config.fullgraph}
-    changed["mode"] = config.mode + ":benchmark:cache-all:cudagraphs"
-    changed["options"] = dict(config.options) | {"triton.cudagraphs": not config.step_graphs}
-    assert CompileConfig.parse(changed).lowering_key() == config.lowering_key()
-    changed["dynamic"] = not config.dynamic
-    assert CompileConfig.parse(changed).lowering_key() != config.lowering_key()
-
-
-def test_lowering_key_is_stable_text():
-    assert CompileConfig.parse("O2").lowering_key() == CompileConfig.parse("max-optimize:benchmark").lowering_key()
-    assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("max-autotune").lowering_key()
-    assert CompileConfig.parse("O2").lowering_key() != CompileConfig.parse("jit").lowering_key()
-    keys = {f: CompileConfig.parse({"memory_format": f}).lowering_key() for f in (None, *MEMORY_FORMATS)}
-    assert keys[None] == keys["preserve_format"] == keys["channels_last"], "inside the regions the layout is free"
-    assert keys["contiguous_format"] != keys[None]
-
-
-@pytest.mark.parametrize(
-    ("mode", "on"),
-    [
-        ("O2", True),
-        ("O3", True),
-        ("max-optimize", True),
-        ("max-autotune", True),
-        ("max-optimize:max-autotune", True),
-        ("benchmark", True),
-        ("cudagraphs", True),
-        ("jit", False),
-        ("disable-runtime-fusion", False),
-        ("O2:jit", False),
-        ("jit:max-autotune", True),
-        ("jit:max-optimize", True),
-        ("jit:cudagraphs", True),
-        ("cudagraphs:disable-runtime-fusion", True),
-    ],
-)
-def test_steps_are_graphs_but_in_the_fast_profile_unless_the_user_says(mode, on):
-    assert CompileConfig.parse(mode).step_graphs is on
-    for asked in (True, False):
-        config = CompileConfig.parse({"mode": mode, "options": {"triton.cudagraphs": asked}})
-        assert config.step_graphs is asked, "the option wins over the mode"
-
-
-@given(config=_configs)
-def test_asking_for_cuda_graphs_gives_them_and_the_option_decides(config):
-    told = config.option("triton.cudagraphs")
-    asked = CompileConfig.parse(config.as_dict() | {"mode": config.mode + ":cudagraphs"})
-    assert asked.step_graphs is (True if told is None else told)
-    assert config.step_graphs is (told if told is not None else config.profile != "fast" or config.has("cudagraphs"))
-
-
-@given(config=_configs, device=st.sampled_from(["cpu", "cuda"]))
-def test_inductor_never_freezes_nor_makes_cuda_graphs(config, device):
-    options = config.inductor_options(device)
-    assert options["freezing"] is False
-    assert options["triton.cudagraphs"] is False
-
-
-def test_only_a_search_searches_and_it_is_bounded():
-    for mode in ("O2", "max-optimize", "jit", "O3"):
-        assert CompileConfig.parse(mode).inductor_options("cuda")["max_autotune"] is False
-    options = CompileConfig.parse("max-autotune").inductor_options("cuda")
-    assert options["max_autotune"] is True
-    assert options["max_autotune_gemm_backends"] == "ATEN,TRITON"
-    assert options["max_autotune_gemm_search_space"] == "DEFAULT"
-    assert options["coordinate_descent_tuning"] is False
-    assert (
-        CompileConfig.parse("max-autotune:max-optimize").inductor_options("cuda")["coordinate_descent_tuning"] is True
-    )
-
-
-@pytest.mark.parametrize("memory_format", [None, *MEMORY_FORMATS])
-def test_inductor_chooses_the_layout_unless_contiguous_is_asked_for(memory_format):
-    free = memory_format != "contiguous_format"
-    for device, forced in (("cuda", free), ("cpu", False)):
-        options = CompileConfig.parse({"memory_format": memory_format}).inductor_options(device)
-        assert options["layout_optimization"] is free
-        assert options["force_layout_optimization"] is forced
-
-
-def test_linear_epilogue_is_active_exactly_where_it_has_an_effect():
-    off = {"options": {"inductor.optimize_linear_epilogue": False}}
-    searching = CompileConfig.parse(off | {"mode": "max-autotune"})
-    assert searching.inductor_options("cuda")["epilogue_fusion"] is False
-    assert searching.inactive() == []
-    assert [row["token"] for row in CompileConfig.parse(off).inactive()] == ["inductor.optimize_linear_epilogue"]
-
-
-@pytest.mark.parametrize(
-    ("options", "flags"),
-    [
-        ({}, {}),
-        ({"mode": "benchmark"}, {"conv_benchmark": True}),
-        ({"mode": "benchmark", "options": {"overrides.conv_benchmark": False}}, {"conv_benchmark": False}),
-        ({"options": {"overrides.conv_benchmark": True}}, {"conv_benchmark": True}),
-        ({"options": {"overrides.matmul_allow_tf32": True}}, {"matmul_allow_tf32": True}),
-        (
-            {"mode": "O3:benchmark", "options": {"overrides.matmul_allow_fp16_accumulation": True}},
-            {"conv_benchmark": True, "matmul_allow_fp16_accumulation": True},
-        ),
-    ],
-)
-def test_backend_flags(options, flags):
-    assert CompileConfig.parse(options).backend_flags() == flags
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", ["O2", "max-autotune", "max-optimize:max-autotune", "jit"])
-@pytest.mark.parametrize("memory_format", [None, *MEMORY_FORMATS])
-def test_every_name_exists_in_inductor_with_a_value_of_its_type(device, mode, memory_format):
-    inductor = pytest.importorskip("torch._inductor.config")
-    asked = {
-        "mode": mode,
-        "memory_format": memory_format,
-        "options": {"inductor.optimize_linear_epilogue": True},
-    }
-    for name, value in CompileConfig.parse(asked).inductor_options(device).items():
-        assert type(getattr(inductor, name)) is type(value), name
-
-
-def test_attention_is_measured_on_request_only_and_on_a_gpu():
-    def on(asked, device="cuda"):
-        found = CompileConfig.parse(asked).lowering_options(device)
-        return found["nexfort.measured_attention"], found["nexfort.quantised_attention"]
-
-    asked = {"options": {"attention.measure": True}}
-    for own in ("few_keys_attention", "unpadded_attention"):  # whose kernels are not among those that are measured
-        assert CompileConfig.parse(asked).lowering_options("cuda")[f"nexfort.{own}"] is False
-        both = {"options": {"attention.measure": True, f"fuse.{own}": True}}
-        assert CompileConfig.parse(both).lowering_options("cuda")[f"nexfort.{own}"] is True
-    assert on(asked) == (True, False) and on({**asked, "mode": "jit"}) == (True, False)
-    assert on({**asked, "mode": "O3"}) == (False, True), "among kernels that quantise in low precision alone"
-    for other in ("O2", "O3", "max-autotune", {"options": {"attention.measure": False}}):
-        assert on(other) == (False, False)
-    assert on(asked, "cpu") == on({**asked, "mode": "O3"}, "cpu") == (False, False)
-    assert CompileConfig.parse(asked).lowering_key() != CompileConfig.parse(None).lowering_key()
-    assert not CompileConfig.parse(asked).inactive()
-
-
-def test_int8_is_asked_for_beside_low_precision_and_takes_the_place_of_fp8():
-    def on(asked, device="cuda"):
-        found = CompileConfig.parse(asked).lowering_options(device)
-        return found["nexfort.low_precision"], found["nexfort.low_precision_int8"]
-
-    whole = {"mode": "O3", "options": {"quant.int8": True}}
-    assert on(whole) == (False, True) and on("O3") == on({**whole, "options": {"quant.int8": False}}) == (True, False)
-    assert on(whole, "cpu") == on({**whole, "mode": "O2"}) == (False, False)
-    assert CompileConfig.parse(whole).lowering_key() != CompileConfig.parse("O3").lowering_key()
-    assert not CompileConfig.parse(whole).inactive()
-    (row,) = CompileConfig.parse({**whole, "mode": "O2"}).inactive()
-    assert row["token"] == "quant.int8" and "low-precision" in row["reason"]
-
-
-def test_freezing_prepares_weights_and_every_mode_lays_out_those_of_convolutions():
-    def on(asked, device="cuda", told=True):
-        config = CompileConfig.parse(asked)
-        found = (config if told else config.untold()).lowering_options(device)
-        return found["nexfort.prepare"], found["nexfort.prepare_copies"]
-
-    assert on("O2") == (False, True) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
-    assert on("freezing", "cpu") == (True, True)
-    outermost = {"mode": "freezing", "memory_format": "contiguous_format"}
-    assert on(outermost) == (True, False) and on(outermost | {"mode": "O2"}) == (False, False)
-    for mode in ("O3:freezing", "O2"):
-        assert on({"mode": mode, "options": {"quant.keep_weights": False}}) == (False, False)
-    assert on("O2", told=False) == on("freezing", told=False) == (False, False)
-    assert on("O3", told=False) == (True, False)
-
-
-@given(config=_configs)
-def test_freezing_splits_artefacts_where_it_makes_others_and_nowhere_else(config):
-    frozen = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:freezing"})
-    rest = ":".join(token for token in config.tokens if token != "freezing")
-    plain = CompileConfig.parse(config.as_dict() | {"mode": rest})
-    for one, other in ((frozen, plain), (frozen.untold(), plain.untold()), (frozen, frozen.untold())):
-        alike = all(one.lowering_options(device) == other.lowering_options(device) for device in ("cpu", "cuda"))
-        assert (one.lowering_key() == other.lowering_key()) is alike
-    assert frozen.untold().lowering_key() == plain.untold().lowering_key()
-
-
-def test_freezing_without_effect_is_named_with_the_reason():
-    def told(config):
-        return [(row["token"], row["reason"]) for row in config.inactive()]
-
-    assert not told(CompileConfig.parse("freezing")) and not told(CompileConfig.parse("O3").untold())
-    ((token, reason),) = told(CompileConfig.parse("O3:freezing").untold())
-    assert token == "freezing" and "nobody says when" in reason
-    ((token, reason),) = told(CompileConfig.parse({"mode": "freezing", "options": {"quant.keep_weights": False}}))
-    assert token == "freezing" and "quant.keep_weights is off" in reason
-    assert CompileConfig.parse("freezing").untold().as_dict() == CompileConfig.parse("freezing").as_dict()
-
-
 def test_importing_config_imports_neither_inductor_nor_triton():
     code = (
         "import sys; before = set(sys.modules); import nexfort_engine.config.compile_config; "
@@ -489,44 +220,3 @@ def test_importing_config_imports_neither_inductor_nor_triton():
         "assert not [m for m in new if m.startswith(('torch._inductor', 'triton'))], new"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
-        *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once"),
-        *("convolution", "upsampled_convolution"),
-    ],
-)
-def test_a_rewrite_is_on_where_it_was_measured_to_win_and_can_be_switched(name):
-    def on(asked, device):
-        return CompileConfig.parse(asked).lowering_options(device)[f"nexfort.{name}"]
-
-    assert on("O2", "cuda") is True and on("O2", "cpu") is False and on("jit", "cuda") is False
-    off = {"options": {f"fuse.{name}": False}}
-    assert on(off, "cuda") is False and on({"mode": "jit", "options": {f"fuse.{name}": True}}, "cuda") is True
-    assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
-
-
-def test_what_is_made_of_a_prompt_is_a_part_by_itself_on_a_gpu():
-    def on(asked, device="cuda"):
-        return CompileConfig.parse(asked).lowering_options(device)["nexfort.prompt_once"]
-
-    off, asked = ({"options": {"compile.prompt_once": value}} for value in (False, True))
-    assert on("O2") is True and not on("O2", "cpu") and not on("jit") and not on(off) and on({"mode": "jit", **asked})
-    assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
-    told = CompileConfig.parse({"options": {"quant.keep_weights": False}})
-    assert told.untold().lowering_key() == told.lowering_key()
-    plain = CompileConfig.parse(None)
-    assert plain.untold().lowering_key() != plain.lowering_key()
-    assert plain.untold().lowering_key() == plain.lowering_key(images=False), "where no image is one store serves both"
-
-
-def test_what_needs_step_graphs_or_a_host_has_no_effect_without():
-    asked = {"compile.prompt_once": True, "cuda.fill_kernels": True}
-    assert not CompileConfig.parse({"options": asked}).inactive()
-    (row,) = CompileConfig.parse({"options": {**asked, "triton.cudagraphs": False}}).inactive()
-    assert row["token"] == "cuda.fill_kernels" and "CUDA graphs" in row["reason"]
-    (row,) = CompileConfig.parse({"options": asked}).untold().inactive()
-    assert row["token"] == "compile.prompt_once" and "MODEL" in row["reason"]

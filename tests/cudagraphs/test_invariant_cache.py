@@ -14,9 +14,9 @@ import pytest
 import torch
 from attending import TEXT, WIDE, Attending
 from hypothesis import HealthCheck, given, settings
+from prepared_weights import Host
 from pretended_graph import Graph, pretend
 from torch import nn
-from weights.test_prepack_entry import Host
 
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Substitutes: functions in the options that a block calls in the place of its own attention, from inside artefacts.
 
-What every backbone and family promises of them is in contracts.py and hosts/; here is what a function may do, on a
-block that is lowered for real.
+What every backbone and family promises of them is in contracts_changes.py and hosts/; here is what a function may do,
+on a block that is lowered for real. What no artefact can follow is in test_straying_callbacks.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import called_attention
 import pytest
 import torch
+from called_attention import TOLERANCE, Block, Net, Pair, Way, attention, turned
 from torch import nn
 
 import nexfort_engine
@@ -25,103 +26,8 @@ from nexfort_engine.lowering.loaded_code import FoldedCode
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 T = torch.Tensor
-TOLERANCE = 1e-5
-NAME = "options['attend']"
+pair = called_attention.pair  # a fixture
 DEPTH = 16  # layers of a block, enough to be worth taking apart
-
-
-def attention(query: T, key: T, value: T, heads: int, mask: T | None = None, **_: Any) -> T:
-    """The block's own: (B, L, H * E) in, the same out."""
-    query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
-    return found.transpose(1, 2).flatten(2)
-
-
-class Block(nn.Module):
-    """Attention over its own tokens and those of a prompt, which the options may have others compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.both, self.out = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(16, 16)
-
-    def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
-        extra = {key: value for key, value in options.items() if key != "attend"}
-        extra["heads"] = 2
-        copied = options.copy()
-        copied["last"] = x.shape[1]
-        copied.pop("first", None)
-        key, value = self.both(torch.cat([x, prompt], 1)).chunk(2, -1)
-        query = self.query(x)
-        if "attend" in options:
-            attended = options["attend"](
-                attention, query, key, value, 2, mask=None, options=options, extra=extra, copied=copied
-            )
-        else:
-            attended = attention(query, key, value, 2)
-        return x + self.out(attended) * torch.sigmoid(query)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
-        for number, block in enumerate(self.blocks):
-            options["block_index"] = number
-            x = block(x, prompt, options)
-        return x
-
-
-Way = Callable[..., Any]
-
-
-class Pair:
-    """A network and its compiled self."""
-
-    def __init__(self) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.net = Net().eval().requires_grad_(False)
-        self.compiled = nexfort_engine.compile(self.net)
-        self.call()  # plain, so that what follows is of the function alone
-
-    def call(self, way: Way | None = None, module: Any = None, *, length: int = 6, **more: Any) -> T:
-        generator = torch.Generator().manual_seed(length)
-        x, prompt = (torch.randn(2, n, 16, generator=generator) for n in (length, 4))
-        options = {"sigmas": torch.tensor([0.5]), "uuids": [object()], **more}
-        if way is not None:
-            options["attend"] = way
-        with torch.inference_mode():
-            return (module or self.compiled)(x, prompt, options)
-
-    def agrees(self, way: Way | None, **call: Any) -> dict[str, Any]:
-        """What the report gained by a call that gives what eager gives, and not what it gives without the function."""
-        wanted, mark = self.call(way, self.net, **call), self.compiled.report.mark()
-        assert float((wanted - self.call(None, self.net, **call)).norm()) > 100 * TOLERANCE or way is None
-        torch.testing.assert_close(self.call(way, **call), wanted, rtol=TOLERANCE, atol=TOLERANCE)
-        return self.compiled.report.since(mark)
-
-    def stays_eager(self, way: Way, reason: str, **call: Any) -> None:
-        """Every block runs eager with this function for this reason, and compiled with others."""
-        for _ in range(2):
-            self.agrees(way, **call)
-        told = {row["reason"] for row in self.compiled.report.as_dict()["eager"]}
-        assert any(f"{NAME} {reason}" in text for text in told), told
-        assert not self.agrees(turned)["eager"]
-
-
-def turned(own: Way, *args: Any, **kwargs: Any) -> T:
-    return own(*args, **kwargs).flip(1)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    made = Pair()
-    new = made.agrees(turned)
-    assert len(new["artefacts"]) == 1 and not new["eager"], new
-    assert f"{NAME} is called from inside compiled blocks, as it is" in new["notes"]
-    return made
 
 
 # ---- what it is given and what may change --------------------------------------------------------------------------
@@ -295,26 +201,6 @@ def test_a_block_that_asks_what_the_function_is_stays_eager() -> None:
     both(net, compiled, lambda own, *args: own(*args))
 
 
-def test_one_that_strays_is_not_tried_again_after_another(pair: Pair) -> None:
-    calls = []
-
-    def wide(own: Way, query: T, *args: Any, **kwargs: Any) -> T:
-        calls.append(1)
-        return own(query, *args, **kwargs)[:1]
-
-    for _ in range(3):
-        pair.call(wide, length=7)
-        assert not pair.agrees(turned, length=7)["eager"]
-    assert len(calls) == 3 * 2 + 2, "twice where it was found out"
-
-
-def test_one_that_changes_what_the_block_uses_afterwards_stays_eager_while_it_is_there(pair: Pair) -> None:
-    def writes(own: Way, query: T, *args: Any, **kwargs: Any) -> T:
-        return own(query.mul_(-2.0), *args, **kwargs)
-
-    pair.stays_eager(writes, "changes a tensor that the block may use afterwards")
-
-
 class Layers(nn.Module):
     """A block of layers alike, each of which notes where it stands."""
 
@@ -352,120 +238,11 @@ def test_layers_of_a_block_are_one_piece_of_code_and_keep_their_places(monkeypat
     assert not compiled.report.as_dict()["eager"]
 
 
-# ---- what no artefact can follow -------------------------------------------------------------------------------------
-
-
-def test_one_that_gives_back_another_shape_stays_eager_while_it_is_there(pair: Pair) -> None:
-    def wide(own: Way, query: T, *args: Any, **kwargs: Any) -> T:
-        return own(query, *args, **kwargs)[:1]
-
-    pair.stays_eager(wide, "gives back torch.float32 [1, 6, 16] on cpu, and not torch.float32 [2, 6, 16] on cpu")
-
-
-def test_one_that_gives_back_no_tensor_stays_eager_while_it_is_there(pair: Pair) -> None:
-    class Odd(torch.Tensor):
-        pass
-
-    pair.stays_eager(lambda own, *a, **k: own(*a, **k).flip(1).as_subclass(Odd), "gives back a")
-
-
-def test_a_block_that_changes_its_input_gets_it_back_before_it_runs_eager() -> None:
-    class InPlace(Block):
-        def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
-            x.mul_(1.5)
-            return super().forward(x, prompt, options)
-
-    net = Net()
-    net.blocks = nn.ModuleList([InPlace() for _ in range(2)])
-    net.eval().requires_grad_(False)
-    compiled = nexfort_engine.compile(net)
-    x, prompt = torch.randn(2, 6, 16), torch.randn(2, 4, 16)
-
-    def wide(own: Way, *args: Any, **kwargs: Any) -> T:
-        return own(*args, **kwargs)[:1]
-
-    with torch.inference_mode():
-        for way in (turned, wide, turned):
-            wanted, found = (module(x.clone(), prompt, {"attend": way}) for module in (net, compiled))
-            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-    assert any("gives back" in row["reason"] for row in compiled.report.as_dict()["eager"])
-
-
-@pytest.mark.parametrize("hold", [lambda t: t, lambda t: t.detach(), lambda t: t[:, 1:]], ids=["it", "alias", "view"])
-def test_one_that_keeps_what_it_is_given_stays_eager_while_it_is_there(pair: Pair, hold: Callable[[T], T]) -> None:
-    kept: list[T] = []
-
-    def keeps(own: Way, query: T, key: T, *args: Any, **kwargs: Any) -> T:
-        kept.append(hold(key))
-        return own(query, key, *args, **kwargs).flip(1)
-
-    pair.stays_eager(keeps, "keeps a tensor that it is given")
-
-
-def test_one_that_keeps_its_result_is_not_written_over(pair: Pair) -> None:
-    kept: list[T] = []
-
-    def remembers(own: Way, *args: Any, **kwargs: Any) -> T:
-        kept.append(own(*args, **kwargs).flip(1))
-        return kept[-1]
-
-    pair.call(remembers, pair.net)
-    wanted = [t.clone() for t in kept]
-    kept.clear()
-    new = pair.agrees(remembers)
-    assert not new["artefacts"] and not new["eager"], new
-    for found, value in zip(kept[-2:], wanted, strict=True):
-        torch.testing.assert_close(found, value, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_one_whose_result_lies_anywhere(pair: Pair) -> None:
-    def apart(own: Way, *args: Any, **kwargs: Any) -> T:
-        found = own(*args, **kwargs)
-        return torch.cat([found.new_zeros(1), found.flip(1).flatten()])[1:].view(found.shape)
-
-    new = pair.agrees(apart)
-    assert not new["artefacts"] and not new["eager"], new
-
-
-def test_one_that_gives_back_what_it_is_given(pair: Pair) -> None:
-    new = pair.agrees(lambda own, query, *args, **kwargs: query)
-    assert not new["artefacts"] and not new["eager"], new
-
-
-def test_one_that_raises_raises_and_leaves_the_block_compiled(pair: Pair) -> None:
-    class Broken(Exception):
-        pass
-
-    def broken(own: Way, *args: Any, **kwargs: Any) -> T:
-        raise Broken("no attention")
-
-    with pytest.raises(Broken, match="no attention") as caught:
-        pair.call(broken)
-    if sys.version_info >= (3, 11):
-        assert f"by {NAME}" in caught.value.__notes__[0]
-    assert not pair.agrees(turned)["eager"]
-
-
-def test_one_that_is_called_without_a_function_of_the_block_s_own_stays_eager() -> None:
-    class Patched(Block):
-        def forward(self, x: T, prompt: T, options: dict[str, Any]) -> T:
-            return x + self.out(options["attend"](self.query(x)))
-
-    net = Net()
-    net.blocks = nn.ModuleList([Patched() for _ in range(2)])
-    net.eval().requires_grad_(False)
-    compiled = nexfort_engine.compile(net)
-    x, prompt, options = torch.randn(2, 6, 16), torch.randn(2, 4, 16), {"attend": lambda query: query[:, :1]}
-    with torch.inference_mode():
-        assert torch.equal(compiled(x, prompt, dict(options)), net(x, prompt, dict(options)))
-    assert all(NAME in row["reason"] and "cannot hold" in row["reason"] for row in compiled.report.as_dict()["eager"])
-
-
 # ---- what is stored -------------------------------------------------------------------------------------------------
 
 AGAIN = """
 import json, sys, torch
-from test_callbacks import Pair, turned
+from called_attention import Pair, turned
 from nexfort_engine.capture import exporter as capture
 capture.capture = None  # nothing is captured here
 pair = Pair()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch.test_region import Net, Pair
+from net_pairs import Net, Pair
 from subjects import graphs_as_they_are
 
 from nexfort_engine.compilation import builder as build
