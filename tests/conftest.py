@@ -28,7 +28,7 @@ SECONDS_BETWEEN = 120.0
 LONGEST = (  # files of more than a minute: where several run at once, none of these is left for the end
     *("contracts.py", "test_server.py", "test_comfy_walk.py", "test_browser.py", "test_demo.py", "test_warm.py"),
     *("test_text_to_image.py", "test_comfy_lora.py", "test_comfy_patches.py", "test_comfy_quantised.py"),
-    *("test_comfy_controlnet.py", "test_store_faults.py", "test_bad_input.py"),
+    *("test_comfy_controlnet.py", "test_store_faults.py", "test_bad_cache.py"),
 )
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
