@@ -9,93 +9,25 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import browser
+import browser_pages
 import pytest
 import served
+from browser_pages import page_of
 
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# fixtures
+base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
+chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
 
 BADGE = browser.BADGE
 TAB = browser.TAB
 REPORT = browser.REPORT
-MODES_OF = """() => window.app.graph.nodes.filter((node) => node.comfyClass === 'NexfortCompileModel')
-  .map((node) => node.widgets.find((widget) => widget.name === 'mode').value)"""
-# The compile node as it is queued and as it is saved.
-SAVED = """async () => {
-  const { output, workflow } = await window.app.graphToPrompt()
-  const ours = (node) => (node.class_type ?? node.type) === 'NexfortCompileModel'
-  return [Object.values(output).find(ours), workflow.nodes.find(ours)]
-}"""
-
-
-@pytest.fixture(scope="module")
-def comfyui() -> Path:
-    """The ComfyUI of this machine, where there is a browser for it."""
-    browser.front_end_or_skip()
-    return served.comfyui_or_skip()
-
-
-@pytest.fixture(scope="module")
-def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with a tiny Flux."""
-    return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, "flux_unet", "taesd_flux")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artefact cache that is empty at first."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
-    """A server with ComfyUI's real front end."""
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", root) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def chromium(comfyui: Path) -> Iterator[Any]:
-    """The browser."""
-    with browser.running() as running:
-        yield running
-
-
-@pytest.fixture
-def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A page of the server."""
-    with page_of(chromium, server) as opened:
-        yield opened
-
-
-@contextmanager
-def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[Any]:
-    """A page of a user who has changed nothing yet; at the end our modules must have caused no error."""
-    context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
-    try:
-        opened, faults = browser.open_page(context, server, **settings)
-        yield opened
-        assert faults.found == []
-        shift, moved = browser.shifted(opened)
-        assert shift < browser.MOST_SHIFT, moved
-    finally:
-        context.close()
-
-
-@pytest.fixture(scope="module")
-def filled(server: ComfyServer) -> ComfyServer:
-    """The server after a compiled prompt, so that cache and report hold something."""
-    if not server.get("/nexfort/cache")["count"]:
-        server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
-    return server
 
 
 # ---- the badge and the report ------------------------------------------------------------------------------
@@ -299,26 +231,7 @@ def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: 
         page.locator(BADGE, has_text="compiled").wait_for()
 
 
-# ---- search, settings, languages ---------------------------------------------------------------------------
-
-
-def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
-    browser.set_value(page, "Nexfort.Nodes.DefaultMode", "max-autotune")
-    page.evaluate("() => window.app.graph.clear()")
-    browser.search_and_place(page, "torch compile", "Nexfort Compile Model", (700, 300))  # an alias
-    assert page.evaluate(MODES_OF) == ["max-autotune"]
-    badge = page.locator(BADGE)
-    badge.wait_for()
-    assert badge.inner_text() == "waiting"
-    browser.set_value(page, "Nexfort.Nodes.ShowBadges", False)
-    badge.wait_for(state="hidden")
-    browser.set_value(page, "Nexfort.Nodes.ShowBadges", True)
-    badge.wait_for(state="visible")
-    browser.load(page, served.tiny_workflow("flux_compile_model"))
-    assert page.evaluate(MODES_OF) == ["O2"], "a node that brings its own mode keeps it"
-    prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
-    assert len(saved["widgets_values"]) == 6, "the badge is saved in no workflow"
+# ---- languages ---------------------------------------------------------------------------------------------
 
 
 def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) -> None:
@@ -332,99 +245,6 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
         page.get_by_role("menuitem", name="Nexfort : afficher le rapport").click()
         page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
-
-
-# ---- other packs' compile nodes ----------------------------------------------------------------------------
-
-# What the sampler's model comes from, and what that takes it from, in the prompt that would be queued.
-COMPILED_BY = """async () => {
-  const { output } = await window.app.graphToPrompt()
-  const sampler = Object.values(output).find((node) => node.class_type === 'KSampler')
-  const node = output[sampler.inputs.model[0]]
-  return [node.class_type, output[node.inputs.model[0]].class_type, Object.keys(output).length]
-}"""
-REPLACE = "() => { window.app.extensionManager.command.execute('Nexfort.ReplaceNodes') }"
-
-
-def load_old(page: Any, kind: str, **inputs: Any) -> None:
-    """Load the tiny workflow with another compile node."""
-    workflow = served.tiny_workflow("flux_compile_model")
-    for node in workflow.values():
-        if node["class_type"] == "NexfortCompileModel":
-            inputs["model"] = node["inputs"]["model"]
-            node |= {"class_type": kind, "inputs": inputs, "_meta": {"title": kind}}
-    page.evaluate("workflow => window.app.loadApiJson(workflow, 'old.json')", workflow)
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
-
-
-def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
-    load_old(page, "TorchCompileModel", backend="inductor")
-    page.wait_for_timeout(500)  # the front end takes note of the workflow as it was loaded
-    before = page.evaluate(COMPILED_BY)
-    assert before[0] == "TorchCompileModel", "nothing is replaced behind the user's back"
-    after = ["NexfortCompileModel", *before[1:]]
-    for answer, wanted in (("Cancel", before), ("Confirm", after)):
-        page.evaluate(REPLACE)
-        dialog = page.get_by_role("dialog")
-        assert "TorchCompileModel" in dialog.inner_text()
-        dialog.get_by_role("button", name=answer).click()
-        dialog.wait_for(state="detached")
-        page.wait_for_timeout(300)
-        assert page.evaluate(COMPILED_BY) == wanted, answer
-    page.locator(BADGE).wait_for()
-    page.evaluate(REPLACE)
-    page.get_by_text("holds no compile node").wait_for()
-    undo(page)
-    assert page.evaluate(COMPILED_BY) == before
-    page.evaluate(
-        "() => { const graph = window.app.graph;"
-        "graph.convertToSubgraph(new Set([graph.nodes.find((node) => node.type === 'TorchCompileModel')])) }"
-    )
-    page.evaluate(REPLACE)
-    page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-    page.get_by_text("1 node replaced").first.wait_for()
-    assert page.evaluate(COMPILED_BY) == after, "in a subgraph, whose inputs and outputs it is linked to"
-
-
-def undo(page: Any) -> None:
-    """Undo until the other node is there again."""
-    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Undo')")
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'TorchCompileModel')")
-
-
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
-def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -> None:
-    browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
-    page.evaluate("workflow => window.app.loadGraphData(workflow)", with_onediff())
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
-    page.evaluate(REPLACE)
-    page.get_by_text("holds no compile node").wait_for()  # what is missing is ComfyUI's to offer
-    page.get_by_role("button", name="View details").click()
-    page.get_by_role("button", name="Replace All").click()
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'NexfortCompileModel')")
-    assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
-    assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
-    page.locator(f"{BADGE}:visible").nth(1).wait_for()
-    if not vue:  # there the text box is among the advanced inputs, which are folded away
-        page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()
-    prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
-    assert saved["inputs"][0]["link"] is not None
-
-
-def with_onediff() -> dict[str, Any]:
-    """The shipped Flux workflow as it was saved with OneDiff's nodes."""
-    canvas = json.loads((served.ROOT / "workflows" / "flux_compile_model.json").read_text(encoding="utf-8"))
-    (speedup,) = [node for node in canvas["nodes"] if node["type"] == "NexfortCompileModel"]
-    number, link = canvas["last_node_id"] + 1, canvas["last_link_id"] + 1
-    hook = {"name": "custom_booster", "type": "CUSTOM_BOOSTER"}
-    booster = {**speedup, "id": number, "type": "OneDiffModelBooster", "pos": [0, 900], "inputs": []}
-    booster |= {"outputs": [{**hook, "links": [link]}], "widgets_values": [], "properties": {}}
-    speedup |= {"type": "ModelSpeedup", "widgets_values": [True], "properties": {}}
-    speedup["inputs"] = [speedup["inputs"][0], {**hook, "link": link}]
-    canvas["nodes"].append(booster)
-    canvas["links"].append([link, number, 0, speedup["id"], 1, "CUSTOM_BOOSTER"])
-    return {**canvas, "last_node_id": number, "last_link_id": link}
 
 
 # ---- the tab of the cache ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """Which old compile nodes are told to ComfyUI as replaceable, and how, without a server.
 
 What a real server makes of it is in test_server_routes.py and test_server.py, the command for nodes that are installed
-in test_browser.py.
+in test_browser_nodes.py.
 """
 
 from __future__ import annotations

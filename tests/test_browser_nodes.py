@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile nodes in the front end: they are found by a search, and take the place of other packs' compile nodes.
+
+Which old nodes are told to ComfyUI as replaceable is tested in nodes/test_replacements.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import browser
+import browser_pages
+import pytest
+import served
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# fixtures
+base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
+chromium, page = browser_pages.chromium, browser_pages.page
+
+BADGE = browser.BADGE
+MODES_OF = """() => window.app.graph.nodes.filter((node) => node.comfyClass === 'NexfortCompileModel')
+  .map((node) => node.widgets.find((widget) => widget.name === 'mode').value)"""
+# The compile node as it is queued and as it is saved.
+SAVED = """async () => {
+  const { output, workflow } = await window.app.graphToPrompt()
+  const ours = (node) => (node.class_type ?? node.type) === 'NexfortCompileModel'
+  return [Object.values(output).find(ours), workflow.nodes.find(ours)]
+}"""
+
+
+# ---- search ------------------------------------------------------------------------------------------------
+
+
+def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
+    browser.set_value(page, "Nexfort.Nodes.DefaultMode", "max-autotune")
+    page.evaluate("() => window.app.graph.clear()")
+    browser.search_and_place(page, "torch compile", "Nexfort Compile Model", (700, 300))  # an alias
+    assert page.evaluate(MODES_OF) == ["max-autotune"]
+    badge = page.locator(BADGE)
+    badge.wait_for()
+    assert badge.inner_text() == "waiting"
+    browser.set_value(page, "Nexfort.Nodes.ShowBadges", False)
+    badge.wait_for(state="hidden")
+    browser.set_value(page, "Nexfort.Nodes.ShowBadges", True)
+    badge.wait_for(state="visible")
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    assert page.evaluate(MODES_OF) == ["O2"], "a node that brings its own mode keeps it"
+    prompt, saved = page.evaluate(SAVED)
+    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
+    assert len(saved["widgets_values"]) == 6, "the badge is saved in no workflow"
+
+
+# ---- other packs' compile nodes ----------------------------------------------------------------------------
+
+# What the sampler's model comes from, and what that takes it from, in the prompt that would be queued.
+COMPILED_BY = """async () => {
+  const { output } = await window.app.graphToPrompt()
+  const sampler = Object.values(output).find((node) => node.class_type === 'KSampler')
+  const node = output[sampler.inputs.model[0]]
+  return [node.class_type, output[node.inputs.model[0]].class_type, Object.keys(output).length]
+}"""
+REPLACE = "() => { window.app.extensionManager.command.execute('Nexfort.ReplaceNodes') }"
+
+
+def load_old(page: Any, kind: str, **inputs: Any) -> None:
+    """Load the tiny workflow with another compile node."""
+    workflow = served.tiny_workflow("flux_compile_model")
+    for node in workflow.values():
+        if node["class_type"] == "NexfortCompileModel":
+            inputs["model"] = node["inputs"]["model"]
+            node |= {"class_type": kind, "inputs": inputs, "_meta": {"title": kind}}
+    page.evaluate("workflow => window.app.loadApiJson(workflow, 'old.json')", workflow)
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
+
+
+def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
+    load_old(page, "TorchCompileModel", backend="inductor")
+    page.wait_for_timeout(500)  # the front end takes note of the workflow as it was loaded
+    before = page.evaluate(COMPILED_BY)
+    assert before[0] == "TorchCompileModel", "nothing is replaced behind the user's back"
+    after = ["NexfortCompileModel", *before[1:]]
+    for answer, wanted in (("Cancel", before), ("Confirm", after)):
+        page.evaluate(REPLACE)
+        dialog = page.get_by_role("dialog")
+        assert "TorchCompileModel" in dialog.inner_text()
+        dialog.get_by_role("button", name=answer).click()
+        dialog.wait_for(state="detached")
+        page.wait_for_timeout(300)
+        assert page.evaluate(COMPILED_BY) == wanted, answer
+    page.locator(BADGE).wait_for()
+    page.evaluate(REPLACE)
+    page.get_by_text("holds no compile node").wait_for()
+    undo(page)
+    assert page.evaluate(COMPILED_BY) == before
+    page.evaluate(
+        "() => { const graph = window.app.graph;"
+        "graph.convertToSubgraph(new Set([graph.nodes.find((node) => node.type === 'TorchCompileModel')])) }"
+    )
+    page.evaluate(REPLACE)
+    page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+    page.get_by_text("1 node replaced").first.wait_for()
+    assert page.evaluate(COMPILED_BY) == after, "in a subgraph, whose inputs and outputs it is linked to"
+
+
+def undo(page: Any) -> None:
+    """Undo until the other node is there again."""
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Undo')")
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'TorchCompileModel')")
+
+
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -> None:
+    browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
+    page.evaluate("workflow => window.app.loadGraphData(workflow)", with_onediff())
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
+    page.evaluate(REPLACE)
+    page.get_by_text("holds no compile node").wait_for()  # what is missing is ComfyUI's to offer
+    page.get_by_role("button", name="View details").click()
+    page.get_by_role("button", name="Replace All").click()
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'NexfortCompileModel')")
+    assert page.evaluate(COMPILED_BY)[:2] == ["NexfortCompileModel", "UNETLoader"]
+    assert page.evaluate(MODES_OF) == ["O2", "O2"], "what stands for the booster is connected to nothing"
+    page.locator(f"{BADGE}:visible").nth(1).wait_for()
+    if not vue:  # there the text box is among the advanced inputs, which are folded away
+        page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()
+    prompt, saved = page.evaluate(SAVED)
+    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
+    assert saved["inputs"][0]["link"] is not None
+
+
+def with_onediff() -> dict[str, Any]:
+    """The shipped Flux workflow as it was saved with OneDiff's nodes."""
+    canvas = json.loads((served.ROOT / "workflows" / "flux_compile_model.json").read_text(encoding="utf-8"))
+    (speedup,) = [node for node in canvas["nodes"] if node["type"] == "NexfortCompileModel"]
+    number, link = canvas["last_node_id"] + 1, canvas["last_link_id"] + 1
+    hook = {"name": "custom_booster", "type": "CUSTOM_BOOSTER"}
+    booster = {**speedup, "id": number, "type": "OneDiffModelBooster", "pos": [0, 900], "inputs": []}
+    booster |= {"outputs": [{**hook, "links": [link]}], "widgets_values": [], "properties": {}}
+    speedup |= {"type": "ModelSpeedup", "widgets_values": [True], "properties": {}}
+    speedup["inputs"] = [speedup["inputs"][0], {**hook, "link": link}]
+    canvas["nodes"].append(booster)
+    canvas["links"].append([link, number, 0, speedup["id"], 1, "CUSTOM_BOOSTER"])
+    return {**canvas, "last_node_id": number, "last_link_id": link}
