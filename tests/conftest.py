@@ -26,7 +26,8 @@ THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
 LONGEST = (  # files of more than a minute: where several run at once, none of these is left for the end
-    *("contracts.py", "test_server.py", "test_comfy_walk.py", "test_browser.py", "test_demo.py", "test_warm.py"),
+    *("contracts.py", "contracts_faults.py", "contracts_changes.py", "test_server.py", "test_comfy_walk.py"),
+    *("test_browser.py", "test_demo.py", "test_warm.py"),
     *("test_text_to_image.py", "test_comfy_lora.py", "test_comfy_patches.py", "test_comfy_quantised.py"),
     *("test_comfy_controlnet.py", "test_store_faults.py", "test_bad_cache.py"),
 )
@@ -170,6 +171,14 @@ def host(name: str, request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture
+def tiny(host: str) -> Any:
+    """The backbone after its first compiled call, shared by the tests of a session: leave it as it was."""
+    from subjects import subject  # it loads torch
+
+    return subject(host)
+
+
 def import_comfyui(root: Path) -> None:
     """Import comfy from a ComfyUI's root, for a CPU and with attention that can be traced."""
     if str(root) not in sys.path:
@@ -210,7 +219,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
             backbone = test.partition("[")[2].partition("-")[0].rstrip("]")
-            return f"{file} {half_of(backbone)}" if file.endswith("contracts.py") else file
+            return f"contracts {half_of(backbone)}" if Path(file).name.startswith("contracts") else file
 
     return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 

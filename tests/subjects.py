@@ -27,6 +27,7 @@ from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
 from nexfort_engine.capture.types import Captured
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.dispatch import forward_shim
 from nexfort_engine.engine import Engine
 from nexfort_engine.lowering import inductor as lower
 from nexfort_engine.reporting.report import Report
@@ -44,6 +45,9 @@ def names(*, where: Callable[[Backbone], bool] = lambda kind: True) -> list[Any]
         for name, kind in BACKBONES.items()
         if where(kind)
     ]
+
+
+every = pytest.mark.parametrize("name", names())
 
 
 def distance(found: Tensors, wanted: Tensors) -> float:
@@ -105,6 +109,18 @@ def new_since(subject: Subject, mark: Any) -> dict[str, Any]:
     """What the report gained that a contract may forbid: artefacts, variants, blocks that ran eager."""
     found = subject.report.since(mark)
     return {key: found[key] for key in ("artefacts", "variants", "eager") if found[key]}
+
+
+def assert_plain(subject: Subject) -> None:
+    """The module is what it was before it was compiled, and nothing of the engine is left in it."""
+    assert list(subject.module.state_dict()) == subject.keys_before == list(subject.compiled.state_dict())
+    assert equal_bits(subject.eager(), subject.eager_before)
+
+
+def assert_nothing_left(subject: Subject) -> None:
+    """No call is under way: no block has a forward of the engine's."""
+    assert not forward_shim._installed
+    assert not [path for path, sub in subject.module.named_modules() if "forward" in vars(sub)]
 
 
 @functools.cache
