@@ -217,11 +217,11 @@ class _Walk:
                             self._met(None, value)
 
     def _reach(self, address: Address, *, is_called: bool) -> None:
+        if address in self.addresses:
+            return
         ends = self._resolver.ends(address)
         if is_called and all(map(self._stood_by, ends)):
             return  # a function that is called in another case than the captured one
-        if address in self.addresses:
-            return
         self.addresses[address] = None
         for value in ends:
             self._met(address, value)
