@@ -83,13 +83,13 @@ def _first_server(
 def _prepare(comfyui: Path, base: Path, say: Say) -> dict[str, str]:
     """Make the tiny files below `base`; gives loader input -> file name."""
     # The tests make the same files; they live there because tests run where no demo is installed.
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     import tiny_checkpoints
 
     say("making a tiny checkpoint with random weights")
     made = tiny_checkpoints.make(comfyui, base / "models", *FILES.values())
     (base / "custom_nodes").mkdir(parents=True, exist_ok=True)
-    shutil.copytree(ROOT / "tests" / "testing_nodes", base / "custom_nodes" / "testing_nodes")
+    shutil.copytree(ROOT / "tests" / "support" / "testing_nodes", base / "custom_nodes" / "testing_nodes")
     return {key: made[name].name for key, name in FILES.items()}
 
 

@@ -53,7 +53,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Inductor asks for the compiler once, when it is loaded, which some test files do: before any fixture runs.
 if shutil.which("g++"):
-    os.environ.setdefault("CXX", str(Path(__file__).with_name("compiler") / "g++"))
+    os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
 # Read when sympy is loaded. Lowering asks it the same things again and again; workers have as large a memory.
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 

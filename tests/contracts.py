@@ -201,9 +201,9 @@ def test_second_process_compiles_nothing_and_gives_the_same_bits(
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(artefact_cache)}
     if any(BACKBONES[name].host == "comfy" for name in names_here):
         environment["COMFYUI_PATH"] = str(request.getfixturevalue("comfyui"))
-    here = Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])
-    command = [sys.executable, str(here / "restarted.py"), *names_here, *(["--control"] if half == 0 else [])]
+    here, support = Path(__file__).parent, Path(__file__).with_name("support")
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (here.parent, here, support)))
+    command = [sys.executable, str(support / "restarted.py"), *names_here, *(["--control"] if half == 0 else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -403,7 +403,8 @@ def test_backend_by_name_through_the_entry_point(tmp_path: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nexfort\nVersion: 0.1.0\n")
     text = "".join(f"{name} = {place}\n" for name, place in points.items())
     (metadata / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{text}")
-    command = [sys.executable, "-c", _BY_NAME, str(tmp_path), str(ROOT), str(Path(__file__).parent)]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", _BY_NAME, *map(str, (tmp_path, ROOT, here, here / "support"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) < TOLERANCE

@@ -155,7 +155,8 @@ print(json.dumps({"digests": [first, digest(run(again))], "report": compiled.rep
 @pytest.mark.slow
 def test_two_processes_start_on_one_cache_at_once(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
-    command = [sys.executable, "-c", _ONE_OF_TWO, str(tmp_path / "meet"), str(ROOT), str(Path(__file__).parent)]
+    support = Path(__file__).with_name("support")
+    command = [sys.executable, "-c", _ONE_OF_TWO, str(tmp_path / "meet"), str(ROOT), str(support)]
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(cache)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]

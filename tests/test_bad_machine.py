@@ -51,7 +51,7 @@ def test_without_a_cpp_compiler_one_line_and_the_eager_result(cxx: str | None, t
     environment.pop("CXX", None)
     if cxx is not None:
         environment |= {"PATH": os.environ["PATH"], "CXX": cxx}
-    command = [sys.executable, "-c", _NO_GCC, str(ROOT), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", _NO_GCC, str(ROOT), str(Path(__file__).with_name("support"))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -83,10 +83,11 @@ def test_autocast_is_followed(host: str) -> None:
 
 def _in_another(folder: Path, states: str, names: list[str], comfyui: Path | None) -> dict[str, list[dict[str, Any]]]:
     here = Path(__file__).parent
-    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(folder), "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
+    path = os.pathsep.join(map(str, (here.parent, here, here / "support")))
+    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(folder), "PYTHONPATH": path}
     if comfyui is not None:
         environment["COMFYUI_PATH"] = str(comfyui)
-    command = [sys.executable, str(here / "changed_process.py"), states, *names]
+    command = [sys.executable, str(here / "support" / "changed_process.py"), states, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])

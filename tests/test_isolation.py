@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 
 
 @pytest.mark.slow
@@ -21,9 +21,9 @@ def test_settings_and_other_users_caches_are_as_before(tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TRITON")},
         **{"TORCHINDUCTOR_CACHE_DIR": str(users), "NEXFORT_CACHE_DIR": str(ours), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"},
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)]),
     }
-    command = [sys.executable, str(HERE / "isolated.py")]
+    command = [sys.executable, str(SUPPORT / "isolated.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

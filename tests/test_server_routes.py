@@ -85,7 +85,7 @@ def server(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """A server with the packed plugin, two artefacts that nobody uses, and the pack that lists the routes."""
     folder = tmp_path_factory.mktemp("routes")
     base, cache = served.base_folder(folder / "base", comfyui), folder / "cache"
-    (base / "custom_nodes" / "testing_routes").symlink_to(packed.ROOT / "tests" / "testing_routes")
+    (base / "custom_nodes" / "testing_routes").symlink_to(packed.ROOT / "tests" / "support" / "testing_routes")
     cache.mkdir(mode=0o700)
     fill(cache)
     with served.server(comfyui, base, cache, plugin=packed.unpack(folder / "plugin")) as running:

@@ -157,7 +157,7 @@ print(recorded_locks.told())
 def test_threads_take_locks_in_the_order_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NEXFORT_WORKERS", "0")
-    code = RUN.format(tests=str(ROOT / "tests"), cache=str(tmp_path))
+    code = RUN.format(tests=str(ROOT / "tests" / "support"), cache=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

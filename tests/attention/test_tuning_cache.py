@@ -24,7 +24,7 @@ from nexfort_engine.attention.tuning_cache import Row, Table, file_name
 from nexfort_engine.reporting.report import Report
 
 ORDER = (0, 1, 2, 3)
-TESTS = Path(__file__).resolve().parent.parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def asked_once(folder: Path, kernels: Kernels, rows: int = 8) -> str:
 
 def process(folder: Path, **microseconds: float) -> subprocess.Popen[str]:
     given = [f"{name}={value}" for name, value in microseconds.items()]
-    command = [sys.executable, str(TESTS / "attention_kernels.py"), str(folder), *given]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, str(SUPPORT / "attention_kernels.py"), str(folder), *given]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
 
 

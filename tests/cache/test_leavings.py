@@ -80,7 +80,7 @@ def start(store: Store, system: Path) -> Iterator[Callable[[], subprocess.Popen[
 
 
 def _command(code: str, store: Store) -> list[str]:
-    return [sys.executable, "-c", code, str(store.root), str(Path(__file__).parent.parent)]
+    return [sys.executable, "-c", code, str(store.root), str(Path(__file__).parents[1] / "support")]
 
 
 def there(folder: Path, *besides: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_sizes_of_one_and_none_that_were_constants_are_narrow(captured: int, giv
 
 
 def test_lowered_blocks_agree_with_eager_at_every_odd_size_or_raise_what_it_raises(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parent.with_name("odd_sizes.py"))]
+    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "odd_sizes.py")]
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(tmp_path / "cache"), "NEXFORT_WORKERS": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

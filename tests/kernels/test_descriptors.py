@@ -97,6 +97,6 @@ def test_one_is_launched_so_from_a_process_whose_inductor_began_otherwise(
     made = {file: file.read_text() for file in payload.rglob("*.py")}
     (kernel,) = (file for file, text in made.items() if "gluon_autotune(" in text and "def call(" not in text)
     kernel.write_text(made[kernel].replace("triton_helpers.set_driver_to_gpu()", ""))
-    monkeypatch.setenv("PYTHONPATH", f"{tests}:{Path(tests).parent}")
+    monkeypatch.setenv("PYTHONPATH", f"{tests}:{Path(tests).parents[1]}")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     subprocess.run([sys.executable, "-c", _COMPILED, str(kernel)], check=True, timeout=300)

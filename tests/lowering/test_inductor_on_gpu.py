@@ -15,20 +15,20 @@ from gpu_blocks import MEASURED, OPTIONS, lowered
 from nexfort_engine.lowering import worker_pool
 
 pytestmark = pytest.mark.gpu
-TESTS = Path(__file__).resolve().parent.parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 def test_the_watch_sees_a_context(tmp_path: Path) -> None:
     code = "import context_watch, time, torch; torch.zeros(1, device='cuda'); time.sleep(1)"
     variables = {**os.environ, context_watch.WATCH: str(tmp_path / "stacks")}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=TESTS, env=variables)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=SUPPORT, env=variables)
     assert (tmp_path / "stacks").exists()
 
 
 @pytest.mark.parametrize("options", [OPTIONS, MEASURED], ids=["O3", "measured attention"])
 def test_a_worker_makes_no_context(options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(context_watch.WATCH, str(tmp_path / "stacks"))
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setattr(worker_pool._Forker, "_current", None)  # one that is there was started with another path
     lowered(tmp_path, "context_watch", options=options)
     stacks = (tmp_path / "stacks").read_text() if (tmp_path / "stacks").exists() else ""
@@ -40,7 +40,7 @@ def test_layers_are_lowered_once_by_a_worker_that_lowered_before(
 ) -> None:
     """Torch asks for the device when it lowers, and no process that is forked afterwards can use it."""
     monkeypatch.setattr(worker_pool, "_MANY", 1)
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setattr(worker_pool._Forker, "_current", None)  # one that is there may watch, which asks for the device
     payloads = lowered(tmp_path, "context_watch", ["stack"])
     assert (payloads["stack"] / "folded.json").exists() and (payloads["stack"] / "before").exists()

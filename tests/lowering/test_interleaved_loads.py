@@ -32,7 +32,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
     for once in (True, False):
         options = CompileConfig.parse({"mode": "O2", "options": {"fuse.rotary": once}}).lowering_options("cuda")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(TESTS))
+            patch.setenv("PYTHONPATH", str(TESTS / "support"))
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
             patch.setattr(worker_pool, "_MANY", 1)
             payloads = lowered(tmp_path_factory.mktemp("pairs"), "pretended_worker", list(TURNED), options)

@@ -27,7 +27,7 @@ from gpu_blocks import (
     STACKS,
     captured,
 )
-from lowering_ahead import TESTS, code_of, kernels_of, lowered_ahead
+from lowering_ahead import SUPPORT, code_of, kernels_of, lowered_ahead
 from pretended_gpu import FORKED
 
 from nexfort_engine.config.compile_config import CompileConfig
@@ -307,4 +307,4 @@ def test_what_is_done_before_a_fork_asks_no_device() -> None:
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=TESTS.parent, env=variables)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=SUPPORT.parents[1], env=variables)

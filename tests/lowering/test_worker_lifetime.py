@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, code: str, **environment: str) -> None:
         run = [sys.executable, "-c", textwrap.dedent(code)]
-        more = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **environment}
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+        more = {**os.environ, "PYTHONPATH": path, **environment}
         self.process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=more)
         assert self.process.stdout is not None
         self.leader = int(self.process.stdout.readline())

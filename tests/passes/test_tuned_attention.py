@@ -242,7 +242,8 @@ def test_a_fresh_process_loads_what_calls_the_operator_and_takes_what_was_chosen
     args, kwargs = given(tiny)
     compiled = nexfort_engine.compile(tiny.module, options=ON)
     result = compiled(*args, **kwargs)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "passes", TESTS, TESTS.parent)))}
+    path = os.pathsep.join(map(str, (TESTS / "passes", TESTS / "support", TESTS.parent)))
+    variables = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

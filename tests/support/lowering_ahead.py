@@ -16,7 +16,7 @@ from nexfort_engine.capture.types import Captured
 from nexfort_engine.lowering import worker_pool
 from nexfort_engine.system import process_settings
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
 
 
 def lowered_ahead(
@@ -28,7 +28,7 @@ def lowered_ahead(
 ) -> dict[str, Path]:
     """The payload of each block, made where nobody has asked for a device. module: as for gpu_blocks.lowered."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("PYTHONPATH", str(SUPPORT))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # or CUDA's runtime would be asked for devices, and no worker forked
         patch.setattr(worker_pool, "_MANY", 1)  # as on a machine with cores for the pieces of one graph
         return lowered(folder, module, kinds, options, capture)

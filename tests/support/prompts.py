@@ -23,7 +23,7 @@ import pytest
 import torch
 from patchers import in_the_middle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BOUND_TO_NODES = ("comfy_execution.graph", "comfy_execution.caching", "execution", "comfy_extras.nodes_controlnet")
 WIDGETS = {"mode": "O2", "dynamic": True, "memory_format": "contiguous_format"}
 Prompt = dict[str, dict[str, Any]]
@@ -42,7 +42,7 @@ def comfyui_nodes(comfyui: Path) -> Iterator[Any]:
         for name in BOUND_TO_NODES:
             patch.setattr(importlib.import_module(name), "nodes", found)
         ours = _load("nexfort_nodes", ROOT / "nodes")
-        testing = _load("nexfort_testing_nodes", ROOT / "tests" / "testing_nodes")
+        testing = _load("nexfort_testing_nodes", ROOT / "tests" / "support" / "testing_nodes")
         more = {
             **{kind.define_schema().node_id: kind for kind in (*ours.NODES, testing.TestRandomConditioning)},
             **{kind.__name__: kind for kind in _more_of_comfyui()},

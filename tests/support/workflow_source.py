@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example workflows, written once: `workflows/*.json`, `workflows/*.jpg` and `workflows/api/*.json` come from here.
 
-    python tests/workflow_source.py           says whether the files are what this source gives
-    python tests/workflow_source.py --write   writes them
+    python tests/support/workflow_source.py           says whether the files are what this source gives
+    python tests/support/workflow_source.py --write   writes them
 
 What a family's workflow consists of is in workflow_families/, one file for each kind of network. Widgets stand in the
 order of the front end; tests/nodes/test_workflows.py proves names, order and link types against a real server. It
@@ -21,7 +21,7 @@ from PIL import Image
 from workflow_families import FAMILIES
 from workflow_graph import Graph
 
-WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 
 
 def build_all() -> dict[str, Graph]:
@@ -92,7 +92,7 @@ def main() -> None:
         write()
     found = different()
     for path in found:
-        print(f"{path.relative_to(WORKFLOWS.parent)} differs; python tests/workflow_source.py --write")
+        print(f"{path.relative_to(WORKFLOWS.parent)} differs; python tests/support/workflow_source.py --write")
     sys.exit(1 if found else 0)
 
 

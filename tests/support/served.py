@@ -26,7 +26,7 @@ from workflow_graph import Graph
 
 from nexfort_engine.cli.comfy_server import ComfyServer, find_comfyui
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 API = ROOT / "workflows" / "api"
 LOADERS = {"CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "DualCLIPLoader", "VAELoader"}
 COMPILE_NODES = {"NexfortCompileModel", "NexfortCompileVAE", "NexfortCompileControlNet"}
@@ -133,7 +133,7 @@ def base_folder(folder: Path, comfyui: Path, *names: str) -> Path:
     (folder / "custom_nodes").mkdir(parents=True, exist_ok=True)
     pack = folder / "custom_nodes" / "testing_nodes"
     if not pack.exists():
-        pack.symlink_to(ROOT / "tests" / "testing_nodes", target_is_directory=True)
+        pack.symlink_to(ROOT / "tests" / "support" / "testing_nodes", target_is_directory=True)
     if names:
         tiny_checkpoints.make(comfyui, folder / "models", *names)
     return folder

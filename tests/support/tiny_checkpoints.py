@@ -6,7 +6,7 @@ so that its checkpoint, diffusion model, text encoder, VAE and LoRA loaders take
 have a scale at which every input matters to the result. Same name and seed, same bytes. Nothing here runs a
 model.
 
-    python tests/tiny_checkpoints.py --comfyui ~/comfy/ComfyUI --models base/models flux_unet taesd_flux
+    python tests/support/tiny_checkpoints.py --comfyui ~/comfy/ComfyUI --models base/models flux_unet taesd_flux
 
 ComfyUI is imported only when a file is made. As it has modules with common names, call `make`, which does it
 in a process of its own.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import nexfort_engine
 
 SIZES = (0, 1, 2, 3, 5, 7, 11)
