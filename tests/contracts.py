@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises, one test each, over every tiny backbone of backbones.py.
+"""The promises, one test each, over four tiny backbones of backbones.py in `make test`, over all in `make test-large`.
 
 Each first asserts that what it varies moves the eager result by a hundred times the tolerance, so that none can pass on
 a network that ignores it. "Nothing new" means neither compiled nor loaded: a cache that is warm from an earlier run
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from backbones import BACKBONES, make
+from backbones import BACKBONES, FOUR, make
 from halves import half_of
 from inputs import shuffled_calls
 from outside import unexplained
@@ -36,6 +36,7 @@ from subjects import (
     equal_bits,
     every,
     graphs_as_they_are,
+    installed,
     new_since,
     subject,
 )
@@ -174,28 +175,12 @@ def test_twelve_blocks_need_what_two_need(tiny: Subject) -> None:
 # ---- what persists ------------------------------------------------------------------------------------------
 
 
-def _installed(request: pytest.FixtureRequest) -> list[str]:
-    """The backbones that can be made here."""
-    hosts = {"torch"}
-    try:
-        import diffusers  # noqa: F401
-
-        hosts.add("diffusers")
-    except ImportError:
-        pass
-    try:
-        request.getfixturevalue("comfyui")
-        hosts.add("comfy")
-    except pytest.skip.Exception:
-        pass
-    return [name for name, kind in BACKBONES.items() if kind.host in hosts]
-
-
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.large)], ids=["four", "the others"])
 @pytest.mark.parametrize("half", [0, 1])  # those that conftest.py's scheduler has compiled in this process
 def test_second_process_compiles_nothing_and_gives_the_same_bits(
-    request: pytest.FixtureRequest, artefact_cache: Path, half: int
+    request: pytest.FixtureRequest, artefact_cache: Path, half: int, few: bool
 ) -> None:
-    names_here = [name for name in _installed(request) if half_of(name) == half]
+    names_here = [name for name in installed(request) if half_of(name) == half and (name in FOUR) == few]
     wanted = {name: digests(subject(name).tiny, subject(name).compiled) for name in names_here}
     assert all(len(set(found)) == len(found) for found in wanted.values()), "two calls of a backbone gave the same"
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(artefact_cache)}
@@ -203,12 +188,13 @@ def test_second_process_compiles_nothing_and_gives_the_same_bits(
         environment["COMFYUI_PATH"] = str(request.getfixturevalue("comfyui"))
     here, support = Path(__file__).parent, Path(__file__).with_name("support")
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (here.parent, here, support)))
-    command = [sys.executable, str(support / "restarted.py"), *names_here, *(["--control"] if half == 0 else [])]
+    control = ["--control"] if half == 0 and few else []  # once is enough: the hooks are the same
+    command = [sys.executable, str(support / "restarted.py"), *names_here, *control]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["counted"] == {"exports": 0, "lowerings": 0}
-    if half == 0:  # once is enough: the hooks are the same
+    if control:
         assert answer["control"]["problem"] is None
         assert min(answer["control"]["exports"], answer["control"]["lowerings"]) > 0, "the hooks see nothing"
     for name, found in answer["backbones"].items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises about faults: an error, a region that fails, a step that is cancelled, over every tiny backbone.
+"""The promises about faults: an error, a region that fails, a step that is cancelled, over tiny backbones.
 
 What contracts have in common is said in contracts.py.
 """

@@ -15,31 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from backbones import BACKBONES
-from changes import CHANGES, FOUR
+from backbones import BACKBONES, FOUR
+from changes import CHANGES
 from subjects import (
     MOVES,
     TOLERANCE,
     Subject,
     distance,
     equal_bits,
+    every,
     graph_subject,
     graphs_as_they_are,
+    installed,
     new_since,
     subject,
 )
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
-
-
-def _names(*few: str) -> list[Any]:
-    marks = {name: [pytest.mark.comfy] if kind.host == "comfy" else [] for name, kind in BACKBONES.items()}
-    return [
-        pytest.param(name, marks=[*marks[name], *([] if name in few else [pytest.mark.large])]) for name in BACKBONES
-    ]
-
-
-four = pytest.mark.parametrize("name", _names(*FOUR))
 
 
 def _seen(tiny: Subject, change: str) -> None:
@@ -56,19 +48,19 @@ def _seen(tiny: Subject, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["attention", "block"])
-@four
+@every
 def test_a_replaced_function_is_seen_and_so_is_the_way_back(host: str, change: str) -> None:
     _seen(subject(host).again(), change)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", _names(*BACKBONES))
+@every
 def test_a_replaced_function_changes_the_graph(host: str, change: str) -> None:
     with graphs_as_they_are():
         _seen(graph_subject(host), change)
 
 
-@four
+@every
 def test_autocast_is_followed(host: str) -> None:
     tiny = subject(host).again()
     before, wanted = tiny.run(), tiny.eager()
@@ -109,15 +101,20 @@ def test_the_store_is_asked_for_what_is_there_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@four
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.large)], ids=["four", "the others"])
 def test_another_process_finds_both_in_either_order(
-    host: str, artefact_cache: Path, request: pytest.FixtureRequest
+    few: bool, artefact_cache: Path, request: pytest.FixtureRequest
 ) -> None:
-    tiny = subject(host).again()
-    with CHANGES["attention"](tiny.module):
-        tiny.run()
-    comfyui = request.getfixturevalue("comfyui") if BACKBONES[host].host == "comfy" else None
+    names = [name for name in installed(request) if (name in FOUR) == few]
+    for name in names:
+        tiny = subject(name).again()
+        with CHANGES["attention"](tiny.module):
+            tiny.run()
+    hosts = {BACKBONES[name].host for name in names}
+    comfyui = request.getfixturevalue("comfyui") if "comfy" in hosts else None
     for states in ("plain,attention", "attention,plain"):
-        (rows,) = _in_another(artefact_cache, states, [host], comfyui).values()
-        assert [row["compiled"] for row in rows] == [0, 0], states
-        assert rows[0]["loaded"] > 0 and rows[1]["loaded"] > 0
+        found = _in_another(artefact_cache, states, names, comfyui)
+        assert list(found) == names
+        for name, rows in found.items():
+            assert [row["compiled"] for row in rows] == [0, 0], (name, states)
+            assert rows[0]["loaded"] > 0 and rows[1]["loaded"] > 0, (name, states)

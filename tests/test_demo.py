@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from demo import in_diffusers
 from demo.outcome import SIZES, Outcome, Stop, first_step_s, per_step_ms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +72,35 @@ def test_steps_are_timed_without_the_first_with_gaps_and_outliers() -> None:
             per_step_ms(too_few)
 
 
+# a process of the demo, with pictures and steps enough for the table
+_SMALL = """
+from demo import in_diffusers, outcome
+outcome.SIZES[:] = [(128, 128), (160, 128), (128, 160), (144, 96)]
+in_diffusers.STEPS = 3
+in_diffusers.main()
+"""
+
+
 @pytest.mark.slow
+def test_the_embedded_pipeline_keeps_its_promises_with_small_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    run = subprocess.run
+
+    def small(command: list[str], **more: Any) -> Any:
+        assert command[1:3] == ["-m", "demo.in_diffusers"]
+        return run([command[0], "-c", _SMALL, *command[3:]], cwd=ROOT, **more)
+
+    monkeypatch.setattr(in_diffusers.subprocess, "run", small)
+    found = in_diffusers.run(tmp_path, tmp_path, lambda _: None)
+    assert found.broken_promises() == [] and [stop.artefacts_compiled for stop in found.stops[1:]] == [0, 0, 0]
+    assert len(found.images) == 2 * len(SIZES) and all((tmp_path / name).stat().st_size > 0 for name in found.images)
+
+
+@pytest.mark.slow
+@pytest.mark.large
 def test_the_embedded_pipeline_keeps_its_promises(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("transformers")

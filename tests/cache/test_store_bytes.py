@@ -15,7 +15,7 @@ from stores import KEY, loaded, put, quick_folder, snapshot
 
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
-MUTATIONS = 21_000  # in all; the shares of the files add up to 1
+FEW, MUTATIONS = 1_000, 21_000  # in all, by `make test` and by `make test-large`; the shares of the files add up to 1
 SHARES = {"index.json": 0.3, "manifest.json": 0.35, "payload": 0.2, "last_used": 0.1, "pinned": 0.05}
 TOKENS = [
     *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"null", b"true", b"-1", b"1e999", b"NaN", b"1" * 5000, b"[" * 2000),
@@ -66,8 +66,9 @@ def whole() -> Iterator[tuple[Path, Entry]]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("mutations", [FEW, pytest.param(MUTATIONS, marks=pytest.mark.large)])
 @pytest.mark.parametrize("name", SHARES)
-def test_no_mutation_raises_or_loads_altered_bytes(whole: tuple[Path, Entry], name: str) -> None:
+def test_no_mutation_raises_or_loads_altered_bytes(whole: tuple[Path, Entry], name: str, mutations: int) -> None:
     root, entry = whole
     dice = random.Random(f"nexfort {name}")
     stored = snapshot(entry.payload)
@@ -75,7 +76,7 @@ def test_no_mutation_raises_or_loads_altered_bytes(whole: tuple[Path, Entry], na
     file = {"index.json": root / name, "payload": kernel}.get(name, entry.path / name)
     content, listed = file.read_bytes(), (root / "index.json").read_bytes()
     loads = 0
-    for number in range(int(MUTATIONS * SHARES[name])):
+    for number in range(int(mutations * SHARES[name])):
         altered = mutated(content, dice)
         file.write_bytes(altered)
         without_index = name == "manifest.json" and number % 4 == 0

@@ -20,12 +20,12 @@ from backbones import make
 from card_memory import loaded_in_part, unload
 from patchers import (
     CONFIG,
-    FAMILIES,
     MOVES,
     TOLERANCE,
     Pair,
     another,
     distance,
+    families,
     in_the_middle,
     nothing_new,
     patcher_around,
@@ -38,11 +38,10 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.hosts.comfy import model as host
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
-every = pytest.mark.parametrize("name", FAMILIES)
 one = pytest.mark.parametrize("name", ["comfy_flux"])
 
 
-@every
+@families
 def test_two_checkpoints_take_turns(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     patcher = another(name)
@@ -87,7 +86,7 @@ def merged(how: str, patcher: Any, other: Any) -> Any:
     return made[0]
 
 
-@every
+@families
 def test_a_merge_of_two_is_honoured_in_either_order(pair: Callable[[str], Pair], name: str) -> None:
     at, other = pair(name), another(name)
     nothing_new(at.honours(lambda patcher: merged("simple", patcher, other)))
@@ -123,7 +122,7 @@ def test_a_model_that_was_unloaded_is_loaded_again(pair: Callable[[str], Pair], 
     at.is_left_by(plain, before)
 
 
-@every
+@families
 def test_weights_leave_in_the_middle_of_a_prompt(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
@@ -164,7 +163,7 @@ def test_the_batch_follows_the_memory_that_is_free(
     at.is_left_by(plain, before)
 
 
-@every
+@families
 def test_the_batch_changes_from_step_to_step(
     pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +202,7 @@ def test_every_prompt_makes_its_nodes_anew(pair: Callable[[str], Pair], name: st
     nothing_new(at.since(mark))
 
 
-@every
+@families
 def test_a_model_that_is_gone_leaves_nothing_behind(pair: Callable[[str], Pair], name: str) -> None:
     def used() -> list[weakref.ref[Any]]:
         at = pair(name)

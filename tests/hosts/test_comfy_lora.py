@@ -15,16 +15,28 @@ import pytest
 import torch
 from card_memory import loaded_in_part, unload
 from lora_files import FORMATS, File, both, bypassed, file_for, hooked, kohya, loaded, lora, peft
-from patchers import FAMILIES, MOVES, TOLERANCE, Pair, distance, eager_only, nothing_new, regions_of, sample
+from patchers import (
+    FAMILIES,
+    FEW,
+    MOVES,
+    TOLERANCE,
+    Pair,
+    distance,
+    eager_only,
+    families,
+    nothing_new,
+    regions_of,
+    sample,
+)
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 # ---- on, off, stronger, stacked --------------------------------------------------------------------------------------
 
 
 def _rows() -> list[Any]:
-    """Every format on one family and one format on every family; the other pairs run by `make test-large`."""
+    """Every format on one family and one format on a few; the other pairs run by `make test-large`."""
     every = [(name, kind) for name in FAMILIES for kind in FORMATS]
-    few = [(name, kind) for name, kind in every if kind == "lora" or name == "comfy_flux"]
+    few = [(name, kind) for name, kind in every if (kind == "lora" and name in FEW) or name == "comfy_flux"]
     return [pytest.param(*row, marks=() if row in few else pytest.mark.large) for row in every]
 
 
@@ -34,7 +46,7 @@ def test_every_format_is_honoured(pair: Callable[[str], Pair], name: str, kind: 
     nothing_new(at.honours(loaded(file_for(at.patcher, kind))))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_on_stronger_stacked_and_off(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     plain, before = sample(at.patcher), sample(at.clone)
@@ -80,7 +92,7 @@ def test_a_file_of_diffusers_for_parts_of_flux_s_fused_weights(pair: Callable[[s
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_hooks_act_on_one_condition_alone(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     plain, before = sample(at.patcher), sample(at.clone)
@@ -100,7 +112,7 @@ def test_hooks_act_on_one_condition_alone(pair: Callable[[str], Pair], name: str
 # ---- bypass: the layers' own forward is replaced ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_a_bypass_lora_runs_its_blocks_eager_while_it_is_on(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     file = file_for(at.patcher)

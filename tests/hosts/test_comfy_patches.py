@@ -19,8 +19,10 @@ from patchers import (
     TOLERANCE,
     Change,
     Pair,
+    by_family,
     distance,
     eager_only,
+    families,
     node,
     nothing_new,
     regions_of,
@@ -155,7 +157,7 @@ def other(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return attention(*args, **kwargs).flip(2)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_attention_of_others_runs_inside_compiled_blocks(pair: MakePair, name: str) -> None:
     at = pair(name)
     first = at.honours(with_option("optimized_attention_override", flipped))
@@ -194,7 +196,7 @@ IN_A_DIT: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3", "comfy_qwen"])
+@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3", pytest.param("comfy_qwen", marks=pytest.mark.large)])
 @pytest.mark.parametrize("change", IN_A_DIT.values(), ids=IN_A_DIT)
 def test_blocks_of_a_dit_that_are_replaced_stay_compiled_inside(pair: MakePair, change: Change, name: str) -> None:
     new = pair(name).honours(change)
@@ -243,12 +245,12 @@ EVERYWHERE = [(name, kind) for name in FAMILIES for kind in AROUND if name != "c
 CACHES = [(name, kind) for name in FAMILIES for kind in ("EasyCache", "LazyCache")]
 
 
-@pytest.mark.parametrize(("name", "kind"), EVERYWHERE)
+@pytest.mark.parametrize(("name", "kind"), by_family(*EVERYWHERE))
 def test_wrappers_of_others_act_and_cost_nothing(pair: MakePair, name: str, kind: str) -> None:
     nothing_new(pair(name).honours(AROUND[kind]))
 
 
-@pytest.mark.parametrize(("name", "kind"), [row for row in CACHES if row != ("comfy_sd3", "EasyCache")])
+@pytest.mark.parametrize(("name", "kind"), by_family(*(row for row in CACHES if row != ("comfy_sd3", "EasyCache"))))
 def test_caching_of_steps(pair: MakePair, name: str, kind: str) -> None:
     at = pair(name)
     cached = node(
@@ -279,12 +281,14 @@ def follows(at: Pair, edit: Edit, **call: Any) -> dict[str, Any]:
     return new
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@families
 def test_area_conditions(pair: MakePair, name: str) -> None:
     nothing_new(follows(pair(name), left_half, cfg=24.0))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")])
+@pytest.mark.parametrize(
+    "name", by_family(*((name,) for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")))
+)
 def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: str) -> None:
     at, control = pair(name), control_of(name)
     rows = {

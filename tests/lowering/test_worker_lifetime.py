@@ -57,7 +57,7 @@ class Server:
         run = [sys.executable, "-c", textwrap.dedent(code)]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
         more = {**os.environ, "PYTHONPATH": path, **environment}
-        self.process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=more)
+        self.process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=more, start_new_session=True)
         assert self.process.stdout is not None
         self.leader = int(self.process.stdout.readline())
 
@@ -69,7 +69,7 @@ class Server:
         return len(_group(self.leader)) >= count
 
     def end(self) -> None:
-        process_activity.end([self.process.pid, *_group(self.leader)])
+        process_activity.end([self.process.pid, *_group(self.process.pid), *_group(self.leader)])
         self.process.wait()
 
 

@@ -24,7 +24,7 @@ from inputs import Call, Draw, Size, latent_call, sampler_options, tensors_of
 from torch import nn
 from torch_dit import TorchDiT
 
-__all__ = ["BACKBONES", "Backbone", "Tiny", "make", "tensors_of", "with_weights"]
+__all__ = ["BACKBONES", "FOUR", "Backbone", "Tiny", "make", "tensors_of", "with_weights"]
 
 EVEN = ((16, 16), (16, 24), (24, 16), (20, 28), (12, 12))
 ODD = ((16, 16), (16, 24), (24, 16), (20, 28), (17, 23))  # what does not fill whole patches is padded
@@ -140,3 +140,4 @@ _ROWS = [
     Backbone("diffusers_latte", "diffusers", diffusers.latte, diffusers.any_call, **_LATTE),
 ]
 BACKBONES = {row.name: row for row in _ROWS}
+FOUR = ("torch_dit", "comfy_unet", "comfy_wan", "diffusers_sd3")  # of different build: `make test` runs these

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-FOUR = ("torch_dit", "comfy_unet", "comfy_wan", "diffusers_sd3")  # of different build: `make test` runs these
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 

@@ -45,8 +45,17 @@ FAMILIES = {  # backbones.py -> supported_models.py
     **{"comfy_unet": "SD15", "comfy_flux": "Flux", "comfy_sd3": "SD3"},
     **{"comfy_wan": "WAN21_T2V", "comfy_qwen": "QwenImage", "comfy_lumina": "Lumina2"},
 }
+FEW = ("comfy_unet", "comfy_flux", "comfy_wan")  # of different build: `make test` runs these
 _BASE_MODELS = {"SD15": "BaseModel", "WAN21_T2V": "WAN21"}  # where model_base.py calls it otherwise
 _FRAMES = {"WAN21": (3,), "QwenImage": (1,)}  # of the latents of families that have time
+
+
+def by_family(*found: tuple[Any, ...]) -> list[Any]:
+    """Rows that begin with a family, as pytest parameters: `make test` runs those of the few."""
+    return [pytest.param(*row, marks=() if row[0] in FEW else pytest.mark.large) for row in found]
+
+
+families = pytest.mark.parametrize("name", by_family(*((name,) for name in FAMILIES)))
 
 
 def patcher_around(network: nn.Module, *, flux: bool = False, family: str = "") -> Any:

@@ -9,17 +9,18 @@ seconds where it would cost a minute.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from backbones import BACKBONES, Backbone, Tiny, make, tensors_of
+from backbones import BACKBONES, FOUR, Backbone, Tiny, make, tensors_of
 from torch import nn
 
 from nexfort_engine import compile as nexfort_compile
@@ -38,13 +39,32 @@ MOVES = 100 * TOLERANCE  # what a contract varies must move the eager result by 
 Tensors = list[torch.Tensor]
 
 
-def names(*, where: Callable[[Backbone], bool] = lambda kind: True) -> list[Any]:
-    """The backbones as pytest parameters; ComfyUI's carry the marker."""
+def names(*, where: Callable[[Backbone], bool] = lambda kind: True, few: Collection[str] = FOUR) -> list[Any]:
+    """The backbones as pytest parameters: ComfyUI's carry the marker, and `make test` runs only the few."""
     return [
-        pytest.param(name, marks=pytest.mark.comfy) if kind.host == "comfy" else name
+        pytest.param(
+            name,
+            marks=[
+                *([pytest.mark.comfy] if kind.host == "comfy" else []),
+                *([] if name in few else [pytest.mark.large]),
+            ],
+        )
         for name, kind in BACKBONES.items()
         if where(kind)
     ]
+
+
+def installed(request: pytest.FixtureRequest) -> list[str]:
+    """The backbones that can be made here."""
+    hosts = {"torch"}
+    if importlib.util.find_spec("diffusers") is not None:
+        hosts.add("diffusers")
+    try:
+        request.getfixturevalue("comfyui")
+        hosts.add("comfy")
+    except pytest.skip.Exception:
+        pass
+    return [name for name, kind in BACKBONES.items() if kind.host in hosts]
 
 
 every = pytest.mark.parametrize("name", names())
