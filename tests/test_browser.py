@@ -45,7 +45,7 @@ def test_the_badge_goes_through_its_states(page: Any) -> None:
     page.locator(BADGE, has_text="compiled").wait_for()
 
 
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+@pytest.mark.parametrize("vue", [pytest.param(False, marks=pytest.mark.large), True], ids=["canvas", "vue_nodes"])
 def test_the_first_minute(chromium: Any, server: ComfyServer, vue: bool) -> None:
     browser.forget(server)
     with page_of(chromium, server, Comfy_VueNodes_Enabled=vue) as page:
@@ -212,7 +212,7 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
         page.locator(BADGE, has_text="compiled").wait_for()
 
 
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+@pytest.mark.parametrize("vue", [False, pytest.param(True, marks=pytest.mark.large)], ids=["canvas", "vue_nodes"])
 def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer, vue: bool) -> None:
     with page_of(chromium, filled, Comfy_VueNodes_Enabled=vue) as page:
         browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70 + vue), "703"))

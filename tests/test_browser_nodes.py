@@ -110,7 +110,7 @@ def undo(page: Any) -> None:
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'TorchCompileModel')")
 
 
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+@pytest.mark.parametrize("vue", [False, pytest.param(True, marks=pytest.mark.large)], ids=["canvas", "vue_nodes"])
 def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -> None:
     browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
     page.evaluate("workflow => window.app.loadGraphData(workflow)", with_onediff())

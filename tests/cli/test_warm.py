@@ -171,6 +171,7 @@ def test_a_run_after_it_compiles_nothing(
 
 @pytest.mark.comfy
 @pytest.mark.slow
+@pytest.mark.large  # how nodes are put in is in test_warm_workflow.py
 def test_a_workflow_without_compile_nodes_gets_them(
     warmed: dict[str, Any], comfyui: Path, base: Path, cache: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -16,7 +16,7 @@ import control_nets
 import pytest
 import torch
 from backbones import make
-from control_nets import HOLDS_ITS_OWN, KINDS, hint, model_for, picture
+from control_nets import ALL, HOLDS_ITS_OWN, KINDS, hint, model_for, picture
 from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, nothing_new, sample
 from restarted import counting
 from subjects import distance as tensors_distance
@@ -70,7 +70,7 @@ def assert_clean() -> None:
 # ---- attach ----------
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_attach_gives_a_copy_and_compiles_nothing(name: str) -> None:
     plain = KINDS[name][0]()
     before, networks = dict(vars(plain)), controlnet.networks_of(plain)
@@ -95,7 +95,7 @@ def test_a_control_net_that_holds_its_network_keeps_its_exact_type(name: str) ->
     assert type(controlnet.attach_control(plain, CONFIG)) is type(plain)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_picture_is_eager_s_and_bypass_is_eager_to_the_bit(name: str) -> None:
     pair = Pair(name)
     wanted = pair.eager()
@@ -110,7 +110,7 @@ def test_the_picture_is_eager_s_and_bypass_is_eager_to_the_bit(name: str) -> Non
     assert_clean()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_node_that_runs_again_finds_what_there_is(name: str) -> None:
     pair, _ = begun(name)
     wanted = pair.ours()
@@ -131,7 +131,7 @@ def test_what_is_no_control_net_is_refused(value: object) -> None:
         controlnet.attach_control(value, CONFIG)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_freezing_is_told_to_have_no_effect(name: str) -> None:
     compiled = controlnet.attach_control(KINDS[name][0](), CompileConfig.parse("O2:freezing"))
     found = controlnet.report_of(compiled)
@@ -153,7 +153,7 @@ def test_switched_off_it_gives_back_what_it_gets(monkeypatch: pytest.MonkeyPatch
 # ---- what changes from run to run ----------
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_sizes_batches_and_prompt_lengths_compile_nothing(name: str) -> None:
     pair, mark = begun(name)
     base = pair.eager()
@@ -212,7 +212,7 @@ def test_a_union_type_that_is_set_behind_our_node_acts() -> None:
     assert not new["eager"] and {row["region"] for row in new["artefacts"]} <= {"controlnet_mode_embedder"}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_with_the_model_compiled_too(name: str) -> None:
     pair = Pair(name)
     wanted, model = pair.eager(), host.attach(pair.patcher, CONFIG)
@@ -224,7 +224,7 @@ def test_with_the_model_compiled_too(name: str) -> None:
     assert_clean()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_unloaded_and_loaded_again(name: str) -> None:
     import comfy.model_management as management
 
@@ -236,7 +236,7 @@ def test_unloaded_and_loaded_again(name: str) -> None:
     nothing_new(pair.report.since(mark))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ALL)
 def test_another_network_of_the_same_kind_starts_warm(name: str) -> None:
     begun(name)
     with counting() as counted:

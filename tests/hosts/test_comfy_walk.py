@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.usefixtures("comf
 SEEDS = {"comfy_unet": 21, "comfy_flux": 3, "comfy_wan": 30}  # of the walks, by the families that have one
 # What can be done to Wan's can be done to Flux's too: that it is a video makes no other walk. A UNet's takes
 # minutes: it has the most kinds of blocks.
-FAMILIES_HERE = ["comfy_unet", "comfy_flux", pytest.param("comfy_wan", marks=pytest.mark.large)]
-WALKERS = [pytest.param("comfy_unet", marks=pytest.mark.large), *FAMILIES_HERE[1:]]
+WALKERS = ["comfy_flux", *(pytest.param(name, marks=pytest.mark.large) for name in ("comfy_unet", "comfy_wan"))]
 LENGTH = 60
 MOMENTS = ("undo", "all off", "unload", "load in part", "leave mid-prompt", "weights move", "new node", "other options")
 CHOICES = 40  # more than a family has knobs; the number is taken modulo theirs
@@ -186,7 +185,7 @@ def knobs_of(name: str) -> Knobs:
     return Knobs(name, patcher_around(make(name).module, family=FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", FAMILIES_HERE)
+@pytest.mark.parametrize("name", WALKERS)
 def test_every_setting_makes_another_picture(name: str) -> None:
     from backbones import make
     from patchers import FAMILIES, patcher_around
