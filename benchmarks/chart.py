@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's chart, from results.csv: `python -m benchmarks.chart` prints it, `--write` writes web/docs/images/speed.svg.
+"""The chart of docs/benchmarks.md, from results.csv; `python -m benchmarks.figures --write` writes it.
 
 One step of each network eager, through ComfyUI's TorchCompileModel and through Nexfort, as far as the three were run
 together. The bars of a network share a scale, and no two networks do, so that slow and fast ones can be read. The
@@ -8,12 +8,10 @@ picture brings its own background and follows the reader's theme.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.table import NAMES, RESULTS, ROOT, together, usual
+from benchmarks.ratios import CORE, MODES, NAMES, ROOT, fastest, read, runs
 
 PICTURE = ROOT / "web" / "docs" / "images" / "speed.svg"
 WAYS = {"eager": "eager", "core": "ComfyUI's TorchCompileModel", "warm": "Nexfort"}
@@ -34,18 +32,18 @@ _STYLE = """
 _WIDTH, _LEFT, _BAR, _LONGEST = 760, 176, 16, 380  # pixels; _LEFT: where bars begin
 _TOP, _GROUP, _BOTTOM = 84, 72, 34
 
-Measured = dict[str, dict[str, dict[str, str]]]
 
-
-def measured(file: Path) -> Measured:
-    """Backbone -> way -> its row, for those whose ways were run together; the newest row of each way."""
-    all_rows = usual(file)
-    commits = together(all_rows)
-    found: Measured = {name: {} for name in NAMES if name in commits}
-    for row in all_rows:
-        if row["way"] in WAYS and row["backbone"] in found and commits[row["backbone"]] == row["commit"]:
-            found[row["backbone"]][row["way"]] = row
-    return found
+def measured(file: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Backbone -> way -> its row with the milliseconds of the faster process, for those that were run together."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    processes = {"eager": ("eager",), "core": CORE, "warm": MODES["O2"]}
+    for (_, backbone), run in runs(read(file), CORE, MODES["O2"]).items():
+        if backbone in NAMES:
+            found[backbone] = {
+                way: {**next(run[one] for one in own if one in run), "ms": str(fastest(run, own))}
+                for way, own in processes.items()
+            }
+    return {name: found[name] for name in NAMES if name in found}
 
 
 def chart(file: Path) -> str:
@@ -102,18 +100,3 @@ def _box(svg: ElementTree.Element, kind: str, x: float, y: float, width: float, 
 def _text(svg: ElementTree.Element, kind: str, x: float, y: float, text: str) -> None:
     named = {"class": kind} if kind else {}
     ElementTree.SubElement(svg, "text", {**named, "x": f"{x:g}", "y": f"{y:g}"}).text = text
-
-
-def main() -> int:
-    """Print or write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"write {PICTURE.relative_to(ROOT)}")
-    if parser.parse_args().write:
-        PICTURE.write_text(chart(RESULTS), encoding="utf-8")
-    else:
-        print(chart(RESULTS), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

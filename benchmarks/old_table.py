@@ -1,35 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the old engine's published figures and ours: `python -m benchmarks.old_table` prints it.
+"""The table of the old engine's published figures and ours in benchmarks/README.md (benchmarks/figures.py).
 
-`--write` puts it into benchmarks/README.md. Published figures are in published.csv, from the old engine's own pages;
-ours in old_engine.csv, by benchmarks/old_engine.py. Ours are set against the fastest eager run on such a card: where a
-slow processor does not keep the card busy, eager shows that and not the card.
+Published figures are in published.csv, from the old engine's own pages; ours in old_engine.csv, by
+benchmarks/old_engine.py. A row of ours that lacks a figure is not shown. Ours are set against the fastest eager run on
+such a card: where a slow processor does not keep the card busy, eager shows that and not the card.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.old_engine import FAMILIES, Family
 
 HERE = Path(__file__).resolve().parent
-RESULTS, PUBLISHED, README = HERE / "old_engine.csv", HERE / "published.csv", HERE / "README.md"
-BEGIN, END = "<!-- figures: python -m benchmarks.old_table --write -->", "<!-- end of figures -->"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print or write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
-    if parser.parse_args(argv).write:
-        write()
-    else:
-        sys.stdout.write(table(read(PUBLISHED), read(RESULTS)) + "\n")
-    return 0
+RESULTS, PUBLISHED = HERE / "old_engine.csv", HERE / "published.csv"
 
 
 def table(published: list[dict[str, str]], ours: list[dict[str, str]]) -> str:
@@ -64,7 +50,7 @@ def _pairs(name: str, ours: list[dict[str, str]]) -> list[tuple[dict[str, str], 
             found[one["way"] + one["config"]] = (card, one)
         elif one["way"] == "eager" and float(one["rate"]) > float(eager.get(card, {"rate": "0"})["rate"]):
             eager[card] = one
-    return [(eager[card], one) for card, one in found.values() if card in eager]
+    return [(eager[card], one) for card, one in found.values() if card in eager and one["cached_s"]]
 
 
 def _from_eager(one: dict[str, str]) -> str:
@@ -93,15 +79,3 @@ def read(file: Path) -> list[dict[str, str]]:
         return []
     with file.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
-
-
-def write() -> None:
-    """Put the table into benchmarks/README.md, between its marks."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    text = table(read(PUBLISHED), read(RESULTS))
-    README.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

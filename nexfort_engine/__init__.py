@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .hosts.diffusers.quantize import quantize_pipe
     from .reporting.report import Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["CompileConfig", "Report", "compile", "compile_pipe", "quantize_pipe"]
 
 _HOMES = {

@@ -36,8 +36,8 @@ class NexfortCompileControlNet(io.ComfyNode):
             category=CATEGORY,
             description=(
                 "Runs the control net's own network compiled: the same picture in less time. The first step that it "
-                "acts in compiles it (with progress shown on the sampler); after that every size, batch and hint runs "
-                "the same artefacts, and after a restart they are loaded from disk. "
+                "acts in compiles it (with progress shown on the sampler). After that every size, batch and hint runs "
+                "the same artefacts. After a restart they are loaded from disk. "
                 "Put it right behind the loader. The control net that comes in stays uncompiled for other nodes."
             ),
             search_aliases=[

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
-• channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for: 6 % less time a step for
-SDXL on an H200. Transformers (Flux, PixArt, Wan, SD3) have next to no convolutions, and do not care.
+• channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for: less time a step for UNets
+such as SDXL's. Transformers (Flux, PixArt, Wan, SD3) have next to no convolutions, and do not care.
 • contiguous_format: rows innermost, as the model keeps them.
 Change it when a UNet runs slower with this node than without."""
 
@@ -36,8 +36,8 @@ class NexfortCompileModel(io.ComfyNode):
             category=CATEGORY,
             description=(
                 "Runs the diffusion model compiled: the same picture in less time. The first step compiles "
-                "(seconds, with progress shown on the sampler); after that every size, batch and prompt "
-                "length runs at full speed, and after a restart the compiled artefacts are loaded from disk. "
+                "(seconds, with progress shown on the sampler). After that every size, batch and prompt "
+                "length runs at full speed. After a restart the compiled artefacts are loaded from disk. "
                 "Put it right before the sampler, after LoRA and model-sampling nodes."
             ),
             search_aliases=[

@@ -77,14 +77,26 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [problem for target in found if (problem := wrong(page, target))] == []
 
 
+def test_each_page_is_linked_from_another() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in documents()
+        for target in targets(page.read_text(encoding="utf-8"))
+        if target.partition("#")[0] and not re.match(r"[a-z]+:", target)
+    }
+    alone = [page for page in documents() if page not in linked and "tests" not in page.parts]
+    assert [page.relative_to(ROOT).as_posix() for page in alone] == ["README.md"]
+
+
 def test_links_that_lead_nowhere_are_noticed() -> None:
     page = ROOT / "README.md"
     text = "[a](nowhere.md) ![b](nothing.png 'x') [c](LICENSE#x) [d](#nothing) [e](http://x.y) [f](/etc/passwd)"
-    text += " [g](../../outside.md) [h](README.md#install) [i](#the-cache) [j](LICENSE) `[k](code.md)`"
+    text += " [g](../../outside.md) [h](README.md#switch-it-off) [i](#which-node-goes-where) [j](LICENSE)"
+    text += " `[k](code.md)`"
     text += '\n```\n[l](fenced.md)\n```\n<img src="gone.png"> [m]: gone.md\n\n[n]: gone.md\n'
     found = {target: wrong(page, target) for target in targets(text)}
     fine = {target for target, problem in found.items() if problem is None}
-    assert fine == {"README.md#install", "#the-cache", "LICENSE"}
+    assert fine == {"README.md#switch-it-off", "#which-node-goes-where", "LICENSE"}
     bad = {"nowhere.md", "LICENSE#x", "#nothing", "http://x.y", "/etc/passwd", "../../outside.md", "gone.png"}
     assert set(found) == fine | bad | {"gone.md"}
 

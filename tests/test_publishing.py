@@ -18,6 +18,8 @@ import pytest
 import test_documents
 import test_project
 
+import nexfort_engine
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -49,12 +51,22 @@ def after(classifiers: list[str], beginning: str) -> set[str]:
 def test_the_project_is_described(told: dict[str, Any]) -> None:
     project = told["project"]
     assert re.fullmatch(r"[a-z][a-z0-9_-]{0,98}[a-z0-9]", project["name"]) and "comfyui" not in project["name"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"]) and project["version"] == nexfort_engine.__version__
     assert 20 <= len(project["description"]) <= 250
     assert project["requires-python"] == ">=3.10"
     for name in (project["readme"], *project["license-files"]):
         assert (ROOT / name).is_file(), name
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8") and project["license"] == "Apache-2.0"
+
+
+def test_the_changelog_begins_with_this_version_and_has_a_line_a_change(told: dict[str, Any]) -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert versions[0] == told["project"]["version"] and len(versions) == len(set(versions))
+    assert [one for one in versions if not re.fullmatch(r"\d+\.\d+\.\d+", one)] == []
+    changes = [line for line in text.splitlines() if line.startswith("- ")]
+    assert len(changes) > 50 and [line for line in text.splitlines() if line.startswith("  ")] == []
+    assert [line for line in changes if len(line) > 140 or re.search(r"\d (?:ms|s|GiB|it/s|%)\b", line)] == []
 
 
 def test_the_addresses_are_those_of_the_repository(told: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ class Planner:
             return True
         self.engine.report.note(
             f"it was planned at batch 1: at batch 2 that would have taken {twice / 2**30:.1f} GiB of the GPU, and "
-            f"eager takes {eager / 2**30:.1f}; for a larger batch it is compiled when one comes"
+            f"eager takes {eager / 2**30:.1f}. For a larger batch it is compiled when one comes"
         )
         return False
 

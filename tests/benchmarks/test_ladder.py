@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import card, ladder, rows
 from benchmarks.backbones import BACKBONES, network
-from benchmarks.table import read
+from benchmarks.ratios import read
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.config.options import OPTIONS
 

@@ -144,10 +144,11 @@ def test_published_figures_are_whole_and_best_first() -> None:
     assert lines[0].split("|")[2].strip() == "2.56"
 
 
-def test_the_readme_holds_the_table() -> None:
-    text = old_table.README.read_text(encoding="utf-8")
-    shown = text.split(old_table.BEGIN)[1].split(old_table.END)[0].strip()
-    assert shown == old_table.table(old_table.read(old_table.PUBLISHED), old_table.read(old_table.RESULTS))
+def test_a_row_that_lacks_a_figure_is_not_shown(ran: list[Any], tmp_path: Path) -> None:
+    old_engine.main(["sd21", "--csv", str(tmp_path / "found.csv")])
+    rows = old_table.read(tmp_path / "found.csv")
+    assert len(old_table.table([], rows).splitlines()) == 3
+    assert len(old_table.table([], [{**row, "cached_s": ""} for row in rows]).splitlines()) == 2
 
 
 def test_a_failed_run_is_said_and_ends_with_one(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import record
-from benchmarks.table import read
+from benchmarks.ratios import read
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's tables and chart are what results.csv says; rows of an older file stay readable when columns come."""
+"""Tables and chart are what results.csv says; rows of an older file stay readable when columns come.
+
+That pages hold them is tested in test_document_figures.py.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import chart, ladder_table, rows, table
+from benchmarks import chart, ladder_table, ratios, rows
 from benchmarks.rows import COLUMNS, append_rows
 
-README = table.ROOT / "README.md"
 COMMAND = "python -m benchmarks.ladder sd21 --steps 20"
 
 
@@ -30,19 +32,11 @@ def file_of(folder: Path, *found: rows.Row) -> Path:
 # ---- what is committed -------------------------------------------------------------------------------------
 
 
-def test_the_readme_holds_the_tables() -> None:
-    page = README.read_text(encoding="utf-8")
-    assert table.written(page, table.RESULTS) == page, "python -m benchmarks.table --write"
-
-
 def test_the_picture_is_the_one_of_the_rows() -> None:
-    assert chart.PICTURE.read_text(encoding="utf-8") == chart.chart(table.RESULTS), "python -m benchmarks.chart --write"
-    assert chart.PICTURE.relative_to(table.ROOT).as_posix() in README.read_text(encoding="utf-8")
-
-
-def test_a_page_without_a_place_for_a_table_is_told() -> None:
-    with pytest.raises(ValueError, match="the page has no <!-- ladder: "):
-        table.written(f"{table.BEGIN} x -->{table.END}", table.RESULTS)
+    drawn = chart.PICTURE.read_text(encoding="utf-8")
+    assert drawn == chart.chart(ratios.RESULTS), "python -m benchmarks.figures --write"
+    page = (ratios.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"../{chart.PICTURE.relative_to(ratios.ROOT).as_posix()}" in page
 
 
 # ---- which rows count --------------------------------------------------------------------------------------
@@ -53,10 +47,13 @@ TOGETHER = [row("eager", 40.0), row("core", 30.0), row("cold", 21.0), row("warm"
 def test_the_newest_that_were_run_together_count(tmp_path: Path) -> None:
     newer = [row("warm", 5.0, commit="later"), row("cold", 4.0, options='{"mode": "O3"}'), row("core", "", reason="x")]
     file = file_of(tmp_path, *TOGETHER, *newer)
-    assert table.together(table.usual(file)) == {"sd21": "abc"}
-    found = table.rows(file)["sd21"]
+    (found,) = ratios.runs(table_rows := ratios.read(file), ratios.CORE, ratios.MODES["O2"]).values()
+    assert len(table_rows) == 7
     assert {way: found[way]["ms"] for way in found} == {"eager": "40.0", "core": "30.0", "cold": "21.0", "warm": "20.0"}
-    assert "| 40.0 | 30.0 () | **20.0** |" in table.table(file)
+    again = [{**one, "commit": "new", "ms": str(float(one["ms"]) / 2)} for one in TOGETHER]
+    append_rows(file, again, COLUMNS)
+    (found,) = ratios.runs(ratios.read(file), ratios.CORE, ratios.MODES["O2"]).values()
+    assert found["eager"]["ms"] == "20.0", "the newest run counts"
 
 
 def test_the_chart_has_a_bar_as_long_as_each_figure(tmp_path: Path) -> None:
@@ -86,11 +83,11 @@ def test_a_file_from_before_a_column_keeps_its_rows(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerow({name: f'{name}, "old"' for name in old})
     append_rows(file, [row("eager", tflops=1.5)], COLUMNS)
-    first, second = table.read(file)
+    first, second = ratios.read(file)
     assert first == {**{name: f'{name}, "old"' for name in old}, **dict.fromkeys(new, "")}
     assert second["tflops"] == "1.5" and list(second) == COLUMNS
     append_rows(file, [row("core")], COLUMNS)
-    assert [one["way"] for one in table.read(file)][1:] == ["eager", "core"]
+    assert [one["way"] for one in ratios.read(file)][1:] == ["eager", "core"]
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -113,11 +110,11 @@ def test_a_rung_is_one_line_with_both_of_its_processes(tmp_path: Path) -> None:
         *(row("core", 25.0), row("cold", 19.0)),
     ]
     file = file_of(tmp_path, *found)
-    text = table.ladder(file)
-    assert text == ladder_table.table(table.read(file)) and text == ladder_table.table(found)
+    text = ladder_table.table(ladder_table.newest(ratios.read(file)))
+    assert text == ladder_table.table(ratios.read(file)) and text == ladder_table.table(found)
     lines = [[cell.strip() for cell in line.replace("\\|", "/").split("|")[1:-1]] for line in text.splitlines()[4:]]
-    assert lines[0][:6] == ["eager", "1.5", "40.0", "1.00", "100.0", "12%"]
-    assert lines[1] == ["plain", "30.0 / 2.0", "20.0", "2.00", "", "50%", "3.5", "0.001 / 0.0008", "0.0005", ""]
+    assert lines[0][:7] == ["eager", "1.5", "40.0", "", "1.00", "100.0", "12%"]
+    assert lines[1] == ["plain", "30.0 / 2.0", "20.0", "", "2.00", "", "50%", "3.5", "0.001 / 0.0008", "0.0005", ""]
     assert lines[2][0] == "plain+O3" and lines[2][2] == "" and lines[2][-1] == "no fp8 / here"
 
 
@@ -159,3 +156,16 @@ def test_the_last_ladder_of_each_network_is_shown_that_compares() -> None:
     small = row("eager", 6.0, backbone="sd21, small", gpu="CPU", commit="new")
     found = [*first, *other, *second, recorded, part, alone, small]
     assert ladder_table.newest(found) == [*other, *second, part, small]
+
+
+def test_the_faster_process_counts_and_fp8_has_no_ceiling() -> None:
+    found = [
+        row("eager", 40.0, ms_queued=39.0),
+        *(row("core", 30.0), row("core, warm", 60.0), row("default+O3", 10.0, of_ceiling=1.3, ms_queued=9.0)),
+    ]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ladder_table.table(found).splitlines()[4:]]
+    assert [(line[2], line[3], line[4]) for line in lines] == [
+        *(("40.0", "39.0", "1.00"), ("30.0", "", "1.33"), ("10.0", "9.0", "4.00")),
+    ]
+    assert lines[2][6] == "", "the ceiling is a product in the model's dtype"
+    assert " error to fp32" not in ladder_table.table(found), "nobody measured one"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pages tell people to type is there: commands, flags, make's targets, variables, routes, words of a config."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pages
+import pytest
+from pages import DESIGN, ROOT, USER, name_of, read
+from test_project import ENGINE, sources
+
+from nexfort_engine.cli import main
+from nexfort_engine.config.options import KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
+
+COMMAND = re.compile(r"\bpython3? -m ((?:nexfort_engine|benchmarks)[\w.]*)([^\n`]*)")
+PAGES = [*USER, *DESIGN, ROOT / "benchmarks" / "README.md", ROOT / "CONTRIBUTING.md"]
+CLI = read(ROOT / "docs" / "cli.md")
+INTERNAL = {"NEXFORT_WORKS_FOR"}  # the engine sets it for its own processes
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """(module, its arguments) of each command of a page, up to a comment or another command."""
+    found = []
+    for module, rest in COMMAND.findall(read(page)):
+        rest = re.split(r"\s#|\s\\$|;|&&|[,.:)](?:\s|$)", rest)[0]
+        found.append((module, shlex.split(rest, posix=True) if rest.count("'") % 2 == 0 else rest.split()))
+    return found
+
+
+def helped(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `--help` of a command says; AssertionError where there is no such command."""
+    with pytest.raises(SystemExit) as ended:
+        main.main([*arguments, "--help"])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    return said.out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_each_command_is_there_with_its_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for module, given in commands(page):
+        assert importlib.util.find_spec(module), f"{name_of(page)}: python -m {module}"
+        words = [word for word in given if re.fullmatch(r"[a-z]+", word)]
+        if module != "nexfort_engine" or not words:
+            continue
+        told = helped(words[:2] if words[0] == "cache" else words[:1], capsys)
+        flags = [flag.split("=")[0] for flag in given if flag.startswith("--")]
+        assert [flag for flag in flags if flag not in told] == [], f"{name_of(page)}: {' '.join(given)}"
+
+
+def test_the_page_of_commands_has_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = re.findall(r"^    ([a-z]+) ", helped([], capsys), re.MULTILINE)
+    assert len(listed) >= 5
+    assert [one for one in listed if f"| `{one}`" not in CLI] == []
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE))
+    named = {one for page in PAGES for one in re.findall(r"`?make ([a-z-]+)`?", "\n".join(code(page)))}
+    assert named and named <= targets
+
+
+def code(page: Path) -> list[str]:
+    """Everything of a page that is written as code."""
+    text = read(page)
+    return [one[0] for pattern in (pages.FENCED, pages.INDENTED, pages.CODE) for one in pattern.finditer(text)]
+
+
+def test_each_variable_is_read_and_explained() -> None:
+    source = "\n".join(read(path) for path in sources(ENGINE, ROOT / "nodes", ROOT / "tests"))
+    known = set(re.findall(r"\bNEXFORT_[A-Z_]+", "\n".join(read(p) for p in sources(ENGINE, ROOT / "nodes"))))
+    named = {one for page in PAGES for one in re.findall(r"\bNEXFORT_[A-Z_]+", read(page))}
+    assert [one for one in named if one not in source] == []
+    assert [one for one in sorted(known - INTERNAL) if f"`{one}" not in CLI] == []
+
+
+def test_each_route_is_there() -> None:
+    routes = read(ROOT / "nodes" / "routes.py")
+    named = {one for page in USER for one in re.findall(r"[ `](/nexfort(?:/[a-z]+)+)", read(page))}
+    assert len(named) >= 5
+    missing = [one for one in named if one.removeprefix("/nexfort") not in routes]
+    assert missing == []
+
+
+# ---- words of a config ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [*USER, *DESIGN], ids=name_of)
+def test_options_that_a_page_names_are_there(page: Path) -> None:
+    groups = "|".join(sorted({name.split(".")[0] for name in OPTIONS} - {"inductor"}))
+    named = set(re.findall(rf"[`\"]((?:{groups})\.[a-z_0-9]+)[`\"]", read(page)))
+    assert [name for name in named if name not in OPTIONS and f"{name}(" not in read(page)] == []
+
+
+def test_every_mode_and_key_has_its_line() -> None:
+    modes, python = read(ROOT / "docs" / "modes.md"), read(ROOT / "docs" / "python.md")
+    rows = [line for line in modes.splitlines() if line.startswith("| `")]
+    assert [token for token in TOKENS if not any(f"`{token}`" in row.split("|")[1] for row in rows)] == []
+    assert [key for key in KEYS if f"| `{key}` |" not in python] == []
+    assert [name for name in MEMORY_FORMATS if f"`{name}`" not in python] == []
+
+
+def test_what_is_not_there_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`python -m nexfort_engine cache prune --max-size 2GiB`\npython -m benchmarks.gone --x 'a b' # y\n")
+    assert commands(page) == [
+        ("nexfort_engine", ["cache", "prune", "--max-size", "2GiB"]),
+        ("benchmarks.gone", ["--x", "a b"]),
+    ]
+    assert importlib.util.find_spec("benchmarks.gone") is None
