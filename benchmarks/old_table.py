@@ -53,19 +53,17 @@ def _pairs(name: str, ours: list[dict[str, str]]) -> list[tuple[dict[str, str], 
     return [(eager[card], one) for card, one in found.values() if card in eager and one["cached_s"]]
 
 
-def _from_eager(one: dict[str, str]) -> str:
-    """The distance to eager where that to float32 was not measured: no run goes without one."""
-    return f" ({one['error_to_eager']} to eager)" if not one["error_to_fp32"] and one["error_to_eager"] else ""
+def _error(eager: dict[str, str], one: dict[str, str]) -> str:
+    """Both errors to float32, or the distance to eager where one of these was not measured: no run goes without."""
+    both = (eager["error_to_fp32"], one["error_to_fp32"])
+    return " → ".join(both) if all(both) else f"{one['error_to_eager']} to eager"
 
 
 def _own_line(family: Family, eager: dict[str, str], one: dict[str, str]) -> str:
     ratio = float(one["rate"]) / float(eager["rate"])
     cells = [f"{family.title}, {one['size']}, {one['steps']}", f"**{ratio:.2f}**"]
     cells += [f"{eager['rate']} → **{one['rate']}**", one["warmup_s"], one["cached_s"]]
-    cells += [
-        f"{eager['max_used_gib']} → {one['max_used_gib']}",
-        " → ".join(run["error_to_fp32"] or "-" for run in (eager, one)) + _from_eager(one),
-    ]
+    cells += [f"{eager['max_used_gib']} → {one['max_used_gib']}", _error(eager, one)]
     config = json.loads(one["config"])
     mode = ", ".join([config.get("mode", "O2"), *config.get("options", {})])
     fp8 = f", {one['packed']} layers in fp8" if one.get("packed") else ""

@@ -33,7 +33,7 @@ How much time to spend on compiling.
 Change it when a workflow has settled and you will run it often (max-autotune), or to try something (jit)."""
 
 _LOW_PRECISION_TOOLTIP = """\
-• O3: O2, and large products in 8 bits (fp8) on cards that have them, from the RTX 40 series and H100 on. \
+• O3: O2, and large matmuls in 8 bits (fp8) on cards that have them, from the RTX 40 series and H100 on. \
 Faster where the network is large (Flux); the picture changes a little.
 """
 
@@ -61,7 +61,7 @@ It costs about eight steps. Switch it on when you want to see for yourself."""
 def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precision: bool = True) -> list[io.Input]:
     """The widgets after what is to be compiled, in order. Those an API workflow may leave out are optional.
 
-    low_precision: offer the mode that computes large products in fp8; not where there are none.
+    low_precision: offer the mode that computes large matmuls in fp8; not where there are none.
     """
     modes, tooltip = MODES, _MODE_TOOLTIP.format(low_precision="", others="of them")
     if low_precision:

@@ -104,6 +104,13 @@ def test_every_mode_and_key_has_its_line() -> None:
     assert [name for name in MEMORY_FORMATS if f"`{name}`" not in python] == []
 
 
+def test_the_front_end_offers_the_modes_of_the_nodes() -> None:
+    """A setting chooses the mode of new nodes; web/nexfort.js has the list that nodes/compile_inputs.py has."""
+    shown = re.search(r"^const MODES = \[(.*)\]$", read(ROOT / "web" / "nexfort.js"), re.MULTILINE)
+    offered = re.search(r"^MODES = \[(.*)\]$", read(ROOT / "nodes" / "compile_inputs.py"), re.MULTILINE)
+    assert shown and offered and shown[1].replace("'", '"') == offered[1]
+
+
 def test_what_is_not_there_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`python -m nexfort_engine cache prune --max-size 2GiB`\npython -m benchmarks.gone --x 'a b' # y\n")

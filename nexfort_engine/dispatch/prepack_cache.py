@@ -61,7 +61,7 @@ def prepared(region: Region, binding: Binding, weights: list[torch.Tensor], sess
         session.spares |= bool(standing and region.due())
         region.engine.held_twice |= bool(standing)
     else:
-        region.engine.report.note("prepared weights are not kept: too little memory of the device is free")
+        region.engine.report.note("prepacked weights are not kept: too little memory of the device is free")
     return made
 
 
@@ -170,7 +170,7 @@ def _give_back(engine: Engine, lender: Lender) -> None:
         instead = [it.tensors for _, it in kept]
         given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
     except Exception as error:  # of the host; the step has its result
-        engine.report.note(f"memory of weights that are kept prepared was not given back ({named(error)})")
+        engine.report.note(f"memory of prepacked weights was not given back ({named(error)})")
         return
     if given:
         log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", engine.name, given >> 20)

@@ -51,7 +51,7 @@ again. Put the LoRA before Nexfort Compile Model.
 picture or strength compiles nothing again.
 """,
     LOW_PRECISION: """\
-- Mode `O3` computes large products in 8 bits (fp8), on NVIDIA cards that have them: from the RTX 40 series and H100 \
+- Mode `O3` computes large matmuls in 8 bits (fp8), on NVIDIA cards that have them: from the RTX 40 series and H100 \
 on. Elsewhere it is `O2`, and the report says so.
 - The picture changes a little. To compare, choose `O2` in the node and queue the same seed.
 """,
