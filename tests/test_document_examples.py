@@ -32,10 +32,17 @@ def test_examples_that_are_not_run_can_be_read_as_code() -> None:
         compile(example, "docs/python.md", "exec")
 
 
+def test_the_page_has_every_key_of_a_report() -> None:
+    keys = nexfort_engine.Report().as_dict()
+    assert len(keys) > 10 and [key for key in keys if f"`{key}`" not in PAGE] == []
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_is_explained(name: str) -> None:
     """Each parameter stands in the docstring, and so does what is raised; the page has the name."""
     found = getattr(nexfort_engine, name)
+    source = Path(inspect.getfile(found)).relative_to(ROOT).as_posix()
+    assert f"](../{source}) |" in next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
     told = inspect.getdoc(found) or ""
     assert f"`{name}`" in PAGE or f"{name}(" in PAGE or f"import {name}" in PAGE or f"`{name.lower()}`" in PAGE
     if inspect.isclass(found):
