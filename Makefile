@@ -1,8 +1,8 @@
 # Each command makes its own .venv with what it needs; nothing has to be installed by hand.
 #   make demo                            the main job once, with a table at the end; writes demo-output/
-#   make test [ARGS="tests/cache -x"]    every test that needs no GPU, and neither gigabytes nor minutes
+#   make test [ARGS="tests/cache -x"]    every promise that needs no GPU, on a few networks of different build
 #   make test-gpu                        the tests that need one
-#   make test-large                      those that need them; needs about 12 GB of memory
+#   make test-large                      on all other networks, and what takes gigabytes or minutes; needs about 12 GB
 #   make lint                            ruff and mypy
 # Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
 

@@ -89,15 +89,13 @@ def _in_another(folder: Path, states: str, names: list[str], comfyui: Path | Non
 
 @pytest.mark.slow
 def test_the_store_is_asked_for_what_is_there_now(tmp_path: Path) -> None:
-    """Three processes with one store: changed, plain, changed again."""
+    """Two processes with one store: one after a change, one before it and after. What comes then is asked below."""
     os.chmod(tmp_path, 0o700)
     (first,) = _in_another(tmp_path, "attention", ["torch_dit"], None).values()
     assert first[0]["compiled"] > 0
     (second,) = _in_another(tmp_path, "plain,attention", ["torch_dit"], None).values()
     assert second[0]["compiled"] == 1 and second[0]["loaded"] > 0, "but for the block all is as it was"
     assert (second[1]["compiled"], second[1]["loaded"]) == (0, 1)
-    (third,) = _in_another(tmp_path, "attention,plain", ["torch_dit"], None).values()
-    assert [row["compiled"] for row in third] == [0, 0]
 
 
 @pytest.mark.slow

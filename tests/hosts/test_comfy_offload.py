@@ -30,7 +30,9 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_ca
 ALL = {**KINDS, "laid out in O2": dataclasses.replace(KINDS["laid out"], config=CONFIG)}
 
 
-@pytest.fixture(params=ALL.values(), ids=ALL.keys())
+@pytest.fixture(
+    params=[pytest.param(kind, id=name, marks=() if name in KINDS else pytest.mark.large) for name, kind in ALL.items()]
+)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param  # type: ignore[no-any-return]
 

@@ -176,7 +176,12 @@ ON = {"options": {"attention.measure": True}}
 
 
 @pytest.mark.parametrize(
-    "name", ["torch_dit", *(pytest.param(name, marks=pytest.mark.comfy) for name in ("comfy_flux", "comfy_unet"))]
+    "name",
+    [
+        "torch_dit",
+        pytest.param("comfy_flux", marks=pytest.mark.comfy),
+        pytest.param("comfy_unet", marks=[pytest.mark.comfy, pytest.mark.large]),
+    ],
 )
 @torch.inference_mode()
 def test_an_attention_override_of_the_users_wins(name: str, kernels: Kernels, request: pytest.FixtureRequest) -> None:
