@@ -25,6 +25,21 @@ def test_the_files_of_a_page_are_there(page: Path) -> None:
     assert [file for file in files if not any((root / file).exists() for root in (ROOT, ENGINE))] == []
 
 
+# Of torch, ComfyUI, packs and diffusers, which the engine meets under other names or not by name.
+OF_OTHERS = {"nn.MultiheadAttention", "optimized_attention", "_conv_forward", "from_pretrained"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_a_page_stand_in_the_code(page: Path) -> None:
+    """A name that was renamed or removed is one of the code no more."""
+    known = set(
+        re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in sources(ENGINE, ROOT / "nodes")))
+    )
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)) - OF_OTHERS
+    assert [name for name in named if "/" not in name and name.rstrip(".").split(".")[-1] not in known] == []
+
+
 def test_the_overview_has_the_packages_in_their_order() -> None:
     picture = re.findall(r"\w+", OVERVIEW.split("```")[1])
     assert picture == list(PACKAGES)
