@@ -24,23 +24,23 @@ from typing import Any
 from benchmarks.ladder_table import line_of, table
 from benchmarks.rows import COLUMNS, Row, append_rows, child, commit, device, distance, row_of
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.config.options import OPTIONS
+from nexfort_engine.config.option_catalogue import OPTION_ROWS
+from nexfort_engine.config.pass_catalogue import PASSES
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
-REWRITES = tuple(name for name in OPTIONS if name.startswith("fuse."))
+REWRITES = tuple(name for name in OPTION_ROWS if name.startswith("fuse."))
+OPTIONS = tuple(name for name, row in OPTION_ROWS.items() if row.rung)
+FOR_GPUS = {one.option for one in PASSES if one.gpu}
 SWITCHES: dict[str, dict[str, Any]] = {
-    **{name.removeprefix("fuse."): {"options": {name: True}} for name in REWRITES},
+    **{OPTION_ROWS[name].rung: {"options": {name: True}} for name in OPTIONS},
     "fuse": {"options": dict.fromkeys(REWRITES, True)},
-    "fold": {"options": {"compile.fold": True}},
-    "attention": {"options": {"attention.measure": True}},
     "channels_last": {"memory_format": "channels_last"},
-    "cudagraphs": {"options": {"triton.cudagraphs": True}},
     "max-autotune": {"mode": "max-autotune"},
     "O3": {"mode": "O3"},
 }
 _OFF = {
     "memory_format": "contiguous_format",
-    "options": dict.fromkeys([*REWRITES, "compile.fold", "triton.cudagraphs", "attention.measure"], False),
+    "options": dict.fromkeys(OPTIONS, False),
 }
 BASES: dict[str, dict[str, Any]] = {"plain": _OFF, "default": {}}
 OTHERS = {"fp32": False, "eager": False, "noise": False, "core": True, "regional": True}  # whether it compiles
@@ -104,7 +104,7 @@ def refusal(wanted: Rung, under: Row) -> str:
             return "CUDA graphs need an NVIDIA GPU, and there is none"
         if switch == "O3" and under["no_fp8"]:
             return under["no_fp8"]
-        if set(SWITCHES[switch].get("options", {})) & {*REWRITES, "attention.measure"} and under["type"] != "cuda":
+        if set(SWITCHES[switch].get("options", {})) & FOR_GPUS and under["type"] != "cuda":
             return "graphs are rewritten for a GPU only, which is where that was measured to win"
     return ""
 

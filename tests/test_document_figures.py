@@ -40,6 +40,7 @@ LIMITS = {
     "600 s": {"lowering/worker_pool.py": "_PATIENCE = 600.0"},
     "32 times": {"compilation/refusals.py": "_MOST_GIVEN_UP = 32"},
     "64 times": {"dispatch/step_times.py": "_MOST_TOLD = 64"},
+    "2 GiB": {"weights/prepack_entry.py": "_RESERVE = 1 << 31"},
     "64 MiB": {"hosts/comfy/conditioning.py": "_MOST_BYTES = 2**26"},
     "100 MiB": {"cudagraphs/step_graphs.py": "100 << 20"},
 }

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/design/features.md names every option, and files that are there; tools/feature_costs.py counts their lines."""
+"""docs/design/features.md names every option, and files that are there; tools/feature_costs.py counts their lines.
+
+The pages that tools/catalogue_pages.py writes are as it would write them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 from nexfort_engine.config.options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
+catalogue = by_path.load("catalogue_pages", ROOT / "tools" / "catalogue_pages.py")
 tool = by_path.load("feature_costs", ROOT / "tools" / "feature_costs.py")
 TEXT = tool.PAGE.read_text(encoding="utf-8")
 WITHOUT_CODE = ("overrides.", "inductor.", "triton.fuse", "cuda.fuse")  # torch's own, or without an effect
@@ -21,6 +25,25 @@ def test_each_option_has_a_row() -> None:
     switches = " ".join(cells[1] for cells in tool.rows(TEXT))
     assert len(named) > 15
     assert [option for option in named if f"`{option}`" not in switches] == []
+
+
+def test_gains_of_options_are_those_of_the_catalogue() -> None:
+    assert tool.with_gains(TEXT) == TEXT, "run python3 tools/feature_costs.py"
+    changed = TEXT.replace("H200", "H100")
+    assert tool.with_gains(changed) not in (changed, TEXT)
+
+
+def test_the_pages_of_the_catalogue_are_as_they_would_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = catalogue.pages()
+    for page, text in made.items():
+        assert page.read_text(encoding="utf-8") == text, "run python3 tools/catalogue_pages.py"
+    assert all(f"| `{name}` |" in made[ROOT / "docs" / "options.md"] for name in OPTIONS)
+    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    (tmp_path / "docs" / "design").mkdir(parents=True)
+    assert catalogue.main() == 0
+    assert (tmp_path / "docs" / "options.md").read_text(encoding="utf-8") == made[ROOT / "docs" / "options.md"]
 
 
 def test_each_row_has_a_gain_and_files_that_are_there() -> None:

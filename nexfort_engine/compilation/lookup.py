@@ -22,6 +22,7 @@ from ..cache.os_errors import is_refusal
 from ..cache.store import Entry, StoreError
 from ..capture.source_hashes import sources_changed
 from ..capture.types import Example
+from ..config.pass_catalogue import PASSES
 from ..dispatch.region import Region
 from ..guards import callbacks
 from ..guards.call_spec import Flat
@@ -33,7 +34,6 @@ from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor as lower
 from ..lowering.vec_isa_cache import remember_in
 from ..modules.tree import Hidden
-from ..passes import low_precision_attention, short_kv_attention
 from ..quant import matmul
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, Misfit
@@ -68,17 +68,6 @@ class Wanted:
         """Where the call runs."""
         given = [device for *_, device in self.example.tensors]
         return device_of(given + [weight.device for weight in self.region.slots.read()])
-
-
-# Passes that are on where they were measured to win: the cards, and the option that asks for them on others.
-_MEASURED = {
-    "narrow_attention": (low_precision_attention.MEASURED, "quant.attention"),
-    "few_keys_attention": (short_kv_attention.MEASURED, "fuse.few_keys_attention"),
-}
-
-_LOW = ("nexfort.low_precision", "nexfort.low_precision_int8", "nexfort.narrow_attention")
-# passes whose kernels write descriptors, and what is lowered by such
-_DESCRIBED = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
 
 
 class Searching(Protocol):
@@ -233,13 +222,14 @@ class Finder:
         if device_type != "cuda":
             return options
         card = torch.cuda.get_device_capability()
-        for name, (cards, asked) in _MEASURED.items():
-            if not config.option(asked) and (card not in cards or torch.version.hip is not None):
-                options[f"nexfort.{name}"] = False
-        described = [name for name in _DESCRIBED if options[f"nexfort.{name}"]]
+        for one in PASSES:
+            elsewhere = one.measured and (card not in one.measured or torch.version.hip is not None)
+            if elsewhere and not config.option(one.option):
+                options[one.switch] = False
+        described = [one for one in PASSES if one.needs == "descriptors" and options[one.switch]]
         if reason := descriptors_missing(card):
-            options.update({f"nexfort.{name}": False for name in described})
-            missed = [f"fuse.{name}" for name in described if card in DESCRIPTORS or config.option(f"fuse.{name}")]
+            options.update({one.switch: False for one in described})
+            missed = [one.option for one in described if card in DESCRIPTORS or config.option(one.option)]
             if missed:
                 note(f"{' and '.join(missed)} are not active: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
@@ -249,16 +239,16 @@ class Finder:
     def _check_products(self, options: dict[str, object], device_type: str) -> None:
         """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
         fp8, int8 = matmul.missing(device_type), matmul.missing(device_type, torch.int8)
-        asked, note = self.engine.config.option("quant.int8") is True, self.engine.report.note
+        asked, note = self.engine.config.is_on("quant.int8"), self.engine.report.note
+        missing = {"fp8": fp8, "int8": int8}
+        options.update({one.switch: False for one in PASSES if missing.get(one.needs)})
         if asked and int8 is None:
             note(
                 "products are computed in int8 (quant.int8), which nobody measured on such a card yet: compare with O2"
             )
-            options["nexfort.narrow_attention"] = options["nexfort.narrow_attention"] and fp8 is None
         elif reason := int8 if asked else fp8:
             more = "" if int8 else '; {"quant.int8": true} in options computes them in int8, which nobody measured yet'
             note(f"low precision is not active: {reason}{more}")
-            options.update(dict.fromkeys(_LOW, False))
 
 
 def misfit_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Misfit | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .option_catalogue import LEGACY_NO_EFFECT, ON, OPTION_ROWS, STANDARD, no_effect
 from .options import (
     DEFAULT_MODE,
     MEMORY_FORMATS,
@@ -24,6 +25,7 @@ from .options import (
     pairs_of,
     tokens_of,
 )
+from .pass_catalogue import PASSES
 
 # What the composite tokens stand for. cache-all is always on: the engine has no mode without its disk cache.
 _EXPANSION: dict[str, tuple[str, ...]] = {
@@ -34,40 +36,12 @@ _SEARCHING = ("max-autotune", "max-optimize")
 _FAST = ("jit", "disable-runtime-fusion")
 _PROFILES = ("O2", "O3", *_SEARCHING, *_FAST)
 
-# Options whose machinery does not exist yet. When it comes, the entry goes and, if it changes what is compiled,
-# `lowering_key` picks it up by itself.
-_INACTIVE_OPTIONS: dict[str, str] = {
-    "triton.fuse_attention_allow_fp16_reduction": "an attention kernel that sums in fp16 (products can, with "
-    "overrides.matmul_allow_fp16_accumulation)",
-    "inductor.force_triton_sdpa": "the fused attention kernel",
-    "cuda.fuse_timestep_embedding": "the fused timestep embedding",
-}
 _LOWERING_TOKENS = ("low-precision",)
-_HELD = {  # options that torch keeps for the process, by the keywords of `process_settings.backend_scope`
-    "conv_benchmark": "overrides.conv_benchmark",
-    "matmul_allow_tf32": "overrides.matmul_allow_tf32",
-    "matmul_allow_fp16_accumulation": "overrides.matmul_allow_fp16_accumulation",
-}
-_RUN_TIME = (
-    "overrides.conv_benchmark",
-    "overrides.matmul_allow_fp16_accumulation",
-    "triton.cudagraphs",
-    "cuda.fill_kernels",
-    "compile.background",
-)
-_LOWERING_OPTIONS = tuple(n for n in OPTIONS if n not in _RUN_TIME and n != "quant.keep_weights")  # that is `keeps`
 
 _UNTOLD = (
     "nobody says when weights of this network change, so nothing that is made of them can be kept; it is for ComfyUI's "
     "MODEL"
 )
-
-_UNNAMED = (
-    "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a prompt is "
-    "the last step's; it is for ComfyUI's MODEL"
-)
-
-_REWRITES = tuple(name.removeprefix("fuse.") for name in OPTIONS if name.startswith("fuse."))
 
 
 @dataclass(frozen=True)
@@ -175,18 +149,21 @@ class CompileConfig:
         check_name(name, OPTIONS, "option")
         return dict(self.options).get(name, default)  # type: ignore[return-value]
 
+    def is_on(self, name: str) -> bool:
+        """Whether an option is on: as the user says, or by its default. One that is left to torch is off."""
+        default = OPTION_ROWS[name].default
+        return self.option(name, default == ON or (default == STANDARD and self.profile != "fast")) is True
+
     @property
     def step_graphs(self) -> bool:
         """Whether whole steps are replayed as CUDA graphs: on, but in the fast profile, unless the user says."""
-        asked = self.option("triton.cudagraphs")
-        if asked is not None:
-            return asked
-        return "cudagraphs" in self.tokens or self.profile != "fast"
+        named = "cudagraphs" in self.tokens and self.option("triton.cudagraphs") is None
+        return named or self.is_on("triton.cudagraphs")
 
     @property
     def prompt_once(self) -> bool:
         """Whether what is made of a prompt is a part by itself, computed once where the host says what a prompt is."""
-        return self.option("compile.prompt_once", self.profile != "fast") is True
+        return self.is_on("compile.prompt_once")
 
     @property
     def background(self) -> bool:
@@ -194,7 +171,7 @@ class CompileConfig:
 
         Not with dynamic off, when they come one by one, and not where kernels are timed, which wants the device alone.
         """
-        return self.dynamic and self.profile != "search" and self.option("compile.background") is True
+        return self.dynamic and self.profile != "search" and self.is_on("compile.background")
 
     def as_dict(self) -> dict[str, object]:
         """Plain data that JSON can hold; `parse` of it gives this config back."""
@@ -209,7 +186,7 @@ class CompileConfig:
 
     def inactive(self) -> list[dict[str, str]]:
         """What was asked for and has no effect, with the reason: tokens first, then options."""
-        found, asked = [], self.has("freezing") or self.has("low-precision")
+        found = []
         if "freezing" in self.tokens and not self.told:
             found.append(("freezing", _UNTOLD))
         elif "freezing" in self.tokens and not self.keeps:
@@ -218,27 +195,8 @@ class CompileConfig:
             winner = next((token for token in _SEARCHING if token in self.tokens), "")
             reason = f"{winner} asks for the opposite of the fast-compile profile and wins"
             found += [(token, reason) for token in self.tokens if token in _FAST]
-        for name, value in self.options:
-            if name in _INACTIVE_OPTIONS:
-                what = _INACTIVE_OPTIONS[name]
-                effect = "is not available yet" if value else "is not available yet, so there is nothing to turn off"
-                found.append((name, f"{what} {effect}"))
-            elif name == "compile.background" and value and not self.dynamic:
-                found.append((name, "with dynamic off blocks are compiled one by one, in the step that needs them"))
-            elif name == "compile.background" and value and not self.background:
-                found.append((name, "max-autotune measures kernels, and steps beside it would distort that"))
-            elif name == "compile.prompt_once" and value and not self.told:
-                found.append((name, _UNNAMED))
-            elif name == "cuda.fill_kernels" and value and not self.step_graphs:
-                found.append((name, "steps are not replayed as CUDA graphs, whose nodes these are"))
-            elif name == "quant.keep_weights" and not (asked or (self.told and self.lays_out)):
-                found.append(
-                    (name, "with contiguous_format weights are kept prepared by freezing or low-precision alone")
-                )
-            elif name == "quant.int8" and value and not self.has("low-precision"):
-                found.append((name, "products are computed in 8 bits with low-precision alone, as in O3"))
-            elif name == "inductor.optimize_linear_epilogue" and self.profile != "search":
-                found.append((name, "only kernels found by max-autotune have an epilogue to fuse"))
+        reasons = [(name, no_effect(self, name, value is True)) for name, value in self.options]
+        found += [(name, reason) for name, reason in reasons if reason]
         return [{"token": token, "reason": reason} for token, reason in found]
 
     def lowering_key(self, *, images: bool = True) -> str:
@@ -250,17 +208,17 @@ class CompileConfig:
         """
         asked = self._effective()
         options = {
-            name: value for name, value in self.options if name in _LOWERING_OPTIONS and name not in _INACTIVE_OPTIONS
+            name: value
+            for name, value in self.options
+            if name not in LEGACY_NO_EFFECT and OPTION_ROWS[name].shapes and not no_effect(self, name, value is True)
         }
-        if self.profile != "search":
-            options.pop("inductor.optimize_linear_epilogue", None)
-        if not (self.has("low-precision") and options.get("quant.int8")):
+        if not options.get("quant.int8"):
             options.pop("quant.int8", None)
         parts = {
             "profile": self.profile,
             "optimize": "max-optimize" in asked,
             "precision": [t for t in _LOWERING_TOKENS if t in asked],
-            "weights": [self.keeps, images and self._takes_copies],
+            "weights": [self.keeps, images and self.takes_copies],
             "dynamic": self.dynamic,
             "layout": "free" if self.lays_out else "contiguous",
             "prompt": "once" if self.prompt_once else "in each step",
@@ -277,40 +235,24 @@ class CompileConfig:
     def keeps(self) -> bool:
         """Whether what is computed of weights alone is kept beside them, where there is room; lowering takes it out."""
         asked = self.has("low-precision") or (self.told and self.has("freezing"))
-        return asked and self.option("quant.keep_weights", True) is True
+        return asked and self.is_on("quant.keep_weights")
 
     @property
-    def _takes_copies(self) -> bool:
+    def takes_copies(self) -> bool:
         """Whether lowering takes out convolutions' weights as they are laid out: kept, or in the place of the others.
 
         Not where nobody says when weights change: made in each call, all of a block's would lie beside them.
         """
-        return self.told and self.lays_out and self.option("quant.keep_weights", True) is True
+        return self.told and self.lays_out and self.is_on("quant.keep_weights")
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.
 
-        The latter begin with "nexfort." (passes/). Passes on a GPU only: that is where they were measured to win.
+        The latter begin with "nexfort.", one for each pass of the catalogue.
         """
         found = self.inductor_options(device_type)
-        for name in _REWRITES:
-            on = device_type != "cpu" and self.option(f"fuse.{name}", self.profile != "fast")
-            found[f"nexfort.{name}"] = on is True
-        found["nexfort.inner_channels"] = self.lays_out and found["nexfort.upsample"]
-        low, int8 = device_type != "cpu" and self.has("low-precision"), self.option("quant.int8") is True
-        found["nexfort.low_precision"], found["nexfort.low_precision_int8"] = low and not int8, low and int8
-        found["nexfort.narrow_attention"] = low and self.option("quant.attention") is not False
-        measured = device_type != "cpu" and self.option("attention.measure") is True
-        found["nexfort.measured_attention"] = measured and not low
-        found["nexfort.quantised_attention"] = measured and low
-        for name in ("few_keys_attention", "unpadded_attention"):
-            if measured and self.option(f"fuse.{name}") is None:
-                found[f"nexfort.{name}"] = False  # who asks for a measurement has all attention measured
-        found["nexfort.fold"] = self.option("compile.fold", True) is True
-        found["nexfort.prompt_once"] = device_type != "cpu" and self.prompt_once
-        found["nexfort.prepare"] = self.keeps
-        found["nexfort.prepare_copies"] = self._takes_copies
-        found["nexfort.inner_weights"] = device_type != "cpu" and self.lays_out
+        for one in PASSES:
+            found[one.switch] = one.is_on(self, device_type)
         return found
 
     def inductor_options(self, device_type: str) -> dict[str, object]:
@@ -353,7 +295,7 @@ class CompileConfig:
 
     def backend_flags(self) -> dict[str, bool]:
         """Settings to hold while the model runs, as keywords for `process_settings.backend_scope`."""
-        found = {name: self.option(option) for name, option in _HELD.items()}
+        found = {row.held: self.option(name) for name, row in OPTION_ROWS.items() if row.held}
         if found["conv_benchmark"] is None and "benchmark" in self.tokens:
             found["conv_benchmark"] = True
         return {name: value is True for name, value in found.items() if value is not None}

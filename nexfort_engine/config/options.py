@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .option_catalogue import LEGACY_NO_EFFECT, OPTION_ROWS
+
 TOKENS: dict[str, str] = {
     "O2": "default: fused kernels at the model's own precision, no search, any size",
     "O3": "O2 plus low-precision",
@@ -25,38 +27,7 @@ TOKENS: dict[str, str] = {
 }
 DEFAULT_MODE = "O2"
 
-OPTIONS: dict[str, type] = {
-    "inductor.optimize_linear_epilogue": bool,
-    "triton.fuse_attention_allow_fp16_reduction": bool,
-    "overrides.conv_benchmark": bool,
-    "overrides.matmul_allow_tf32": bool,
-    "overrides.matmul_allow_fp16_accumulation": bool,
-    "inductor.force_triton_sdpa": bool,
-    "cuda.fuse_timestep_embedding": bool,
-    "cuda.fill_kernels": bool,
-    "triton.cudagraphs": bool,
-    "compile.background": bool,
-    "compile.fold": bool,
-    "compile.prompt_once": bool,
-    "fuse.group_norm": bool,
-    "fuse.upsample": bool,
-    "fuse.whole_rows": bool,
-    "fuse.broadcast": bool,
-    "fuse.cast_once": bool,
-    "fuse.convolution": bool,
-    "fuse.few_keys_attention": bool,
-    "fuse.gated_linear": bool,
-    "fuse.gelu": bool,
-    "fuse.grouped_linear": bool,
-    "fuse.linear_gelu": bool,
-    "fuse.rotary": bool,
-    "fuse.unpadded_attention": bool,
-    "fuse.upsampled_convolution": bool,
-    "quant.keep_weights": bool,
-    "quant.attention": bool,
-    "quant.int8": bool,
-    "attention.measure": bool,
-}
+OPTIONS: tuple[str, ...] = (*OPTION_ROWS, *LEGACY_NO_EFFECT)  # each is true or false
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
 

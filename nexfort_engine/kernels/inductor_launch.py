@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 
+from ..config.pass_catalogue import NEEDS
 from ..system.process_settings import replaced
 from .layouts import back
 
 PROGRAMS = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # of a launch at most, in each of its dimensions
-DESCRIPTORS = ((9, 0),)  # compute capabilities that kernels are for which write descriptors
+_WRITING = NEEDS["descriptors"]
+DESCRIPTORS = _WRITING.cards  # compute capabilities that kernels are for which write descriptors
 _GLUON = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -132,8 +134,8 @@ def descriptors_missing(card: tuple[int, int]) -> str | None:
     """
     if torch.version.hip is not None:
         return "their kernels are for NVIDIA's cards"
-    if not torch.__version__.startswith("2.11."):  # whose launcher is given the memory for them
-        return f"their kernels need torch 2.11 and its launcher, and this is torch {torch.__version__}"
+    if not torch.__version__.startswith(f"{_WRITING.torch}."):  # whose launcher is given the memory for them
+        return f"their kernels need torch {_WRITING.torch} and its launcher, and this is torch {torch.__version__}"
     if card not in DESCRIPTORS:
         return f"their kernels are for compute capability 9.0, and this card has {card[0]}.{card[1]}"
     return None

@@ -25,10 +25,11 @@ import torch
 from ..cache.os_errors import refusal
 from ..capture.shape_recorder import Equalities, Limits
 from ..capture.types import Captured
+from ..config.pass_catalogue import PASSES
 from ..graph.const_subgraph import take_out
 from ..guards.shape_guards import Conditions
 from ..kernels import known_to_inductor
-from ..passes.registry import PASSES, register, split
+from ..passes.registry import REWRITES, register, split
 from ..system import torch_modes
 from ..system.compiler_processes import bounded
 from ..system.device_timer import by_the_device
@@ -112,12 +113,12 @@ def _lower_graph(
     each: Callable[[Works], list[list[str]]],
 ) -> None:
     equal = Equalities([node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
-    for name, rewrite in PASSES.items():
+    for name, rewrite in REWRITES.items():
         if own.get(name):
             rewrite(graph)
     agreed = equal.texts()
     # in full precision a weight that is unpacked would lie beside its packed self
-    larger = any(own.get(name) is True for name in ("low_precision", "low_precision_int8"))
+    larger = any(own.get(one.name) is True for one in PASSES if one.packs_weights)
     others, copies = own.get("prepare") is True, own.get("prepare_copies") is True
     before = take_out(graph, lasting, larger=larger, copies=copies, others=others) if others or copies else None
     left = [*lasting] if before is None else [*(lasting[i] for i in before.keeps), *[True] * before.gives]

@@ -128,6 +128,11 @@ def low_precision(module: GraphModule, dtype: torch.dtype = FP8) -> int:
     return sum(map(len, groups))
 
 
+def low_precision_int8(module: GraphModule) -> int:
+    """As `low_precision`, in int8."""
+    return low_precision(module, torch.int8)
+
+
 def _narrow(
     tracer: GraphAppendingTracer, group: list[Product], narrow: dict[Node, tuple[Any, Any]], dtype: torch.dtype
 ) -> list[Any]:

@@ -21,7 +21,6 @@ from ..kernels.low_precision_attention import op as kernel
 from ..quant.cost_model import H200
 from .attention_match import HALVES, Attention, attentions, put_kernel
 
-MEASURED = ((9, 0),)  # compute capabilities of cards on which it was measured to win
 # By the numbers a head (H200, torch 2.11, 2026-11): operations a second of torch's own choice, and of the narrow kernel
 # seconds for each block of keys and for each program. Heads of 72 and 80, taken for 128, were slower.
 _HALF = {64: 455e12, 128: 650e12}

@@ -17,9 +17,6 @@ from ..graph.sizes import hint
 from ..kernels.short_kv_attention import op as kernel
 from .attention_match import Attention, attentions, plain_width, put_kernel
 
-# Compute capabilities of cards on which it was measured to win. Who chooses the passes looks at it: a pass may run in a
-# process that is forked afterwards, and with it a device that it had asked for would be lost.
-MEASURED = ((9, 0),)
 FEW = 256  # keys at the captured call; of 512 torch's own choice is faster
 _DEVICE = "cuda"  # elsewhere the operator is torch's
 

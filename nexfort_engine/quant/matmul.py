@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ..config.pass_catalogue import NEEDS
+
 aten = torch.ops.aten
 FP8 = torch.float8_e4m3fn
-OLDEST_CARD = (8, 9)  # compute capability of the first cards with fp8 products
-OLDEST_INT8_CARD = (8, 0)  # and of those whose products in int8 are twice as fast as in half precision
 NAMES = {FP8: "fp8", torch.int8: "int8"}
 MULTIPLE = 16  # of both sizes of a weight, which the products ask for
 _LARGEST = {FP8: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -26,7 +26,8 @@ _SMALLEST = 1e-12  # of the largest number of a row: rows of zeros have a scale 
 
 def missing(device_type: str, dtype: torch.dtype = FP8) -> str | None:
     """Why products in fp8, or int8, are not for this machine, or None."""
-    name, oldest = NAMES[dtype], OLDEST_CARD if dtype == FP8 else OLDEST_INT8_CARD
+    name = NAMES[dtype]
+    oldest = NEEDS[name].oldest
     if device_type != "cuda" or torch.version.hip is not None:
         return f"products in {name} are for NVIDIA's cards; everything runs at the model's own precision"
     found = torch.cuda.get_device_capability()
