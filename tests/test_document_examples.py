@@ -17,8 +17,7 @@ EXAMPLE = re.compile(r"(<!-- not run[^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
 PUBLIC = [name for name in nexfort_engine.__all__ if callable(getattr(nexfort_engine, name))]
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "cache"))
+def test_the_examples_of_the_page_run() -> None:
     found = EXAMPLE.findall(PAGE)
     run = [code for kept, code in found if not kept]
     assert len(run) >= 2 and len(found) > len(run)
