@@ -81,7 +81,7 @@ def test_no_measurement_stands_by_hand_in_a_page_for_users(page: Path) -> None:
     assert not found, "put it into a block of benchmarks/figures.py, or name the limit in LIMITS"
 
 
-@pytest.mark.parametrize("page", [*CATALOGUE, *(page for page in DESIGN if page.name != "features.md")], ids=name_of)
+@pytest.mark.parametrize("page", [*CATALOGUE, *DESIGN], ids=name_of)
 def test_a_measurement_in_a_page_for_developers_is_one_of_history(page: Path) -> None:
     history = set(NUMBER.findall(read(HISTORY)))
     found = [
