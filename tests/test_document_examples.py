@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from pages import ROOT, read
 
 import nexfort_engine
+from nexfort_engine.config import compile_config
+from nexfort_engine.reporting import report
 
 PAGE = read(ROOT / "docs" / "python.md")
 EXAMPLE = re.compile(r"(<!-- not run[^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
@@ -50,3 +54,9 @@ def test_a_public_name_is_explained(name: str) -> None:
     assert "Raises" in told
     taken = [one for one in inspect.signature(found).parameters if one not in ("module", "pipe")]
     assert [one for one in taken if not re.search(rf"\b{one}\b", told)] == []
+
+
+@pytest.mark.parametrize("module", [compile_config, report], ids=lambda module: module.__name__)
+def test_the_examples_of_docstrings_run(module: ModuleType) -> None:
+    failed, tried = doctest.testmod(module)
+    assert failed == 0 and tried > 0

@@ -40,6 +40,10 @@ PRIVATE = {
     r"narrow attention": "low-precision attention",
     r"asides": "step-invariant value",
     r"parting": "graph splitting",
+    r"[Pp]repared weights?": "prepacked weights",
+    r"[Ww]hole rows": "persistent reductions",
+    r"[Mm]easured attention": "autotuned attention",
+    r"[Cc]pu probes?": "vector-ISA cache",
     r"strengths are": "dynamic scalars are",
     r"products?": "matmul",
 }

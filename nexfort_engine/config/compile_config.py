@@ -86,6 +86,11 @@ class CompileConfig:
 
         The keyword `dynamic` holds unless `options` says `dynamic` itself. The caller's mapping is only read.
         Raises ValueError naming what was found, the nearest valid word and all valid words.
+
+        >>> CompileConfig.parse("max-autotune:O2").mode
+        'O2:max-autotune'
+        >>> CompileConfig.parse({"mode": "O3", "options": {"quant.attention": False}}).option("quant.attention")
+        False
         """
         if isinstance(options, CompileConfig):
             return options
