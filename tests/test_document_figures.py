@@ -125,7 +125,7 @@ def test_a_ratio_is_of_one_run(tmp_path: Path) -> None:
     rows.append_rows(tmp_path / "results.csv", [*whole, *others], rows.COLUMNS)
     text = ratios.table(tmp_path / "results.csv")
     assert text.splitlines()[2:] == [
-        "| A card | SD2.1, batch 2, 768x768 | `O2` | 1.33x | **2.00x** | 1.0 | 1.0 | 1.0 |"
+        "| A card | SD2.1, batch 2, 768x768 | `O2` | 1.33x | **2.00x** | 1.0 / 1.0 | 1.0 / 1.0 |"
     ]
     rows.append_rows(tmp_path / "half.csv", whole[:-1], rows.COLUMNS)
     assert len(ratios.table(tmp_path / "half.csv").splitlines()) == 2, "a row with an empty half is not shown"

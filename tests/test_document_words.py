@@ -69,11 +69,7 @@ def _counted(text: str) -> Iterator[tuple[int, str, int]]:
         yield line, one, pages.words(one)
 
 
-WRAPPED = [
-    page
-    for page in [*USER, *DESIGN, ROOT / "CHANGELOG.md"]
-    if page.parent.parent.name != "web"
-]
+WRAPPED = [page for page in [*USER, *DESIGN, ROOT / "CHANGELOG.md"] if page.parent.parent.name != "web"]
 
 
 @pytest.mark.parametrize("page", WRAPPED, ids=name_of)
