@@ -36,6 +36,31 @@ WRONG_SIGNS = {
     "es": re.compile(r"[„“”]|\s[:;!?]|^[^¿]*\?|^[^¡]*!"),
 }
 
+# English word -> how each language says it, as ComfyUI's own translation does where it has the word.
+GLOSSARY = {
+    "sampler": {
+        "zh": "采样器",
+        "ja": "サンプラー",
+        "ko": "샘플러",
+        "de": "sampler",
+        "fr": "échantillonneur",
+        "es": "muestreador",
+    },
+    "artefacts?": {"zh": "产物", "ja": "成果物", "ko": "결과물", "de": "artefakt", "fr": "artefact", "es": "artefacto"},
+    "workflows?": {
+        "zh": "工作流",
+        "ja": "ワークフロー",
+        "ko": "워크플로",
+        "de": "workflow",
+        "fr": "workflow",
+        "es": "flujo",
+    },
+    "nodes?": {"zh": "节点", "ja": "ノード", "ko": "노드", "de": "node", "fr": "nœud", "es": "nodo"},
+    "cache": {"zh": "缓存", "ja": "キャッシュ", "ko": "캐시", "de": "cache", "fr": "cache", "es": "caché"},
+    "steps?": {"zh": "步", "ja": "ステップ", "ko": "스텝", "de": "schritt", "fr": "étape", "es": "paso"},
+    "blocks?": {"zh": "块", "ja": "ブロック", "ko": "블록", "de": "bl[oö]ck", "fr": "bloc", "es": "bloque"},
+}
+
 
 def content(language: str, name: str) -> dict[str, Any]:
     return dict(json.loads((LOCALES / language / f"{name}.json").read_text(encoding="utf-8")))
@@ -103,6 +128,20 @@ def test_a_translation_is_one(language: str) -> None:
     ours = dict(texts(content(language, "nodeDefs")))
     same = [key for key in english if not key.endswith(".name") and ours[key] == english[key]]
     assert not same
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("language", LANGUAGES[1:])
+def test_a_word_of_the_glossary_is_said_in_one_way(language: str, name: str) -> None:
+    english, ours = dict(texts(content("en", name))), dict(texts(content(language, name)))
+    other = [
+        f"{key}: {word}"
+        for key in english.keys() & ours.keys()
+        for word, said in GLOSSARY.items()
+        if re.search(rf"\b{word}\b", english[key], re.IGNORECASE)
+        and not re.search(said[language], ours[key], re.IGNORECASE)
+    ]
+    assert not other
 
 
 @pytest.mark.comfy
