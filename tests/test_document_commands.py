@@ -86,6 +86,14 @@ def test_each_route_is_there() -> None:
     assert missing == []
 
 
+def test_messages_that_troubleshooting_quotes_are_said() -> None:
+    """They are put together in code; each piece between values stands there."""
+    rows = [line for line in read(ROOT / "docs" / "troubleshooting.md").splitlines() if line.startswith("| ")]
+    quoted = [one for row in rows for one in re.findall(r'"([^"]+)"', row.split("|")[1])]
+    source = re.sub(r'"\s*\n\s*f?"', "", "\n".join(read(path) for path in sources(ENGINE, ROOT / "nodes")))
+    assert len(quoted) > 3 and [one for one in quoted if one not in source] == []
+
+
 # ---- words of a config ------------------------------------------------------------------------------------
 
 
