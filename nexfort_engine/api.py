@@ -22,10 +22,11 @@ from .cache import ephemeral
 from .cache.paths import base_root
 from .cache.store import Store, default_root
 from .config.compile_config import CompileConfig
-from .engine import Also, Engine
+from .engine import Engine
 from .modules.tree import compiled_elsewhere, replaced_forward
 from .quant.quantized_linear import holds_quantised
 from .reporting.report import Report
+from .runtime.engine_state import Also, HostHooks
 from .system.process_settings import disabled, keeps_nothing
 
 log = logging.getLogger("nexfort")
@@ -82,11 +83,11 @@ def say_if_unquantised(config: CompileConfig, modules: Iterable[nn.Module], repo
 
 
 def compile_as(module: nn.Module, config: CompileConfig, *, also: Also | None = None) -> Any:
-    """`compile` for hosts, which know of calls that a first one does not show; `also` as for Engine."""
+    """`compile` for hosts, which know of calls that a first one does not show; `also` as for HostHooks."""
     original = module.uncompiled() if isinstance(module, CompiledModule) else module
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    engine = Engine(original, config, store_at(), also=also)
+    engine = Engine(original, config, store_at(), hooks=HostHooks() if also is None else HostHooks(also=also))
     # it stands before the class's, where the engine would begin
     if replaced_forward(original) is not None or compiled_elsewhere(original):
         reason = "its forward was replaced before it was compiled (offloading does that); compile first, then offload"

@@ -43,17 +43,16 @@ from .modules.tree import Slot, own_foreign, structure
 from .reporting.report import Report, named
 from .reporting.resource_shortages import begun, told
 from .runtime.artifact import Binding
+from .runtime.engine_state import EngineState, HostHooks
 from .runtime.fault_attribution import UNSEEN, is_passed_on
 from .runtime.forward_context import Instead, Session, entered
 from .runtime.shared_state import Known
 from .system import compiler_processes, heap_trim, torch_modes
 from .system.process_settings import backend_scope, disabled
 from .weights.lease import Lender
-from .weights.prepack_entry import Version
 
 log = logging.getLogger("nexfort")
 
-Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 Coming = list[tuple["Engine", Callable[..., Any], tuple[Any, ...]]]
 Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
@@ -63,20 +62,12 @@ _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Regions, artefacts and the report of one backbone under one config.
 
-    cancel: called several times a second while artefacts are made, and before each region runs; raises to stop (the
-        host's interrupt).
-    stops: what `cancel` raises, and what the host's own code raises to the same end; it always passes through.
-    others_code: why the options it is called with bring code of others along, or None.
+    name: what the report calls it; the backbone's class if the host has no name.
     whole: it is called through its forward alone, so it may be one region.
     lender: where the host keeps weights elsewhere; they are borrowed for each call.
-    apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
-    plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     known: what engines of networks alike share, where a host makes its network anew for each run.
-    also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
-        need is planned with it.
-
-    `then` may be set: for the arguments of a first call, whose code is called with what once the steps are done. What
-    that needs is made with it, inside the block.
+    report: one that exists already, for the same networks.
+    hooks: what is asked of the host.
     """
 
     def __init__(
@@ -85,46 +76,79 @@ class Engine:
         config: CompileConfig,
         store: Store,
         *,
-        cancel: Callable[[], None] | None = None,
-        plain_call: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-        others_code: Callable[[dict[Any, Any]], str | None] | None = None,
+        name: str = "",
         whole: bool = True,
         lender: Lender | None = None,
-        stops: Callable[[], tuple[type[BaseException], ...]] = tuple,
-        apart: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         known: Known | None = None,
-        also: Also | None = None,
+        report: Report | None = None,
+        hooks: HostHooks | None = None,
     ) -> None:
-        self.root, self.config, self.store = root, config, store
-        self.name, self.whole, self.lender = type(root).__name__, whole, lender
-        self.besides = lender.copies if lender is not None else frozenset()  # names of tensors that are no weights
-        self.apart, self.stops = apart, stops
-        self.cancel = cancel or (lambda: None)
-        self.plain_call = plain_call or (lambda args, kwargs: (args, kwargs))
-        self.others_code = others_code or _callables_in
-        self.also = also or (lambda args, kwargs: [])
+        self.state = EngineState(
+            root, config, store, name=name, lender=lender, known=known, report=report, hooks=hooks
+        )
+        self.whole = whole
         self.then: Then = lambda args, kwargs: contextlib.nullcontext([])
-        # what artefacts are lowered with: nothing is kept where nobody says that weights changed
-        self.lowering = config if lender is not None and lender.says else config.untold()
-        self.report = Report(self.lowering, str(store.root))
-        self.known = known or Known()
-        self.images = config.lays_out and self.known.images  # they lie with channels innermost, where regions hold some
-        self.keeps = True  # prepared weights, where there is room
-        self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
         self.builder = Builder(self)
         self.worth = Worth(self, self.known.off)
-        self.promise = Promise(self)
+        self.promise = Promise(self.state, graphs=config.step_graphs)
         self._table: dict[int, Region] | None = None
         self._placed: list[tuple[RegionSpec, Region]] = []
         self.sets_names = False  # code between the blocks assigns what blocks may read by name
         self._seats: Seats | None = None  # where their blocks are in the backbone
-        self.graphs = StepGraphs(self) if config.step_graphs else None
+        self.graphs = StepGraphs(self.state, self._blocks, self.spared) if config.step_graphs else None
         self._off: str | None = None
         self._innermost: bool | None = None  # whether the backbone's own weights lie so
         self._verify_due = False
         self._model_keys: dict[str, str] = {}
         self._sessions: set[Session] = set()  # that are under way
         _alive.add(self)
+
+    @property
+    def root(self) -> nn.Module:
+        """The backbone."""
+        return self.state.root
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return self.state.name
+
+    @property
+    def config(self) -> CompileConfig:
+        """What the user asked for."""
+        return self.state.config
+
+    @property
+    def store(self) -> Store:
+        """Where its artefacts are kept."""
+        return self.state.store
+
+    @property
+    def report(self) -> Report:
+        """What happened."""
+        return self.state.report
+
+    known = property(lambda self: self.state.known)
+    lender = property(lambda self: self.state.lender)
+    besides = property(lambda self: self.state.besides)
+    lowering = property(lambda self: self.state.lowering)
+    cancel = property(lambda self: self.state.hooks.cancel)
+    stops = property(lambda self: self.state.hooks.stops)
+    apart = property(lambda self: self.state.hooks.apart)
+    plain_call = property(lambda self: self.state.hooks.plain_call)
+    others_code = property(lambda self: self.state.hooks.others_code)
+    also = property(lambda self: self.state.hooks.also)
+    images = property(lambda self: self.state.images, lambda self, on: self.state.lay_images(on))
+    keeps = property(lambda self: self.state.keeps, lambda self, _: self.state.stop_keeping())
+    held_twice = property(lambda self: self.state.held_twice, lambda self, on: self.state.hold_twice(on))
+    version = property(lambda self: self.state.version)
+    room = property(lambda self: self.state.room)
+    frees = property(lambda self: self.state.frees)
+    unquiet = property(lambda self: self.state.unquiet)
+    is_quiet = property(lambda self: self.state.is_quiet)
+
+    def _blocks(self) -> list[nn.Module]:
+        return [region.module for region in self.regions]
 
     @property
     def regions(self) -> list[Region]:
@@ -206,10 +230,6 @@ class Engine:
         self.worth.anew()
         self._table = self._innermost = None
 
-    def version(self) -> Version:
-        """What tells that no weight was changed since; None where nobody can say."""
-        return self.lender.version() if self.lender is not None else None
-
     def spared(self, used: list[Binding]) -> list[Slot]:
         """Weights that a step which used these bindings does not need as they are, because it has them prepared."""
         ids = {id(binding) for binding in used}
@@ -223,18 +243,10 @@ class Engine:
                     needed.add((id(table), name))
         return [(table, name) for table, name in found if (id(table), name) not in needed]
 
-    def room(self, device: torch.device) -> int:
-        """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
-        return self.lender.room(device) if self.lender is not None else 0
-
     def look(self, run: object) -> None:
         """Have the host see whether weights changed without a word, once for each run; None: it has no name."""
         if self.lender is not None:
             self.lender.look(run)
-
-    def frees(self, device: torch.device) -> bool:
-        """Whether weights that the host keeps on a device make room there once they are kept prepared."""
-        return self.lender is not None and self.lender.frees(device)
 
     def is_busy_elsewhere(self) -> bool:
         """Whether the backbone is in another step than this thread's, of whichever engine."""
@@ -395,9 +407,6 @@ class Engine:
         except Exception:
             return True
 
-    def is_quiet(self, args: Any, kwargs: Any) -> bool:
-        return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
-
     def repeatable(self, session: Session) -> bool:
         """Whether a step may be run again on what it was given.
 
@@ -406,13 +415,6 @@ class Engine:
         if session.root is None or session.instead is not None or not self.is_quiet(*session.root[1:]):
             return False
         return written_to(session.root[1:]) == session.written
-
-    def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
-        """Why a whole step cannot be replayed with these options: code of others would run in it."""
-        try:
-            return next((reason for m in mappings if (reason := self.others_code(m))), None)
-        except Exception as error:  # an option's own code
-            return UNSEEN.format(named(error))
 
     def passes(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str | None:
         """Why a call runs without regions: a reason, "" where the user asked for it, None if it does not."""
@@ -509,16 +511,6 @@ class Engine:
         if session.instead is not None:
             return session.instead(region, plain, args, kwargs, session)
         return region.call(plain, args, kwargs, session)
-
-
-def _callables_in(options: dict[Any, Any]) -> str | None:
-    """Without a host that knows better: any callable among the options is code of others."""
-    for key, value in options.items():
-        if callable(value):
-            return f"the option {key!r} is code of others"
-        if isinstance(value, dict) and (reason := _callables_in(value)):
-            return reason
-    return None
 
 
 def _copied(value: Any) -> Any:

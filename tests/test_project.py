@@ -44,7 +44,6 @@ MOST_BESIDE_PACKAGES = 12
 STILL_UPWARD = {
     ("compilation/builder.py", "engine.py"),
     ("compilation/planner.py", "engine.py"),
-    ("cudagraphs/step_graphs.py", "engine.py"),
     ("dispatch/prepack_cache.py", "engine.py"),
     ("dispatch/region.py", "engine.py"),
     ("dispatch/verify.py", "engine.py"),
@@ -53,7 +52,6 @@ STILL_IN_A_RING = {
     "compilation/builder.py",
     "compilation/lookup.py",
     "compilation/planner.py",
-    "cudagraphs/step_graphs.py",
     "dispatch/compiled_share.py",
     "dispatch/fallback.py",
     "dispatch/prepack_cache.py",

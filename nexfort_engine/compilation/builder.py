@@ -67,7 +67,7 @@ class Builder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.planner = Planner(engine, self.wanted)
-        self.finder = Finder(engine)
+        self.finder = Finder(engine.state)
         self.background = Background(lambda text: engine.report.note(text)) if engine.config.background else None
         known = engine.known
         self.artefacts, self.refusals = known.artefacts, Refusals(known)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,13 +36,8 @@ from ..quant import matmul
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, Misfit
 from ..runtime.devices import device_of
+from ..runtime.engine_state import EngineState
 from ..system.torch_modes import Values
-
-if TYPE_CHECKING:
-    from ..cache.store import Store
-    from ..config.compile_config import CompileConfig
-    from ..reporting.report import Report
-    from ..runtime.shared_state import Known
 
 log = logging.getLogger("nexfort")
 
@@ -70,23 +63,12 @@ class Wanted:
         return device_of(given + [weight.device for weight in self.region.slots.read()])
 
 
-class Searching(Protocol):
-    """What is asked of the engine whose artefacts are looked for."""
-
-    apart: Callable[[], AbstractContextManager[Any]]
-    config: CompileConfig
-    known: Known
-    lowering: CompileConfig
-    report: Report
-    store: Store
-
-
 class Finder:
     """Finds the artefacts of one engine."""
 
-    def __init__(self, engine: Searching) -> None:
-        self.engine = engine
-        self._artefacts, self._reported = engine.known.artefacts, engine.known.reported
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
@@ -108,12 +90,12 @@ class Finder:
             elif self._has_code(artefact, wanted):
                 binding = Binding(artefact, region.module, hidden, names)
                 region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
-                self.engine.report.region(region.path, kind=region.kind, key=wanted.primary)
+                self.state.report.region(region.path, kind=region.kind, key=wanted.primary)
                 info = artefact.entry.info if artefact.entry is not None else {}
                 if info.get("products") or info.get("attention"):
-                    self.engine.report.precision(region.path, info.get("products", []), info.get("attention", []))
+                    self.state.report.precision(region.path, info.get("products", []), info.get("attention", []))
                 for note in info.get("notes", []):
-                    self.engine.report.note(note)
+                    self.state.report.note(note)
                 return binding, None
         return None, nearest
 
@@ -122,7 +104,7 @@ class Finder:
         classes = classes_in(region.module)
         found = self._dependences.get((id(rows), classes))
         if found is None:  # it holds on to the rows, so that no others come to be known by their id
-            found = self._dependences[id(rows), classes] = Dependence(rows, classes, self.engine.known.watched)
+            found = self._dependences[id(rows), classes] = Dependence(rows, classes, self.state.known.watched)
         return found
 
     def _candidates(self, wanted: Wanted) -> Iterator[Artefact]:
@@ -130,17 +112,17 @@ class Finder:
         known = self._artefacts.setdefault(wanted.primary, [])
         yield from list(known)
         ids = {artefact.id for artefact in known}
-        for entry in self.engine.store.candidates(wanted.primary):
+        for entry in self.state.store.candidates(wanted.primary):
             if entry.id in ids:
                 continue
             changed = sources_changed(entry.manifest.get("sources", {}))
             if changed:
                 path = wanted.region.path
-                self.engine.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
+                self.state.report.note(f"an artefact of {path} is out of date: the source of {changed} changed")
                 continue
             problem = driver_problem(entry.manifest.get("driver"))
             if problem:
-                self.engine.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
+                self.state.report.note(f"an artefact of {wanted.region.path} is not used: {problem}")
                 continue
             artefact = self._described(entry)
             if artefact is not None:
@@ -148,32 +130,32 @@ class Finder:
                 yield artefact
 
     def _described(self, entry: Entry) -> Artefact | None:
-        shared = _loaded.get((str(self.engine.store.root), entry.id))
+        shared = _loaded.get((str(self.state.store.root), entry.id))
         if shared is not None:
             return shared
         try:
             artefact = Artefact(entry.id, entry.primary, entry.manifest)
         except Exception as error:
             # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
-            self.engine.store.set_aside(entry, named(error))
+            self.state.store.set_aside(entry, named(error))
             return None
         artefact.entry = entry
         return artefact
 
     def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
         """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""
-        store, path = self.engine.store, wanted.region.path
+        store, path = self.state.store, wanted.region.path
         if artefact.code is not None:
             if artefact.id not in self._reported:
                 self._reported.add(artefact.id)
-                self.engine.report.loaded(path, artefact.id, 0.0)
+                self.state.report.loaded(path, artefact.id, 0.0)
             return True
         entry = artefact.entry
         assert entry is not None, "an artefact comes from this process or from the store"
         began = time.perf_counter()
         problem = None
         try:
-            with self.engine.apart():
+            with self.state.hooks.apart():
                 self.load_code(artefact, entry)
         except StoreError as error:
             problem = str(error)
@@ -184,20 +166,20 @@ class Finder:
                 store.pass_over(entry, problem)
         if problem is not None:
             store.set_aside(entry, problem)
-            self.engine.report.note(f"an artefact of {path} is not used: {problem}")
+            self.state.report.note(f"an artefact of {path} is not used: {problem}")
             self._artefacts[artefact.primary].remove(artefact)
             return False
         store.touch(entry)
         self._reported.add(artefact.id)
-        self.engine.report.loaded(path, artefact.id, time.perf_counter() - began)
+        self.state.report.loaded(path, artefact.id, time.perf_counter() - began)
         self.share(artefact, entry)
         return True
 
     def load_code(self, artefact: Artefact, entry: Entry) -> None:
-        remember_in(self.engine.store.root)
+        remember_in(self.state.store.root)
         options = self.options("cuda" if torch.cuda.is_available() else "cpu")
         # a copy that only this process writes to, checked byte by byte before anything of it is loaded
-        payload = self.engine.store.ready(entry)
+        payload = self.state.store.ready(entry)
         if artefact.sites:
             callbacks.operator()
         how = options, entry.manifest["modules"], len(artefact.weights)
@@ -207,16 +189,16 @@ class Finder:
             if not is_refusal(error):
                 raise
             log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
-            artefact.code = lower.load(self.engine.store.ready(entry, elsewhere=True), *how)
+            artefact.code = lower.load(self.state.store.ready(entry, elsewhere=True), *how)
 
     def share(self, artefact: Artefact, entry: Entry) -> None:
         """Let other engines of this process use the code that this one has loaded."""
-        _loaded[(str(self.engine.store.root), entry.id)] = artefact
+        _loaded[(str(self.state.store.root), entry.id)] = artefact
 
     def options(self, device_type: str) -> dict[str, object]:
         """Settings to lower and load with on "cpu" or "cuda"; the report says what of the config has no effect."""
-        config, note = self.engine.config, self.engine.report.note
-        options = self.engine.lowering.lowering_options(device_type)
+        config, note = self.state.config, self.state.report.note
+        options = self.state.lowering.lowering_options(device_type)
         if config.has("low-precision"):
             self._check_products(options, device_type)
         if device_type != "cuda":
@@ -239,7 +221,7 @@ class Finder:
     def _check_products(self, options: dict[str, object], device_type: str) -> None:
         """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
         fp8, int8 = matmul.missing(device_type), matmul.missing(device_type, torch.int8)
-        asked, note = self.engine.config.is_on("quant.int8"), self.engine.report.note
+        asked, note = self.state.config.is_on("quant.int8"), self.state.report.note
         missing = {"fp8": fp8, "int8": int8}
         options.update({one.switch: False for one in PASSES if missing.get(one.needs)})
         if asked and int8 is None:

@@ -19,9 +19,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..capture.reached_names import rows_of
 from ..capture.source_hashes import walked
@@ -32,26 +33,25 @@ from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
 from ..guards.option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
 from ..modules.memory_format import Unsupported
+from ..modules.tree import Slot
 from ..reporting.report import named
+from ..runtime.artifact import Binding
+from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
+from ..runtime.forward_context import Session
 from ..runtime.lru_mapping import Recent
-from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes, without_frames
-from ..system.kernel_launches import launched_by_address
+from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
 from ..weights.residency import Residence
 from ..weights.subclass_unwrap import places
 from . import memory_budget
 from .capture_check import Rehearsal
 from .channels_last_cat import JoinedAsRows
+from .graph_capture import captured
 from .host_constants import Answering, Remembering, Sent
 from .invariant_cache import Asides
-from .memset_nodes import editable, fills_as_kernels
 from .module_fingerprint import Glue
 from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
 from .step_graph import StepGraph, in_places, metas_of, serials_of
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from ..runtime.forward_context import Session
 
 log = logging.getLogger("nexfort")
 
@@ -71,8 +71,14 @@ _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of th
 class StepGraphs:
     """The CUDA graphs of one engine. Used by one thread at a time; a second one runs region by region."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        state: EngineState,
+        blocks: Callable[[], list[nn.Module]],
+        spared: Callable[[list[Binding]], list[Slot]],
+    ) -> None:
+        """blocks: the modules of the regions. spared: weights that a step with these bindings does not need."""
+        self.state, self._blocks, self._spared = state, blocks, spared
         self._steps: OrderedDict[Any, StepGraph] = OrderedDict()  # the one used longest ago first
         self._refused: Recent[Any, str] = Recent(_MOST_CALLS)
         self._failed: Recent[Any, int] = Recent(_MOST_CALLS)  # how often a step could not be captured for what may pass
@@ -83,7 +89,7 @@ class StepGraphs:
         # calls whose graph grew the memory of all beyond the budget: captured alone the next time
         self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
-        self._watched = engine.known.watched
+        self._watched = state.known.watched
         self._in_use = threading.Lock()
 
     def release(self) -> bool:
@@ -113,7 +119,7 @@ class StepGraphs:
         except Unsupported as error:
             reason = f"the backbone is called with {error}"
         except Exception as error:
-            if is_passed_on(error, self.engine.stops()):
+            if is_passed_on(error, self.state.hooks.stops()):
                 raise
             reason = UNSEEN.format(named(error))
         if reason is not None:
@@ -130,9 +136,9 @@ class StepGraphs:
         if step is not None:
             with step.residence.held(flat.tensors[0].device) as weights:
                 there = weights is not None and places(weights) == step.pointers
-                if weights is not None and there and step.is_kept(self.engine.version) and step.check(flat.mappings):
+                if weights is not None and there and step.is_kept(self.state.version) and step.check(flat.mappings):
                     self._steps.move_to_end(key)
-                    self.engine.cancel()
+                    self.state.hooks.cancel()
                     if step.graph is not None:
                         # what only decides whether the result counts is compared while the GPU is at work
                         result = step.replay(call)
@@ -140,7 +146,7 @@ class StepGraphs:
                             session.replayed = True
                             return result
                     elif step.holds(flat, weights):
-                        with self.engine.apart():
+                        with self.state.hooks.apart():
                             return self._capture(key, step, call, plain, session)
             if weights is None:
                 return self._fetched(step, call, plain, session)
@@ -159,7 +165,7 @@ class StepGraphs:
 
     def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if reason:
-            self.engine.report.note(f"no CUDA graph: {reason}")
+            self.state.report.note(f"no CUDA graph: {reason}")
         return plain(*args, **kwargs)
 
     def _unfit(self, call: StepCall) -> str | None:
@@ -170,7 +176,7 @@ class StepGraphs:
             return ""
         if len(flat.mappings) > 1:
             return "the backbone takes several mappings, and what its regions read is known of one"
-        return self.engine.unquiet(flat.mappings)
+        return self.state.unquiet(flat.mappings)
 
     # -- the ways ----------------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class StepGraphs:
         result = call.plainly(plain)
         if session.fetched or session.ran_eager or not step.residence.settle(call.tensors[0].device):
             self.release()  # memory is short: that of graphs is the first to go
-            self.engine.report.note(_ELSEWHERE)
+            self.state.report.note(_ELSEWHERE)
         return result
 
     def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
@@ -237,14 +243,14 @@ class StepGraphs:
         if session.spares:
             return result  # the next step borrows less; it is the one to look at
         kept = serials_of(session.used)  # before it is asked what they spare: another thread may let go of them
-        residence = Residence(self.engine.root, self.engine.lender, self.engine.spared(session.used))
+        residence = Residence(self.state.root, self.state.lender, self._spared(session.used))
         if session.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
-            self.engine.report.note("no CUDA graph: a region ran eager")
+            self.state.report.note("no CUDA graph: a region ran eager")
         elif session.others:
-            self.engine.report.note("no CUDA graph: code of others runs inside its blocks")
+            self.state.report.note("no CUDA graph: code of others runs inside its blocks")
         elif session.fetched or not residence.settle(flat.tensors[0].device):
-            self.engine.report.note(_ELSEWHERE)
+            self.state.report.note(_ELSEWHERE)
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
@@ -272,20 +278,20 @@ class StepGraphs:
         outputs, flat = Flat(), call.flat
         try:
             rows, output = to_json(reads), flatten(result, outputs)
-            reached, kinds = rows_of(self.engine.root, session.codes)[0], classes_in(self.engine.root)
+            reached, kinds = rows_of(self.state.root, session.codes)[0], classes_in(self.state.root)
             names = Dependence(reached, kinds, self._watched, deep=False)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
             if asides is not None and any(map(asides.lasts, outputs.tensors)):
                 asides = None  # its caller may write to what it was given
                 self._alike[key] = None
-                self.engine.report.note(_MADE_ANEW.format("the backbone returns some of it"))
+                self.state.report.note(_MADE_ANEW.format("the backbone returns some of it"))
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return
-        glue = Glue(self.engine.root, [region.module for region in self.engine.regions])
+        glue = Glue(self.state.root, self._blocks())
         if glue.hooked:
-            self.engine.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
+            self.state.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return
         with residence.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
@@ -301,7 +307,7 @@ class StepGraphs:
                 empty_as(outputs.tensors, _NOWHERE),
                 sent,
                 kept=kept,
-                version=self.engine.version(),
+                version=self.state.version(),
                 asides=asides if asides is not None and asides.observed(call.made_of) else None,
                 names=names,
             )
@@ -317,7 +323,7 @@ class StepGraphs:
     def _refuse(self, key: Any, reason: str, call: StepCall, plain: Callable[..., Any]) -> Any:
         result = call.plainly(plain)  # first: what eager refuses as well says nothing of other calls
         self._refused[key] = reason
-        self.engine.report.note(f"no CUDA graph: {reason}")
+        self.state.report.note(f"no CUDA graph: {reason}")
         return result
 
     def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
@@ -339,7 +345,7 @@ class StepGraphs:
         slots, outputs = in_places(empty_as(call.tensors, device), asides), empty_as(step.outputs, device)
         session.ran_eager = session.fetched = session.others = False
         session.looked_up = []
-        answering = Answering(step.sent)
+        answering, fills = Answering(step.sent), self.state.config.option("cuda.fill_kernels", True) is True
 
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
@@ -352,10 +358,10 @@ class StepGraphs:
             for slot, tensor in zip(slots, call.tensors, strict=True):
                 slot.copy_(tensor)
             if asides is not None:
-                asides.graph, _ = self._captured(asides.program())
+                asides.graph, _ = captured(self._memory, asides.program(), fills=fills)
             session.capturing, session.asides, session.watching = True, asides, answering
             try:
-                graph, fits = self._captured(run)
+                graph, fits = captured(self._memory, run, fills=fills)
             finally:
                 session.capturing, session.asides, session.watching = False, None, None
             if answering.reason:
@@ -374,7 +380,7 @@ class StepGraphs:
             self._keep_within(key, before)
             return result
         except Exception as error:
-            if isinstance(error, self.engine.stops()):
+            if isinstance(error, self.state.hooks.stops()):
                 raise
             log.debug("Nexfort: capturing a CUDA graph failed", exc_info=True)
             if memory_budget.no_memory(error):
@@ -397,36 +403,18 @@ class StepGraphs:
         self.release()
         if key in self._alone:
             self._refused[key] = _TOO_MUCH
-            self.engine.report.note(f"no CUDA graph: {_TOO_MUCH}")
+            self.state.report.note(f"no CUDA graph: {_TOO_MUCH}")
         self._alone[key] = None
 
     def _weights(self) -> int:
-        return sum(weight.nbytes for weight in self.engine.root.parameters())
-
-    def _captured(self, run: Callable[[], Any]) -> tuple[Any, Any]:
-        """A graph of what is launched by `run`, and what that returns."""
-        edited = self.engine.config.option("cuda.fill_kernels", True) is True and editable()
-        graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
-        # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
-        with launched_by_address() if fragile() else nullcontext(), self._memory.captured(graph):
-            try:
-                result = run()
-            except BaseException as error:
-                # what was made belongs to the graph: it has to go while that is captured, a cancel included
-                problem = without_frames(error)
-        if problem is not None:
-            raise problem
-        if edited:
-            fills_as_kernels(graph.raw_cuda_graph())
-            graph.instantiate()
-        return graph, result
+        return sum(weight.nbytes for weight in self.state.root.parameters())
 
     # -- what lasts --------------------------------------------------------------------------------------
 
     def _lasting(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
         """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
-        names = session.lasting if self.engine.lowering.prompt_once else {}
-        version = self.engine.version() if names else None
+        names = session.lasting if self.state.lowering.prompt_once else {}
+        version = self.state.version() if names else None
         if version is None:
             return {}
         return {place: (names[id(tensor)][1], version) for place, tensor in enumerate(tensors) if id(tensor) in names}
@@ -436,15 +424,15 @@ class StepGraphs:
         if not call.lasting or call.key() in self._alike:
             return None
         for key, step in list(self._steps.items()):
-            if step.graph is None and step.asides is not None and step.version != self.engine.version():
+            if step.graph is None and step.asides is not None and step.version != self.state.version():
                 del self._steps[key]  # it holds on to weights that may be no more
         least = min(_LEAST_KEPT, memory_budget.beside(call.tensors[0].device))
         most = max(least, self._weights() // _PART_KEPT)
         held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
-        return Asides.of(call, most - held, self.engine.apart)
+        return Asides.of(call, most - held, self.state.hooks.apart)
 
     def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
         """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""
         self._alike[key] = None
-        self.engine.report.note(_MADE_ANEW.format(asides.reason))
+        self.state.report.note(_MADE_ANEW.format(asides.reason))
         return call.plainly(plain)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session
 from .step_times import Lap, Pace, begin, kind_of
-
-if TYPE_CHECKING:
-    from ..reporting.report import Report
-    from ..runtime.forward_context import Session
 
 WITHOUT = "a run without Nexfort"
 BEFORE = "steps before it was compiled"
@@ -38,29 +36,13 @@ class Facts:
     replayed: bool
 
 
-class Steps(Protocol):
-    """What is asked of the engine whose steps are watched."""
-
-    report: Report
-
-    @property
-    def graphs(self) -> object | None:
-        """Where steps may be CUDA graphs."""
-
-    def version(self) -> Hashable:
-        """What tells that no weight was changed."""
-
-    def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
-        """Why a whole step cannot be replayed with these options."""
-
-
 class Promise:
     """The watch on one engine's steps."""
 
-    def __init__(self, engine: Steps) -> None:
-        self._engine = engine
-        # the report is asked for each time: a host may put another one in its place
-        self.pace = Pace(lambda row: engine.report.pace(row), self.likely_reason)
+    def __init__(self, state: EngineState, *, graphs: bool) -> None:
+        """graphs: steps may be CUDA graphs."""
+        self._state, self._graphs = state, graphs
+        self.pace = Pace(state.report.pace, self.likely_reason)
 
     def without(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step that its user wants eager, which shows how long eager takes."""
@@ -93,18 +75,18 @@ class Promise:
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """What steps have in common that should take the same time: sizes, batch, weights, and code of others."""
         mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
-        return kind_of(args, kwargs, self._engine.version(), self._engine.unquiet(mappings))
+        return kind_of(args, kwargs, self._state.version(), self._state.unquiet(mappings))
 
     def likely_reason(self, facts: Facts | None) -> str:
         """Why a step may be slower than eager, by what was seen of the last one."""
-        found, told = list[str](), self._engine.report.as_dict()
+        found, told = list[str](), self._state.report.as_dict()
         if facts is not None:
             if facts.ran_eager:
                 blocks = len({row["region"] for row in told["eager"]})
                 found.append(f"{blocks} of its blocks run eager" if blocks != 1 else "one of its blocks runs eager")
             found += [_FETCHED] if facts.fetched else []
             found += [_OTHERS] if facts.others else []
-        if self._engine.graphs is not None and torch.cuda.is_available() and not (facts and facts.replayed):
+        if self._graphs and torch.cuda.is_available() and not (facts and facts.replayed):
             notes = [note for note in told["notes"] if note.startswith(_NO_GRAPH)]
             found.append(notes[-1] if notes else _NO_GRAPH)
         return "; ".join(found) or _UNKNOWN

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from backbones import make
-from subjects import Subject, distance, equal_bits, graphs_as_they_are
+from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_are
 
 import nexfort_engine
 from nexfort_engine.compilation.background import NOTE
@@ -132,7 +132,7 @@ def test_two_models_do_not_wait_for_each_other(gate: Gate, monkeypatch: pytest.M
 
 def test_the_host_s_cancel_is_left_to_the_steps(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny, asked = subject(), set()
-    monkeypatch.setattr(tiny.engine, "cancel", lambda: asked.add(threading.current_thread().name))
+    ask_instead(monkeypatch, tiny.engine, cancel=lambda: asked.add(threading.current_thread().name))
     tiny.run()
     finish(tiny, gate)
     tiny.run()

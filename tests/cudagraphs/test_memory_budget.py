@@ -135,7 +135,7 @@ def test_a_plan_takes_a_twentieth_more_than_eager_at_most(
 def test_weights_that_the_host_keeps_in_pages_count_as_eager_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     ours = compiled(net, tmp_path)
-    ours._nexfort_engine.room = lambda device: 1 << 30
+    ours._nexfort_engine.state.room = lambda device: 1 << 30
     with torch.no_grad(), counted(net, monkeypatch):
         ours(torch.randn(1, 1024, 128))
     assert net.batches == [1, 1, 2]

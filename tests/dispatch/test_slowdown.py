@@ -137,6 +137,6 @@ def test_another_size_and_other_weights_are_other_steps(tmp_path: Path, clock: C
     engine = ours._nexfort_engine
     kinds = {engine.promise._kind((given,), {}) for given in (x, torch.randn(3, 8), torch.randn(1, 2, 8))}
     assert len(kinds) == 3 and engine.promise._kind((torch.randn(2, 8),), {}) in kinds
-    engine.version = lambda: "a LoRA"
+    engine.state.version = lambda: "a LoRA"
     assert engine.promise._kind((x,), {}) not in kinds
     assert engine.promise._kind((x, {"on": print}), {}) != engine.promise._kind((x, {"on": 1}), {})

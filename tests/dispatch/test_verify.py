@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from subjects import Subject, distance, equal_bits, graph_subject, graphs_as_they_are
+from subjects import Subject, ask_instead, distance, equal_bits, graph_subject, graphs_as_they_are
 from torch import nn
 
 import nexfort_engine
@@ -129,7 +129,7 @@ def test_far_from_eager_is_over_the_budget_whatever_can_be_computed(
 def test_a_step_that_fails_is_verified_the_next_time(tiny: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.engine.verify_next()
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(tiny.engine, "cancel", raise_stopped)
+        ask_instead(patch, tiny.engine, cancel=raise_stopped)
         tiny.run()
     assert not tiny.report.verifications
     tiny.run()
@@ -189,7 +189,7 @@ def test_a_verification_that_fails_takes_no_result_away(
 
 
 def test_an_interrupt_ends_a_verification(tiny: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny.engine, "stops", lambda: (Stopped,))
+    ask_instead(monkeypatch, tiny.engine, stops=lambda: (Stopped,))
     tiny.engine.verify_next()
     seen = 0
 
@@ -199,10 +199,10 @@ def test_an_interrupt_ends_a_verification(tiny: Subject, monkeypatch: pytest.Mon
         if seen > len(tiny.engine.regions) + 1:  # in the verification's first regions
             raise Stopped
 
-    monkeypatch.setattr(tiny.engine, "cancel", cancel)
+    ask_instead(monkeypatch, tiny.engine, cancel=cancel)
     with pytest.raises(Stopped):
         tiny.run()
-    monkeypatch.setattr(tiny.engine, "cancel", lambda: None)
+    ask_instead(monkeypatch, tiny.engine, cancel=lambda: None)
     assert tiny.same() < 1e-4
 
 

@@ -172,7 +172,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     elif why == "no room":
         monkeypatch.setattr(prepack_cache, "room_for", lambda *_: False)
     elif why == "memory was short":
-        host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).keeps = False
+        host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).state.stop_keeping()
     else:
         monkeypatch.setattr(loans.Layers, "stand_ins", lambda *_: {})
     roomy.sampled(steps=3)

@@ -221,7 +221,7 @@ def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_th
 def _cold(compiled: Any) -> Any:
     """A pipeline whose UNet and decoder have a store of their own each."""
     for part in (compiled.unet, compiled.vae.decoder):
-        part._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+        part._nexfort_engine.state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
     return compiled
 
 
@@ -347,7 +347,7 @@ def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> Non
     assert expected
     expected.clear()
     compiled = _cold(nexfort_engine.compile_pipe(pipe))
-    compiled.vae.decoder._nexfort_engine.store = first.vae.decoder._nexfort_engine.store
+    compiled.vae.decoder._nexfort_engine.state.store = first.vae.decoder._nexfort_engine.store
     decoded: list[Any] = []
     decode = pipe.vae.decode
     pipe.vae.decode = lambda *args, **words: decoded.append(args) or decode(*args, **words)
@@ -368,7 +368,7 @@ def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
 
     pipe.unet.__class__ = OfOneSize
     compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
-    compiled.unet._nexfort_engine.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    compiled.unet._nexfort_engine.state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
     assert picture(compiled, (64, 64)).isfinite().all()
     assert len(set(seen)) == 2, "the other sides were tried"
     report = compiled.reports["unet"].as_dict()

@@ -185,7 +185,7 @@ def test_an_error_of_other_reasons_is_the_caller_s_and_changes_nothing(tmp_path:
     net.between = lambda h: h
     mark = engine.report.mark()
     assert all(h.is_contiguous(memory_format=INNERMOST) for h in agree(net, ours)[-3:])
-    assert engine.images and not any(AS_IT_IS in note for note in engine.report.as_dict()["notes"])
+    assert engine.state.images and not any(AS_IT_IS in note for note in engine.report.as_dict()["notes"])
     assert not [row for row in engine.report.since(mark)["artefacts"] if row["source"] == "compiled"]
 
 
@@ -230,7 +230,7 @@ def test_code_that_writes_through_a_look_at_an_image_is_noticed_by_the_plan(
     agree(net, ours)
     agree(net, ours, (3, 3, 6, 10))
     notes = engine.report.as_dict()["notes"]
-    assert sum(AS_IT_IS in note for note in notes) == 1 and not engine.images
+    assert sum(AS_IT_IS in note for note in notes) == 1 and not engine.state.images
 
 
 def test_what_an_engine_found_out_another_of_the_same_kind_knows(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_what_an_engine_found_out_another_of_the_same_kind_knows(tmp_path: Path)
     net = Net(merged).eval().requires_grad_(False)
     for found in (True, False):
         engine = Engine(net, CompileConfig.parse(None), Store(tmp_path), known=known)
-        assert engine.images is found
+        assert engine.state.images is found
         agree(net, wrap_methods(net, engine, ("forward",)))
 
 

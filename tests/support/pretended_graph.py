@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nexfort_engine import engine
-from nexfort_engine.cudagraphs import step_graphs
+from nexfort_engine.cudagraphs import graph_capture, step_graphs
 from nexfort_engine.cudagraphs.invariant_cache import Asides
 from nexfort_engine.runtime.forward_context import current
 
@@ -61,12 +61,13 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone, engines on the CPU make graphs of their steps."""
     Graph.made = []
     cuda = _Instead(torch.cuda, CUDAGraph=Graph, is_available=lambda: True, is_current_stream_capturing=lambda: False)
-    for module in (step_graphs, engine):
+    for module in (step_graphs, graph_capture, engine):
         patch.setattr(module, "torch", _Instead(torch, cuda=cuda))
-    patch.setattr(step_graphs, "fragile", lambda: False)
+    for module in (step_graphs, graph_capture):
+        patch.setattr(module, "fragile", lambda: False)
     patch.setattr(step_graphs, "GraphMemory", _Memory)
     patch.setattr(step_graphs, "DEVICE", "cpu")
-    capture, capture_calls = step_graphs.StepGraphs._capture, step_graphs.StepGraphs._captured
+    capture, capture_calls = step_graphs.StepGraphs._capture, step_graphs.captured
 
     def captured(self: Any, key: Any, step: Any, call: Any, plain: Callable[..., Any], session: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -95,14 +96,14 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         compute, times = program(self), itertools.count()
         return lambda: compute() if next(times) else None
 
-    def captured_calls(self: Any, run: Callable[[], Any]) -> Any:
-        graph, result = capture_calls(self, run)
+    def captured_calls(memory: Any, run: Callable[[], Any], **given: Any) -> Any:
+        graph, result = capture_calls(memory, run, **given)
         if graph.again is nothing:
             graph.again = run
         return graph, result
 
     patch.setattr(step_graphs.StepGraphs, "_capture", captured)
-    patch.setattr(step_graphs.StepGraphs, "_captured", captured_calls)
+    patch.setattr(step_graphs, "captured", captured_calls)
     patch.setattr(Asides, "program", launched)
 
 

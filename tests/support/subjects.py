@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from nexfort_engine.dispatch import forward_shim
 from nexfort_engine.engine import Engine
 from nexfort_engine.lowering import inductor as lower
 from nexfort_engine.reporting.report import Report
+from nexfort_engine.runtime.engine_state import HostHooks
 
 TOLERANCE = 1e-4  # the distance rule in fp32 on a CPU, as a relative norm
 SECONDS_BETWEEN_LOOKS = 0.02  # or looking takes as long as what is looked at
@@ -191,11 +193,16 @@ def graph_subject(name: str) -> Subject:
     return made
 
 
-def cold_subject(tiny: Tiny, **engine: Any) -> Subject:
-    """A backbone whose engine has an empty cache; keywords go to Engine."""
+def cold_subject(tiny: Tiny, **hooks: Any) -> Subject:
+    """A backbone whose engine has an empty cache; keywords go to HostHooks."""
     store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
-    made = Engine(tiny.module, CompileConfig.parse(None), store, **engine)
+    made = Engine(tiny.module, CompileConfig.parse(None), store, hooks=HostHooks(**hooks))
     return Subject(tiny, wrap_methods(tiny.module, made, ("forward",)))
+
+
+def ask_instead(patch: pytest.MonkeyPatch, engine: Engine, **hooks: Any) -> None:
+    """Until the patch is undone, an engine asks these of its host in the place of what it was made with."""
+    patch.setattr(engine.state, "hooks", replace(engine.state.hooks, **hooks))
 
 
 class Beside:

@@ -104,9 +104,9 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     monkeypatch.setattr(module, "layers_in", lambda root, _: [root])
     monkeypatch.setattr(module, "is_capturing", lambda: capturing)
     monkeypatch.setattr(host, "do_without", do_without, raising=False)
-    engine.held_twice = True
+    engine.state.hold_twice()
     assert agrees(engine)
-    assert engine.held_twice is capturing and len(asked) == (not capturing)
+    assert engine.state.held_twice is capturing and len(asked) == (not capturing)
     assert any("not given back (RuntimeError: Fault failed)" in note for note in engine.report.as_dict()["notes"]) is (
         not capturing
     )
@@ -213,7 +213,7 @@ def test_a_step_with_code_of_others_in_it_is_not_run_again(
         engine.call(lambda x, options: engine.root(x), (x(), {"a patch": print}), {})
     assert (
         len(runs) == 1
-        and not engine.keeps
+        and not engine.state.keeps
         and not any(binding.kept for region in engine.regions for binding in region.bindings)
     )
     monkeypatch.setattr(Binding, "run", run)

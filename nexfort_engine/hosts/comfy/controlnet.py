@@ -88,7 +88,7 @@ def _compiled(control: Any, network: nn.Module, config: CompileConfig) -> Any:
 
 def _given(control: Any) -> dict[str, Any]:
     """What an engine of a control net needs to be told. The object knows the dtype to compute in, the network not."""
-    return {"computing": getattr(control, "manual_cast_dtype", None), "plain_call": _at_one_batch}
+    return {"computing": getattr(control, "manual_cast_dtype", None), "planned_as": _at_one_batch}
 
 
 def _stays_plain(network: nn.Module, report: Report) -> bool:
@@ -152,8 +152,8 @@ class _Maker:
         for name, network in made.items():
             kept = isinstance(vars(control)[name], CompiledModule)  # it was there before, and this run uses it again
             if not kept and not _stays_plain(network, self.report):
-                engine = comfy.new_engine(network, self.config, network, known=self._known, **_given(control))
-                engine.name, engine.report = self.name, self.report
+                given = {"name": self.name, "known": self._known, "report": self.report, **_given(control)}
+                engine = comfy.new_engine(network, self.config, network, **given)
                 if self._verify_due:
                     engine.verify_next()
                     asked = True

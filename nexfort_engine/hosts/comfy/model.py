@@ -27,6 +27,7 @@ from ...config.compile_config import CompileConfig
 from ...engine import Engine
 from ...modules.tree import replaced_forward
 from ...reporting.report import Report
+from ...runtime.engine_state import HostHooks
 from ...system import process_settings
 from .conditioning import Conds, Lasting
 from .progress import shown
@@ -52,6 +53,7 @@ class Told(Protocol):
         """Compare the next step with eager."""
 
 
+PlainCall = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 _live: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
@@ -222,17 +224,29 @@ def _engines(network: nn.Module) -> _Engines:
 
 
 def new_engine(
-    network: nn.Module, config: CompileConfig, model: Any, *, computing: torch.dtype | None = None, **given: Any
+    network: nn.Module,
+    config: CompileConfig,
+    model: Any,
+    *,
+    name: str = "",
+    computing: torch.dtype | None = None,
+    planned_as: PlainCall | None = None,
+    **given: Any,
 ) -> Engine:
     """An engine that asks ComfyUI what only it knows.
 
-    computing: the dtype to compute in, where `model` does not say it. given: more of what Engine takes.
+    name: of the engine, where the class of `model` is none. computing: the dtype to compute in, where `model` does not
+    say it. planned_as: in the place of `plain_call`. given: more of what Engine takes.
     """
-    hooks: dict[str, Any] = {"cancel": _cancel, "plain_call": plain_call, "others_code": _others_code}
-    hooks |= {"stops": _stops, "apart": _apart, **given}
-    engine = Engine(network, config, store_at(cache_root()), lender=ComfyWeights(model, computing), **hooks)
-    engine.name = type(model).__name__
-    return engine
+    hooks = HostHooks(
+        cancel=_cancel,
+        stops=_stops,
+        apart=_apart,
+        plain_call=planned_as or plain_call,
+        others_code=_others_code,
+    )
+    name, lender = name or type(model).__name__, ComfyWeights(model, computing)
+    return Engine(network, config, store_at(cache_root()), name=name, lender=lender, hooks=hooks, **given)
 
 
 def tell_of(told: Told) -> None:

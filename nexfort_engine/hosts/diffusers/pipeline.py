@@ -17,9 +17,10 @@ from torch import nn
 
 from ...api import CompiledModule, compile_as, say_if_unquantised
 from ...config.compile_config import CompileConfig
-from ...engine import Also, Coming
+from ...engine import Coming
 from ...quant.plan import Quantisation
 from ...reporting.report import Report
+from ...runtime.engine_state import Also
 from ...system.process_settings import disabled
 from .timesteps import at_hand
 

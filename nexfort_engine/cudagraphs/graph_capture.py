@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA graph of what some code launches, in the memory that an engine's graphs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..system.cuda_graph_pool import GraphMemory, fragile, without_frames
+from ..system.kernel_launches import launched_by_address
+from .memset_nodes import editable, fills_as_kernels
+
+
+def captured(memory: GraphMemory, run: Callable[[], Any], *, fills: bool) -> tuple[Any, Any]:
+    """A graph of what is launched by `run`, and what that returns. fills: memory is filled by kernels, where it can."""
+    edited = fills and editable()
+    graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
+    # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
+    with launched_by_address() if fragile() else nullcontext(), memory.captured(graph):
+        try:
+            result = run()
+        except BaseException as error:
+            # what was made belongs to the graph: it has to go while that is captured, a cancel included
+            problem = without_frames(error)
+    if problem is not None:
+        raise problem
+    if edited:
+        fills_as_kernels(graph.raw_cuda_graph())
+        graph.instantiate()
+    return graph, result

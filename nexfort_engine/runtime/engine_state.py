@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineState: what the parts of one engine share. It is handed to each of them, and knows none of them.
+
+It holds the network, its config, the store, the report, what the host is asked, and three flags that change while the
+engine lives. A part that needs another part is handed that one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..cache.store import Store
+from ..config.compile_config import CompileConfig
+from ..reporting.report import Report, named
+from ..weights.lease import Lender
+from ..weights.prepack_entry import Version
+from .fault_attribution import UNSEEN
+from .shared_state import Known
+
+Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+def callables_in(options: dict[Any, Any]) -> str | None:
+    """Without a host that knows better: any callable among the options is code of others."""
+    for key, value in options.items():
+        if callable(value):
+            return f"the option {key!r} is code of others"
+        if isinstance(value, dict) and (reason := callables_in(value)):
+            return reason
+    return None
+
+
+@dataclass(frozen=True)
+class HostHooks:
+    """What an engine asks its host.
+
+    cancel: called several times a second while artefacts are made, and before each region runs; raises to stop (the
+        host's interrupt).
+    stops: what `cancel` raises, and what the host's own code raises to the same end; it always passes through.
+    apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
+    plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
+    others_code: why the options it is called with bring code of others along, or None.
+    also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
+        need is planned with it.
+    """
+
+    cancel: Callable[[], None] = lambda: None
+    stops: Callable[[], tuple[type[BaseException], ...]] = tuple
+    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plain_call: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
+    others_code: Callable[[dict[Any, Any]], str | None] = callables_in
+    also: Also = lambda args, kwargs: []
+
+
+class EngineState:
+    """One backbone under one config.
+
+    lowering: the config that artefacts are lowered with. besides: names of tensors that are no weights. lender: where
+    the host keeps weights elsewhere; they are borrowed for each call. known: what engines of networks alike share.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: CompileConfig,
+        store: Store,
+        *,
+        name: str = "",
+        lender: Lender | None = None,
+        known: Known | None = None,
+        report: Report | None = None,
+        hooks: HostHooks | None = None,
+    ) -> None:
+        self.root, self.config, self.store, self.lender = root, config, store, lender
+        self.name, self.hooks = name or type(root).__name__, hooks or HostHooks()
+        self.known = known if known is not None else Known()
+        self.besides = lender.copies if lender is not None else frozenset()
+        # nothing is kept where nobody says that weights changed
+        self.lowering = config if lender is not None and lender.says else config.untold()
+        self.report = report if report is not None else Report(self.lowering, str(store.root))
+        # the flags; each is changed by its method below, and by nothing else
+        self.images = config.lays_out and self.known.images  # they lie with channels innermost, where regions hold some
+        self.keeps = True  # prepared weights, where there is room
+        self.held_twice = False  # perhaps: the host still holds what was prepared here, since a step made it so
+
+    # -- the flags ---------------------------------------------------------------------------------------
+
+    def lay_images(self, innermost: bool) -> None:
+        """Have images lie with channels innermost from now on, or as eager code leaves them."""
+        self.images = innermost
+
+    def stop_keeping(self) -> None:
+        """Keep no prepared weights from now on: memory was short."""
+        self.keeps = False
+
+    def hold_twice(self, perhaps: bool = True) -> None:
+        """A step asked the host for weights that are kept prepared. perhaps: False once the host gave them back."""
+        self.held_twice = perhaps
+
+    # -- what the host says ------------------------------------------------------------------------------
+
+    def version(self) -> Version:
+        """What tells that no weight was changed since; None where nobody can say."""
+        return self.lender.version() if self.lender is not None else None
+
+    def room(self, device: torch.device) -> int:
+        """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
+        return self.lender.room(device) if self.lender is not None else 0
+
+    def frees(self, device: torch.device) -> bool:
+        """Whether weights that the host keeps on a device make room there once they are kept prepared."""
+        return self.lender is not None and self.lender.frees(device)
+
+    def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
+        """Why a whole step cannot be replayed with these options: code of others would run in it."""
+        try:
+            return next((reason for m in mappings if (reason := self.hooks.others_code(m))), None)
+        except Exception as error:  # an option's own code
+            return UNSEEN.format(named(error))
+
+    def is_quiet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether no option of a call brings code of others along."""
+        return self.unquiet([value for value in (*args, *kwargs.values()) if isinstance(value, dict)]) is None
