@@ -137,6 +137,11 @@ class CompiledModule:
         return _rebuild, (self.uncompiled(), self._nexfort_engine.config.as_dict(), methods)
 
 
+def engine_of(compiled: CompiledModule) -> Engine:
+    """The engine of a compiled module, for hosts."""
+    return compiled._nexfort_engine
+
+
 def _again(methods: tuple[str, ...], config: CompileConfig, module: nn.Module) -> Any:
     return wrap_methods(module, Engine(module, config, store_at()), methods)
 

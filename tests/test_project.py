@@ -40,26 +40,6 @@ ENTRIES = ("__main__", "clear_cache")  # they start a command
 OLD_NAMES = ("backend", "build", "compiled", "flags", "offload")  # each is another name of a file that moved
 RANK = {name: rank for rank, name in enumerate((*PACKAGES, *OLD_NAMES, *ENTRIES))}
 MOST_BESIDE_PACKAGES = 12
-# (file, file of a package above that it imports), and a ring of files that import each other. These lists only shrink.
-STILL_UPWARD = {
-    ("compilation/builder.py", "engine.py"),
-    ("compilation/planner.py", "engine.py"),
-    ("dispatch/prepack_cache.py", "engine.py"),
-    ("dispatch/region.py", "engine.py"),
-    ("dispatch/verify.py", "engine.py"),
-}
-STILL_IN_A_RING = {
-    "compilation/builder.py",
-    "compilation/lookup.py",
-    "compilation/planner.py",
-    "dispatch/compiled_share.py",
-    "dispatch/fallback.py",
-    "dispatch/prepack_cache.py",
-    "dispatch/recovery.py",
-    "dispatch/region.py",
-    "dispatch/verify.py",
-    "engine.py",
-}
 HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),
     "diffusers",
@@ -123,12 +103,12 @@ def edges(path: Path) -> dict[str, int]:
     return found
 
 
-def upward(path: Path) -> dict[tuple[str, str], int]:
-    """(file of the engine, file of a package above that it imports) -> line."""
+def upward(path: Path) -> dict[str, int]:
+    """File of a package above that a file of the engine imports -> line."""
     own = path.relative_to(ENGINE).as_posix()
     if own == "__init__.py":  # the public names, loaded on first use
         return {}
-    return {(own, other): line for other, line in edges(path).items() if rank(other) > rank(own)}
+    return {other: line for other, line in edges(path).items() if rank(other) > rank(own)}
 
 
 def rank(file: str) -> int:
@@ -137,8 +117,8 @@ def rank(file: str) -> int:
 
 @pytest.mark.parametrize("path", sources(ENGINE), ids=name_of)
 def test_imports_run_downwards(path: Path) -> None:
-    new = {f"line {line}: {names[1]}" for names, line in upward(path).items() if names not in STILL_UPWARD}
-    assert not new, f"{name_of(path)} imports from a package above"
+    found = [f"line {line}: {other}" for other, line in upward(path).items()]
+    assert not found, f"{name_of(path)} imports from a package above"
 
 
 def in_rings() -> set[str]:
@@ -159,12 +139,8 @@ def in_rings() -> set[str]:
     return {name for name in inner if name in reached(name)}
 
 
-def test_the_lists_of_what_still_runs_upwards_or_in_a_ring_only_shrink() -> None:
-    gone = STILL_UPWARD - {names for path in sources(ENGINE) for names in upward(path)}
-    assert not gone, "no longer imported: take them off STILL_UPWARD"
-    rings = in_rings()
-    assert not rings - STILL_IN_A_RING, "files that import each other"
-    assert not STILL_IN_A_RING - rings, "no longer in a ring: take them off STILL_IN_A_RING"
+def test_no_files_import_each_other() -> None:
+    assert not in_rings()
 
 
 def test_names_of_tests_are_unique() -> None:

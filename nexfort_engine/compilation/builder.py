@@ -15,40 +15,44 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..cache.key import environment_parts, primary_key
-from ..capture.exporter import capture, spec_key
-from ..capture.types import LOCK, Captured, Example
-from ..dispatch.region import Ineligible, Region
+from ..capture.exporter import capture
+from ..capture.types import LOCK, Captured
+from ..dispatch.region import Region
+from ..dispatch.region_table import RegionTable
+from ..dispatch.region_weights import Ineligible
 from ..guards import callback_sites
 from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
-from ..modules.channels_last import as_taken, win_on
-from ..modules.memory_format import normalised
 from ..passes import low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import told
 from ..runtime.artifact import Artefact, Binding, Misfit, manifest_of
-from ..runtime.devices import device_of
-from ..runtime.forward_context import Session
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session, to_come
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
 from .background import Background
+from .eligibility import Eligibility
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
 from .lookup import Finder, Wanted, misfit_of, nearer
+from .model_keys import ModelKeys
 from .planner import Planner, ghost
-from .refusals import Refusals, code_of
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from .refusals import code_of
+from .requests import MOST_CALLS
 
 log = logging.getLogger("nexfort")
+
+# what is made for a call that is still to come: the jobs for it on a device
+Coming = list[Callable[[torch.device], list[Job]]]
+# for the arguments of a first call: what is called once the steps are done, to be made inside the block
+Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
 # artefacts of one structure and call that a session makes, and that there are at all; past that something changes on
 # every run
@@ -56,7 +60,6 @@ MOST_VARIANTS = 8
 _MOST_STORED = 64
 _KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, for one kind of call of a region
-_MOST_CALLS = 4096  # of all regions, of which is remembered how they were called
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 _PENDING: Refusal = ((lambda _: True), "it is being made")
 
@@ -64,39 +67,40 @@ _PENDING: Refusal = ((lambda _: True), "it is being made")
 class Builder:
     """Makes and finds the artefacts of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.planner = Planner(engine, self.wanted)
-        self.finder = Finder(engine.state)
-        self.background = Background(lambda text: engine.report.note(text)) if engine.config.background else None
-        known = engine.known
-        self.artefacts, self.refusals = known.artefacts, Refusals(known)
-        self._made, self._reported = known.made, known.reported
+    def __init__(self, state: EngineState, table: RegionTable, planner: Planner, eligibility: Eligibility) -> None:
+        self.state, self.planner, self.finder, self.keys = state, planner, Finder(state), ModelKeys(state)
+        self._table, self._eligibility = table, eligibility
+        self.background = Background(state.report.note) if state.config.background else None
+        self.requests, self.refusals, self.artefacts = planner.requests, planner.refusals, state.known.artefacts
+        self._made, self._reported = state.known.made, state.known.reported
+        self._then: Then = lambda args, kwargs: contextlib.nullcontext([])
         self._tried: Counter[tuple[str, str]] = Counter()
-        self._noted: Recent[tuple[str, str], None] = Recent(_MOST_CALLS)  # artefacts, sizes that the store was told of
-        self._primaries: Recent[tuple[int, Any, Any, bool, Any], tuple[Any, str]] = Recent(_MOST_CALLS)
+        self._noted: Recent[tuple[str, str], None] = Recent(MOST_CALLS)  # artefacts, sizes that the store was told of
+
+    def followed_by(self, then: Then) -> None:
+        """Have what runs after this backbone made with what its first step needs."""
+        self._then = then
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
     def obtain(self, region: Region, key: Any, flat: Flat, session: Session) -> Binding | None:
         """A binding for this call, or None; `Session.refused` says why. Raises Unsupported, Ineligible."""
-        for check, reason in region.declined.get(key, ()):
-            if check(flat.mappings):
-                session.refused = reason, []
-                return None
+        if (reason := region.declined(key, flat.mappings)) is not None:
+            session.refused = reason, []
+            return None
         if not self._has_lock(session):
             return None
         self.refusals.taken()
         try:
-            self.engine.known.watched.look()
+            self.state.known.watched.look()
             carried = region.carries()
             if carried:
                 raise Ineligible(f"it carries {carried}")
-            wanted = self.wanted(region, key[0], flat)
+            wanted = self.requests.wanted(region, key[0], flat)
             session.new_sizes |= wanted.device.type == "cpu"
             binding, refusal = self._find_or_make(wanted, session)
         except OSError as error:  # of files that are read and written here; the step does without
-            if isinstance(error, self.engine.stops()):
+            if isinstance(error, self.state.hooks.stops()):
                 raise
             log.debug("Nexfort: nothing is found or made for %s", region.path, exc_info=True)
             self._tried[(region.path, "")] += 1
@@ -110,14 +114,17 @@ class Builder:
         if binding is not None:
             region.remember(key, binding)
             self._note_sizes(binding.artefact, flat)
-        if (problem := self.engine.store.problem) is not None:
-            self.engine.report.note(f"artefacts last only as long as this process: {problem}")
+        if (problem := self.state.store.problem) is not None:
+            self.state.report.note(f"artefacts last only as long as this process: {problem}")
         if binding is not None:
             return binding
-        others = [one for one in region.declined.get(key) or () if one[1] != refusal[1]]
-        region.declined[key] = [*others, refusal]
+        region.decline(key, refusal)
         session.refused = refusal[1], self.refusals.taken()
         return None
+
+    def take_back(self, refused: list[Any]) -> None:
+        """Forget what was refused for a call: eager refuses the call as well."""
+        self.refusals.take_back(refused)
 
     def _has_lock(self, session: Session) -> bool:
         """Take the lock. False: it is for another step, or for the background, to make what is missing here."""
@@ -125,7 +132,7 @@ class Builder:
             return False
         if self.background is None or self.background.failed:
             while not LOCK.acquire(timeout=WATCH):  # another engine makes something
-                self.engine.cancel()
+                self.state.hooks.cancel()
             return True
         session.behind = self.background.busy or not LOCK.acquire(blocking=False)
         return not session.behind
@@ -135,17 +142,17 @@ class Builder:
         sizes = ", ".join("x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN])
         if artefact.entry is not None and (artefact.id, sizes) not in self._noted:
             self._noted[artefact.id, sizes] = None
-            self.engine.store.note_shape(artefact.entry, sizes)
+            self.state.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
         binding, misfit = self.finder.bind(wanted)
-        if binding is None and await_left(self.engine.cancel):
+        if binding is None and await_left(self.state.hooks.cancel):
             binding, misfit = self.finder.bind(wanted)
         if binding is None and not session.planned and self.may_make(wanted, misfit):
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
                 return None, _PENDING
-            before, wanted = wanted, self.wanted(wanted.region, wanted.example.spec, wanted.flat)
+            before, wanted = wanted, self.requests.wanted(wanted.region, wanted.example.spec, wanted.flat)
             misfit = misfit if wanted.primary == before.primary else None  # a plan may find how images lie
             if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
                 return None, _PENDING
@@ -158,12 +165,6 @@ class Builder:
         if binding is None and self.refusals.of(wanted) is None and misfit is not None and misfit.sizes:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
-
-    def called(self, found: list[Wanted]) -> Iterator[tuple[Region, str | None]]:
-        """What a plan saw of regions: each call's, and why it cannot be compiled, as far as that is known."""
-        for wanted in found:
-            refusal = self.refusals.of(wanted)
-            yield wanted.region, refusal[1] if refusal is not None else None
 
     def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
         """Have it made beside this step, which goes on eager. False: it is to be made now.
@@ -200,9 +201,9 @@ class Builder:
         """
         if self.refusals.of(wanted) is not None:
             return False
-        if misfit is None or not misfit.sizes or not self.engine.config.dynamic:
+        if misfit is None or not misfit.sizes or not self.state.config.dynamic:
             return True
-        return self.engine.is_block(wanted.region) and (first or misfit.narrow or self.engine.report.calls == 0)
+        return self._table.is_block(wanted.region) and (first or misfit.narrow or self.state.report.calls == 0)
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""
@@ -223,34 +224,6 @@ class Builder:
         """Whether there are as many artefacts as there may be, with so many that are under way."""
         stored = len(self.artefacts.get(wanted.primary, ()))
         return self._made[wanted.primary] + coming >= MOST_VARIANTS or stored + coming >= _MOST_STORED
-
-    def wanted(self, region: Region, spec: Any, flat: Flat) -> Wanted:
-        """What a region needs for a call, with the key under which artefacts for it are kept."""
-        device = device_of([t.device for t in (*flat.tensors, *region.slots.read())])
-        images = region.images and win_on(device)  # asked once: a step beside this one may change it
-        shaping = modes.current().shaping
-        metas = region.metas(flat, images)
-        example = Example.of(spec, flat, as_taken if images else normalised)
-        primary = self._primary(region, spec, flat, metas, str(device), images, shaping)
-        return Wanted(region, primary, example, flat, images, shaping)
-
-    def _primary(
-        self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool, shaping: modes.Values
-    ) -> str:
-        structure = region.structure()
-        place = (id(region), spec, tuple(metas), images, shaping)
-        found = self._primaries.get(place)
-        if found is None or found[0] is not structure:
-            parts = {
-                "environment": environment_parts(device),
-                "config": self.engine.lowering.lowering_key(images=images),
-                "structure": structure,
-                "call": spec_key(spec, flat, metas),
-                "images": images,
-                "modes": shaping,
-            }
-            found = self._primaries[place] = (structure, primary_key(parts))
-        return found[1]
 
     # -- making ------------------------------------------------------------------------------------------
 
@@ -286,12 +259,10 @@ class Builder:
 
     def expecting(self, call: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> list[Job]:
         """Jobs for a call on a device that is still to come."""
-        if self.engine.passes(args) is not None or self.engine.whole_region is not None:
+        if self._eligibility.reason(args, {}) is not None or self._table.whole_region is not None:
             return []
-        session = Session(self.engine.on_call)
-        session.root = (call, args, {})
         try:
-            return self._jobs_for(self.planner.calls(session))[0]
+            return self._jobs_for(self.planner.calls(to_come(call, args)))[0]
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # workers are at work, and need what the plan's run has taken
@@ -303,13 +274,13 @@ class Builder:
             jobs: list[Job] = []
             try:
                 if session.root is not None:
-                    after = stack.enter_context(self.engine.then(*session.root[1:]))
-                    jobs = [job for engine, call, args in after for job in engine.builder.expecting(call, args, device)]
+                    after = stack.enter_context(self._then(*session.root[1:]))
+                    jobs = [job for expecting in after for job in expecting(device)]
             except Exception as error:
-                if isinstance(error, self.engine.stops()):
+                if isinstance(error, self.state.hooks.stops()):
                     raise
-                log.debug("Nexfort: planning what runs after %s failed", self.engine.name, exc_info=True)
-                self.engine.report.note(f"what runs after it was not made with it ({named(error)})")
+                log.debug("Nexfort: planning what runs after %s failed", self.state.name, exc_info=True)
+                self.state.report.note(f"what runs after it was not made with it ({named(error)})")
             yield jobs
 
     def _job(self, wanted: Wanted, others: _Others) -> Job:
@@ -317,7 +288,7 @@ class Builder:
         return Job(
             wanted.region.path,
             functools.partial(self._capture, wanted),
-            self.engine.store,
+            self.state.store,
             wanted.primary,
             wanted.device.type,
             modes=modes.named(wanted.modes),
@@ -328,17 +299,17 @@ class Builder:
 
     def _lower(self, jobs: list[Job], later: Later = no_later) -> None:
         """Capture and lower; what fails is refused with its reason. The host may cancel in between."""
-        remember_in(self.engine.store.root)
+        remember_in(self.state.store.root)
         began = time.perf_counter()
         try:
-            with self.engine.apart():
+            with self.state.hooks.apart():
                 lower_all(jobs, self.finder.options, self._cancel, later)
         finally:
-            self.engine.report.made(time.perf_counter() - began)
+            self.state.report.made(time.perf_counter() - began)
 
     def _done(self, wanted: Wanted, job: Job) -> None:
         for note in job.notes:
-            self.engine.report.note(note)
+            self.state.report.note(note)
         if job.problem is None:
             self._adopt(wanted, job)
         elif job.refused or self.background is None or not self.background.here:
@@ -349,27 +320,27 @@ class Builder:
     def _cancel(self) -> None:
         """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""
         if self.background is None or not self.background.here:
-            self.engine.cancel()
+            self.state.hooks.cancel()
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region
         if (refusal := self.refusals.of(wanted)) is not None:  # because of one that was captured a moment ago
             raise Refused(refusal[1])
-        weights, layers = None, region.layers
+        weights, layers = None, region.weights.layers
         if layers is not None:
-            weights = layers.examples(region.slots.read(), wanted.device)
+            weights = layers.examples(region.weights.slots.read(), wanted.device)
         called_in = modes.named(wanted.modes)  # a plan finds calls that are made in others than these
         with modes.applied(called_in):
             captured = capture(
                 region.module,
                 wanted.example,
-                dynamic=self.engine.config.dynamic,
+                dynamic=self.state.config.dynamic,
                 weights=weights,
-                hidden=region.hidden(),
+                hidden=region.weights.hidden(),
                 images=wanted.images,
                 device=called_in["default_device"],
             )
-        driver, info = self.engine.made_for(region, wanted.device)
+        driver, info = self.keys.origin(region.path, wanted.device)
         options = self.finder.options(wanted.device.type)
         for name, dtype in (("low_precision", matmul.FP8), ("low_precision_int8", torch.int8)):
             if options.get(f"nexfort.{name}"):
@@ -395,16 +366,16 @@ class Builder:
             self.refusals.add(wanted, None, f"its artefact does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
-        self.engine.known.compiled.add(code_of(wanted))
+        self.state.known.compiled.add(code_of(wanted))
         self._made[wanted.primary] += 1
         self.finder.share(artefact, entry)
         self._reported.add(entry.id)
-        self.engine.report.compiled(region.path, entry.id, job.seconds)
+        self.state.report.compiled(region.path, entry.id, job.seconds)
         if wanted.why:
-            self.engine.report.variant(region.path, wanted.why)
+            self.state.report.variant(region.path, wanted.why)
         if name := entry.manifest["only_here"]:
             why = f"it uses {name}, which no other process can compare"
-            self.engine.report.note(f"an artefact of {region.path} lasts only as long as this process: {why}")
+            self.state.report.note(f"an artefact of {region.path} lasts only as long as this process: {why}")
 
 
 class _Others:
@@ -429,7 +400,7 @@ class _Others:
             captured.append(Artefact("", primary, manifest))
         while waiting:
             wanted, nearest = waiting.pop(0)
-            hidden = wanted.region.hidden()
+            hidden = wanted.region.weights.hidden()
             misfits = [misfit_of(artefact, wanted, hidden) for artefact in captured]
             for misfit in misfits:
                 nearest = nearer(nearest, misfit) if misfit is not None else nearest

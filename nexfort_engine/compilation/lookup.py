@@ -60,7 +60,7 @@ class Wanted:
     def device(self) -> torch.device:
         """Where the call runs."""
         given = [device for *_, device in self.example.tensors]
-        return device_of(given + [weight.device for weight in self.region.slots.read()])
+        return device_of(given + [weight.device for weight in self.region.weights.slots.read()])
 
 
 class Finder:
@@ -79,7 +79,7 @@ class Finder:
             if same and binding.artefact.misfit(wanted.flat) is None and binding.unchanged():
                 return binding, None
         nearest: Misfit | None = None
-        hidden = region.hidden()
+        hidden = region.weights.hidden()
         for artefact in self._candidates(wanted):
             misfit = misfit_of(artefact, wanted, hidden)
             names = self.dependence(artefact.names, region) if misfit is None or misfit.sizes else None
@@ -89,7 +89,7 @@ class Finder:
                 nearest = nearer(nearest, misfit)
             elif self._has_code(artefact, wanted):
                 binding = Binding(artefact, region.module, hidden, names)
-                region.bindings = [b for b in region.bindings if b.artefact is not artefact] + [binding]
+                region.bind(binding)
                 self.state.report.region(region.path, kind=region.kind, key=wanted.primary)
                 info = artefact.entry.info if artefact.entry is not None else {}
                 if info.get("products") or info.get("attention"):

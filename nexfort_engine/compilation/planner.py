@@ -13,18 +13,22 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..capture.side_effects import CHANGES_GIVEN
 from ..capture.trace import contents
+from ..capture.types import Example
 from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
-from ..dispatch.compiled_share import LEAST
+from ..dispatch.compiled_share import LEAST, Worth
+from ..dispatch.memory_reclaim import MemoryReclaim
 from ..dispatch.recovery import without_images
-from ..dispatch.region import Ineligible, Region
+from ..dispatch.region import Region
+from ..dispatch.region_table import RegionTable
+from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
 from ..modules.channels_last import as_taken, innermost, is_of_order
 from ..modules.layout_checks import LooksNoticed
@@ -33,13 +37,12 @@ from ..modules.tree import INTERNAL
 from ..passes.registry import laid_out
 from ..reporting.report import named
 from ..runtime.devices import device_of
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session, StepRunner
 from ..runtime.shared_state import ForGood
-
-if TYPE_CHECKING:
-    from ..capture.types import Example
-    from ..engine import Engine
-    from ..runtime.forward_context import Session
-    from .lookup import Wanted
+from .lookup import Wanted
+from .refusals import Refusals
+from .requests import Requests
 
 log = logging.getLogger("nexfort")
 
@@ -50,36 +53,44 @@ _Way = Callable[[], _Call]  # gives the call in containers and with tensors of i
 class Planner:
     """Learns the calls of one engine's regions."""
 
-    def __init__(self, engine: Engine, wanted: Callable[[Region, Any, Flat], Wanted]) -> None:
-        """wanted: what a region needs for a call, given as (region, spec, flat)."""
-        self.engine = engine
-        self._wanted = wanted
+    def __init__(
+        self, state: EngineState, table: RegionTable, steps: StepRunner, worth: Worth, memory: MemoryReclaim
+    ) -> None:
+        self._state, self._table, self._steps, self._worth, self._memory = state, table, steps, worth, memory
+        self.requests, self.refusals = Requests(state), Refusals(state.known)
         self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
     def calls(self, session: Session) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
-        session.planned = self.engine.held_twice = True  # the backbone's own code asks the host for all weights
-        if session.root is None or not self.engine.config.dynamic:
+        session.planned = True
+        self._state.hold_twice()  # the backbone's own code asks the host for all weights
+        if session.root is None or not self._state.config.dynamic:
             return []
-        if self.engine.sets_names:  # what the network's own code assigns would be as a further run leaves it
+        if self._table.sets_names:  # what the network's own code assigns would be as a further run leaves it
             return []
         call, args, kwargs = session.root
-        args, kwargs = self.engine.plain_call(args, kwargs)
+        args, kwargs = self._state.hooks.plain_call(args, kwargs)
         self.lost, found = [], None
         device = device_of([*(t.device for t in tensors_in((args, kwargs))), torch.device("cpu")])
         if memory_budget.is_counted(device) and _batch_of(_by_name(args, kwargs)) == 1:
             # once as eager code runs it, which says what twice the batch would take
             with memory_budget.Measured(device) as taken:
                 found = self._tried(call, [lambda: (of_its_own(args), of_its_own(kwargs))])
-            if found is None or not self.pays(found, session) or not self._may_double(taken, self.engine.room(device)):
+            if found is None or not self.pays(found, session) or not self._may_double(taken, self._state.room(device)):
                 return found or []
         tried = self._tried(call, _doublings(args, kwargs, or_not=found is None), or_not=found is not None)
         return (tried if tried is not None else found) or []
 
     def pays(self, found: list[Wanted], session: Session) -> bool:
         """Whether what a plan found is worth compiling."""
-        return self.engine.worth.pays([*self.engine.builder.called(found), *self.lost], session)
+        return self._worth.pays([*self._called(found), *self.lost], session)
+
+    def _called(self, found: list[Wanted]) -> Iterator[tuple[Region, str | None]]:
+        """What a plan saw of regions: each call's, and why it cannot be compiled, as far as that is known."""
+        for wanted in found:
+            refusal = self.refusals.of(wanted)
+            yield wanted.region, refusal[1] if refusal is not None else None
 
     def _may_double(self, taken: memory_budget.Measured, pages: int) -> bool:
         """Whether the network may be run at batch 2, given what it took at batch 1, beside weights in the host's pages.
@@ -89,7 +100,7 @@ class Planner:
         twice, eager = taken.twice() + pages, taken.least + pages
         if memory_budget.allows(twice, eager):
             return True
-        self.engine.report.note(
+        self._state.report.note(
             f"it was planned at batch 1: at batch 2 that would have taken {twice / 2**30:.1f} GiB of the GPU, and "
             f"eager takes {eager / 2**30:.1f}. For a larger batch it is compiled when one comes"
         )
@@ -105,44 +116,44 @@ class Planner:
             try:
                 return self._planned(call, way)
             except torch.OutOfMemoryError:
-                self.engine.report.note("there was no memory to plan ahead; regions are compiled one by one")
+                self._state.report.note("there was no memory to plan ahead; regions are compiled one by one")
                 return None
             except Exception as error:
-                if isinstance(error, self.engine.stops()):
+                if isinstance(error, self._state.hooks.stops()):
                     raise
                 # the probe is a convenience: without it the regions are captured one by one at the sizes of the call
                 log.debug("Nexfort: planning failed", exc_info=True)
                 problem = problem or named(error)  # of the first way, which is the likeliest one
         if not or_not:
-            self.engine.report.note(f"planning ahead failed ({problem})")
+            self._state.report.note(f"planning ahead failed ({problem})")
         return None
 
     def _planned(self, call: Callable[..., Any], way: _Way) -> list[Wanted]:
         """As `calls`, in one way; with images as eager code leaves them, where some code asks for that."""
         args, kwargs = way()
-        further = self.engine.also(args, kwargs)
+        further = self._state.hooks.also(args, kwargs)
         looks = LooksNoticed()
         try:
-            with looks if self.engine.images else contextlib.nullcontext():
+            with looks if self._state.images else contextlib.nullcontext():
                 return self._observe(call, args, kwargs) + self._observe_further(call, further)
         except Exception as error:
             if not (looks.any and is_of_order(error)):
                 raise
             reason = named(error)
-        with without_images(self.engine, reason):
+        with without_images(self._state, self._memory, reason):
             return self._planned(call, way)
 
     def _observe(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Wanted]:
-        root, region = self.engine.root, self.engine.whole_region
+        root, region = self._state.root, self._table.whole_region
         if region is not None:
             flat = Flat()
-            return [self._wanted(region, flatten_call(args, kwargs, flat), flat)]
+            return [self.requests.wanted(region, flatten_call(args, kwargs, flat), flat)]
         self._weights = self._weights_lost = 0
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             torch.random.fork_rng(devices=[d.index for d in devices]),
-            _left_alone(root, self.engine.besides),
-            self.engine.active(instead=self.record) as session,
+            _left_alone(root, self._state.besides),
+            self._steps.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
         self.lost = session.lost
@@ -155,10 +166,10 @@ class Planner:
             try:
                 found += self._observe(call, args, kwargs)
             except Exception as error:
-                if isinstance(error, self.engine.stops()):
+                if isinstance(error, self._state.hooks.stops()):
                     raise
                 log.debug("Nexfort: planning a further call failed", exc_info=True)
-                self.engine.report.note(f"planning ahead for other sizes failed ({named(error)})")
+                self._state.report.note(f"planning ahead for other sizes failed ({named(error)})")
         return found
 
     def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
@@ -169,13 +180,13 @@ class Planner:
         flat, options, wanted = Flat(), {}, None
         try:
             spec = flatten_call(args, kwargs, flat)
-            if not region.due():
-                region.weights()
+            if not region.weights.due():
+                region.weights.read()
             if region.latched is None and region.carries() is None:
-                wanted = self._wanted(region, spec, flat)
+                wanted = self.requests.wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
-                options = self.engine.lowering.lowering_options(wanted.device.type)
+                options = self._state.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
             lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
@@ -196,13 +207,13 @@ class Planner:
 
     def _may_pay(self, region: Region) -> bool:
         """Whether enough of what was called so far can be compiled; if not, no input is copied to lie otherwise."""
-        weights = self._weights + self.engine.worth.weight(region)
+        weights = self._weights + self._worth.weight(region)
         return weights - self._weights_lost >= LEAST * weights
 
     def _weigh(self, region: Region, wanted: Wanted | None) -> None:
-        weight = self.engine.worth.weight(region)
+        weight = self._worth.weight(region)
         self._weights += weight
-        if wanted is None or self.engine.builder.refusals.of(wanted) is not None:
+        if wanted is None or self.refusals.of(wanted) is not None:
             self._weights_lost += weight
 
     @contextlib.contextmanager
@@ -217,7 +228,7 @@ class Planner:
         before = contents((args, kwargs))
         yield
         if contents((args, kwargs)) != before:
-            self.engine.builder.refusals.add(wanted, None, CHANGES_GIVEN)
+            self.refusals.add(wanted, None, CHANGES_GIVEN)
 
 
 def _as_taken(value: Any) -> Any:

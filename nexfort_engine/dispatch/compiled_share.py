@@ -15,20 +15,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
 from ..guards.option_guards import checker
 from ..reporting.report import named
+from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
+from ..runtime.forward_context import Session
 from ..runtime.shared_state import ForGood
-
-if TYPE_CHECKING:
-    from ..reporting.report import Report
-    from ..runtime.forward_context import Session
-    from ..runtime.shared_state import Known
-    from .region import Region
+from .memory_reclaim import MemoryReclaim
+from .region import Region
+from .region_table import RegionTable
 
 log = logging.getLogger("nexfort")
 
@@ -37,33 +36,12 @@ LEAST = 0.1  # of the weights that a call passes through: what is compiled of le
 _ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
 
 
-class Network(Protocol):
-    """What is asked of the engine of a backbone."""
-
-    name: str
-    known: Known
-    report: Report
-    others_code: Callable[[dict[Any, Any]], str | None]
-    stops: Callable[[], tuple[type[BaseException], ...]]
-
-    @property
-    def regions(self) -> list[Region]:
-        """All of them."""
-
-    @property
-    def whole_region(self) -> Region | None:
-        """The one that is the backbone as a whole."""
-
-    def release(self) -> bool:
-        """Give back what is held of the device. Whether there was any."""
-
-
 class Worth:
     """Which kinds of call of one engine's backbone are not worth compiling."""
 
-    def __init__(self, engine: Network, off: dict[Hashable, Any]) -> None:
-        """off: kinds of call that are not, each with how that is checked; shared with networks alike."""
-        self._engine, self._off = engine, off
+    def __init__(self, state: EngineState, table: RegionTable, memory: MemoryReclaim) -> None:
+        self._state, self._table, self._memory = state, table, memory
+        self._off: dict[Hashable, Any] = state.known.off  # kinds of call that are not, each with how that is checked
         self._weights: dict[int, int] = {}
 
     def anew(self) -> None:
@@ -80,7 +58,7 @@ class Worth:
         if found is None:
             return False
         state, check = found
-        if state == self._state() and check(_mappings(args, kwargs)):
+        if state == self._now() and check(_mappings(args, kwargs)):
             return True
         del self._off[kind]
         return False
@@ -96,15 +74,16 @@ class Worth:
         if type(value) in (list, tuple):
             return (type(value), *map(self._kind_of, value))
         if isinstance(value, dict):
-            return (dict, self._engine.others_code(value))
+            return (dict, self._state.hooks.others_code(value))
         plain: Any = value if value is None or type(value) in (bool, str) else type(value)
         return plain
 
-    def _state(self) -> Hashable:
+    def _now(self) -> Hashable:
         """What has to stay for a verdict to hold: types of weights, by one of each region, and what names lead to."""
-        watched = self._engine.known.watched
+        watched = self._state.known.watched
         watched.look()
-        rows = [(table.get(name), name) for region in self._engine.regions for table, name in region.slots.slots[:1]]
+        first = [place for region in self._table.regions for place in region.weights.slots.slots[:1]]
+        rows = [(table.get(name), name) for table, name in first]
         kinds = [(name, type(w), w.dtype, w.device.type) if w is not None else None for w, name in rows]
         return (watched.changes, *kinds)
 
@@ -131,32 +110,32 @@ class Worth:
         # what the network itself writes into its options on the way is not there when a call begins
         maps = _mappings(*session.asked[1:])
         check = checker([row for row in rows if row[0] != "keys" and maps and checker([row])(maps)])
-        self._off[self.kind(*session.asked)] = (self._state(), check)
+        self._off[self.kind(*session.asked)] = (self._now(), check)
         session.aside = True
-        if self._engine.whole_region is None:  # which says so itself
+        if self._table.whole_region is None:  # which says so itself
             reason = _ASIDE.format(lost.total() / all_of_it, lost.most_common(1)[0][0])
-            self._engine.report.eager(WHOLE, reason)
-            log.info("Nexfort: %s runs eager: %s", self._engine.name, reason)
-        self._engine.release()
+            self._state.report.eager(WHOLE, reason)
+            log.info("Nexfort: %s runs eager: %s", self._state.name, reason)
+        self._memory.release()
         return False
 
     def judge(self, session: Session) -> None:
         """See what a step ran that has ended, if a region of it ran eager for good."""
         if not session.lost or session.behind or session.aside:
             return
-        of = {id(binding): region for region in self._engine.regions for binding in region.bindings}
+        of = {id(binding): region for region in self._table.regions for binding in region.bindings}
         ran = [(of[id(binding)], None) for binding in session.used if id(binding) in of]
         try:
             self.pays([*ran, *session.lost], session)
         except Exception as error:  # an argument's own code; the step has its result
-            if is_passed_on(error, self._engine.stops()):
+            if is_passed_on(error, self._state.hooks.stops()):
                 raise
-            self._engine.report.note(UNSEEN.format(named(error)))
+            self._state.report.note(UNSEEN.format(named(error)))
 
     def weight(self, region: Region) -> int:
         """How many numbers the weights of a region have."""
         if id(region) not in self._weights:
-            self._weights[id(region)] = sum(weight.numel() for weight in region.slots.read())
+            self._weights[id(region)] = sum(weight.numel() for weight in region.weights.slots.read())
         return self._weights[id(region)]
 
 

@@ -1,56 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block runs eager in the place of an artefact: because it failed, or because there is none.
+"""After a failure: whether the step has to begin anew, as one block alone cannot be run again, and whether it may.
 
-Whose fault that is (runtime/fault_attribution.py) is known once eager has run.
+A step is run again only on what it was given, and where nobody else has seen a part of it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..runtime.fault_attribution import is_passed_on
-
-if TYPE_CHECKING:
-    from ..guards.call_spec import Flat
-    from ..runtime.artifact import Binding
-    from ..runtime.forward_context import Session
-    from .region import Region
+from ..cudagraphs.host_constants import tensors_in
+from ..guards.call_spec import Flat
+from ..runtime.artifact import Artefact
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session
 
 
-def failed(region: Region, binding: Binding, flat: Flat, tensors: list[torch.Tensor], session: Session) -> bool:
+def has_to_begin_anew(
+    state: EngineState, artefact: Artefact, flat: Flat, tensors: list[torch.Tensor], session: Session
+) -> bool:
     """Whether the step has to begin anew, as it may, after an artefact failed with these tensors.
 
     What it writes to is what an eager run of the block would begin with.
     """
-    artefact = binding.artefact
-    if region.module is region.engine.root or not region.engine.repeatable(session):
+    written = any(tensors[artefact.tensors[i]] is flat.tensors[artefact.tensors[i]] for i in artefact.mutated)
+    return written and is_repeatable(state, session)
+
+
+def is_repeatable(state: EngineState, session: Session) -> bool:
+    """Whether a step may be run again on what it was given.
+
+    Not where code of others, which may count its calls, saw a part of it, or where it changed what it was given.
+    """
+    if session.root is None or session.instead is not None or not state.is_quiet(*session.root[1:]):
         return False
-    return any(tensors[artefact.tensors[i]] is flat.tensors[artefact.tensors[i]] for i in artefact.mutated)
+    return written_to(session.root[1:]) == session.written
 
 
-def instead(region: Region, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
-    """Run a block eager in the place of an artefact that failed, and from now on where that does not fail as well."""
-    session.doubted.discard(region)
-    region.latched = None
-    result = region.inside(plain, args, kwargs, session)
-    region.latch(reason)
-    return result
-
-
-def refused(region: Region, key: Any, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
-    """Run a block eager for want of an artefact. Where that takes the call it is told, and what was refused stays."""
-    reason, fresh = session.refused or ("", [])
-    session.refused = None
-    try:
-        result = region.inside(plain, args, kwargs, session)
-    except Exception as error:
-        if fresh and not is_passed_on(error, region.engine.stops()):
-            region.engine.builder.refusals.take_back(fresh)
-            region.declined.pop(key, None)
-        raise
-    if reason:
-        region.engine.report.eager(region.path, reason)
-        session.lost.append((region, reason))
-    return result
+def written_to(values: Any) -> list[int]:
+    """How often each tensor of a call was written to; inference tensors do not tell."""
+    return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]

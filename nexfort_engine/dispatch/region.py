@@ -9,77 +9,75 @@ every time.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..cudagraphs.host_constants import unwatched
 from ..guards.call_spec import Flat, flatten_call
 from ..guards.callbacks import Strayed, raised_by, still_there
-from ..guards.option_recorder import Refused, look, where
+from ..guards.option_recorder import look, where
 from ..modules.channels_last import as_taken, holds_images, is_image
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
-from ..modules.tree import Hidden, Seen, WeightSlots, foreign, structure
+from ..modules.tree import foreign
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
-from ..runtime.devices import device_of, weight_problem
+from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
+from ..runtime.forward_context import Session
 from ..runtime.lru_mapping import Recent
-from ..runtime.shared_state import ForGood
+from ..runtime.shared_state import ForGood, Refusal
 from ..system.torch_modes import current as current_modes
 from ..system.torch_modes import fingerprint
-from ..weights.lease import NO_STAND_INS, Layers, Loan, NotLent, StandIns
+from ..weights.lease import NO_STAND_INS
 from ..weights.prepack_entry import Kept
-from ..weights.subclass_unwrap import Parts
 from . import fallback
+from .eager_reasons import unfit_modes
 from .prepack_cache import kept_of, prepared
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from ..runtime.forward_context import Session
+from .region_weights import Ineligible, RegionWeights
 
 log = logging.getLogger("nexfort")
 
-_DTYPE = attrgetter("dtype")  # `map` over it takes less than a comprehension, and there are dozens of weights
 MOST_SIZES = 512  # remembered combinations of sizes a region, those that it was called with last
+
+
+class ArtifactProvider(Protocol):
+    """Where a region gets an artefact from that it does not know yet."""
+
+    def obtain(self, region: Region, key: Any, flat: Flat, session: Session) -> Binding | None:
+        """A binding for this call, or None; `Session.refused` says why. Raises Unsupported, Ineligible."""
+
+    def take_back(self, refused: list[Any]) -> None:
+        """Forget what was refused for a call: eager refuses the call as well."""
 
 
 class Region:
     """One region of one model: finds the artefact for a call and runs it."""
 
-    def __init__(self, engine: Engine, spec: RegionSpec) -> None:
-        self.engine, self.path, self.kind = engine, spec.path or "(whole module)", spec.kind
+    def __init__(
+        self, state: EngineState, spec: RegionSpec, artifacts: ArtifactProvider, make_room: Callable[[], bool]
+    ) -> None:
+        """make_room: has others give back what they hold of the device. Whether they held anything."""
+        self.state, self.path, self.kind = state, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
+        self._artifacts, self.make_room = artifacts, make_room
         # the backbone's own result lies as its code has it
-        self.of_images = self.module is not engine.root and holds_images(self.module)
-        self.slots = WeightSlots(self.module, engine.besides)
+        self.of_images = self.module is not state.root and holds_images(self.module)
+        self.weights = RegionWeights(state, self.module, self.forget)
         self.bindings: list[Binding] = []
         self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
-        self.declined: Recent[Any, list[tuple[Callable[[list[Any]], bool], str]]] = Recent(MOST_SIZES)
+        self._declined: Recent[Any, list[Refusal]] = Recent(MOST_SIZES)
         self.latched: str | None = None
-        self.modal = False  # the network's own code calls it under modes of torch other than the step's
-        self._seen = Seen()
-        self._dtypes: list[torch.dtype] = []
-        self._device: torch.device | None = None
-        self.parts: Parts | None = None  # how weights come apart that are not plain
-        self._structure: list[Any] | None = None
-        self._problem: str | None = None
-        self._layers: Layers | None = None
-        self._due: list[Any] = []
-        self._sound: Loan | None = None  # what it lends is as artefacts want it, with the other weights as they are
-        self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
+        self._modal = False  # the network's own code calls it under modes of torch other than the step's
 
     @property
     def images(self) -> bool:
         """Whether images that its artefacts take and give lie with channels innermost."""
-        return self.of_images and self.engine.images
+        return self.of_images and self.state.images
 
     # -- the call ----------------------------------------------------------------------------------------
 
@@ -87,50 +85,50 @@ class Region:
         """Run the block for one call. `plain` is the block's own forward."""
         if self.latched is not None:
             if self in session.doubted:
-                return fallback.instead(self, plain, args, kwargs, session, self.latched)
+                return self._instead(plain, args, kwargs, session, self.latched)
             return self._eager(plain, args, kwargs, session, self.latched)
         if session.others_ran:
-            self.engine.known.watched.look()
+            self.state.known.watched.look()
             session.others_ran = session.wary
         modes, now = session.modes, fingerprint()
         if now != session.fingerprint:  # by code between the blocks
-            if reason := self.engine.unfit_modes(args, kwargs):
+            if reason := unfit_modes(self.state, args, kwargs):
                 return self._eager(plain, args, kwargs, session, reason)
             modes = current_modes()
-        elif self.modal:
+        elif self._modal:
             modes = current_modes()
-        flat, loan, unseen = Flat(), None, ""
+        held, flat, loan, unseen = self.weights, Flat(), None, ""
         try:
             spec = flatten_call(args, kwargs, flat)
-            due = self.due()
-            weights = [] if due else self.weights()
+            due = held.due()
+            weights = [] if due else held.read()
             key = (spec, tuple(map(_size_key, flat.tensors)), tuple(flat.ints), modes)
             binding = self._find(key, flat)
-            if binding is None and not self.modal and current_modes() != modes:
-                self.modal, key = True, (*key[:-1], current_modes())
+            if binding is None and not self._modal and current_modes() != modes:
+                self._modal, key = True, (*key[:-1], current_modes())
                 binding = self._find(key, flat)
             if binding is None:
-                self.renew()
-                due = self.due()
+                held.renew()
+                due = held.due()
                 with unwatched():
-                    binding = self.engine.builder.obtain(self, key, flat, session)
-                weights = [] if due else self.weights()
+                    binding = self._artifacts.obtain(self, key, flat, session)
+                weights = [] if due else held.read()
             kept = kept_of(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
-                weights, loan = self._borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
+                weights, loan = held.borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
         except Exception as error:
-            if is_passed_on(error, self.engine.stops()):
+            if is_passed_on(error, self.state.hooks.stops()):
                 raise
             unseen = UNSEEN.format(named(error))
         if unseen:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
-            return fallback.refused(self, key, plain, args, kwargs, session)
+            return self._refused(key, plain, args, kwargs, session)
         session.fetched |= loan is not None and not loan.kept
         try:
             try:
@@ -138,7 +136,7 @@ class Region:
             except Strayed as stray:
                 path, why = stray.path, str(stray)
             # not before the error is gone, which holds on to what the artefact had made
-            self.declined.setdefault(key, []).append((still_there(flat.mappings, path), why))
+            self._declined.setdefault(key, []).append((still_there(flat.mappings, path), why))
             return self._eager(plain, args, kwargs, session, why)
         finally:
             if loan is not None:
@@ -152,7 +150,7 @@ class Region:
 
     def _strays(self, key: Any, flat: Flat) -> bool:
         """Whether a function of the options is there that no artefact can follow; what is declined says why."""
-        return any(check(flat.mappings) for check, _ in self.declined.get(key, ()))
+        return any(check(flat.mappings) for check, _ in self._declined.get(key, ()))
 
     def _run(
         self,
@@ -169,7 +167,7 @@ class Region:
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
-        self.engine.cancel()  # the layers whose code would have asked for it are not run
+        self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
         session.used.append(binding)
         session.images |= binding.artefact.images
         if binding.artefact.sites:
@@ -193,15 +191,16 @@ class Region:
             if (path := raised_by(error)) is not None:
                 self._noted(error, f"by {where(path)}")
                 raise
-            if self._is_another():  # artefacts look at the sizes of what they are given before they do anything
+            if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
             reason = f"its artefact failed: {named(error)}"
-            if fallback.failed(self, binding, flat, tensors, session):
+            whole = self.module is self.state.root
+            if not whole and fallback.has_to_begin_anew(self.state, binding.artefact, flat, tensors, session):
                 self.latched = reason
                 session.doubted.add(self)
                 raise HalfDone(reason) from error
         # whatever it was, the step must complete; not before the error is gone, which holds what the artefact had made
-        return fallback.instead(self, plain, args, kwargs, session, reason)
+        return self._instead(plain, args, kwargs, session, reason)
 
     def _ran(
         self,
@@ -215,38 +214,28 @@ class Region:
         if session.asides is None:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
-        settled = not session.fetched and self.version() is not None and (kept is not None or not binding.prepares)
-        whole = settled and binding.plain and not binding.artefact.sites and self._is_told(binding)
+        held = self.weights
+        settled = not session.fetched and held.version() is not None and (kept is not None or not binding.prepares)
+        whole = settled and binding.plain and not binding.artefact.sites and held.are_told(binding.artefact)
         return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
-
-    def _is_told(self, binding: Binding) -> bool:
-        """Whether the host says when anything changes that an artefact reads: not of buffers, nor of strengths."""
-        own = self.slots.parameters
-        lasting = own if self.parts is None else self.parts.each(own)
-        return not binding.artefact.strengths and all(lasting[place] for place in binding.artefact.weights)
-
-    def version(self) -> Any:
-        """The host's word for its weights, unless a layer changes them by code of which the host says nothing."""
-        return self.engine.version() if self._layers is None or self._layers.told else None
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
         held = [binding for binding in self.bindings if binding.kept is not None]
         for binding in held:
             binding.kept = None
-        if held and self._layers is not None:
-            self._layers.forget()  # it holds on to what stood in for weights
-            self._sound = None
+        if held:
+            self.weights.forget_loans()
         return bool(held)
 
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""
         self.latched = ForGood.of(reason)
-        self.engine.report.eager(self.path, reason)
+        self.state.report.eager(self.path, reason)
         log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 
     def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
-        self.engine.report.eager(self.path, reason)
+        self.state.report.eager(self.path, reason)
         session.lost.append((self, reason))
         return self.inside(plain, args, kwargs, session)
 
@@ -261,160 +250,54 @@ class Region:
         finally:
             session.inside = before
 
+    def _instead(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
+        """Run the block eager in the place of an artefact that failed, and from now on where eager does not fail."""
+        session.doubted.discard(self)
+        self.latched = None
+        result = self.inside(plain, args, kwargs, session)
+        self.latch(reason)
+        return result
+
+    def _refused(self, key: Any, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+        """Run the block eager for want of an artefact. Where eager takes the call, the report has the reason."""
+        reason, fresh = session.refused or ("", [])
+        session.refused = None
+        try:
+            result = self.inside(plain, args, kwargs, session)
+        except Exception as error:
+            if fresh and not is_passed_on(error, self.state.hooks.stops()):
+                self._artifacts.take_back(fresh)
+                self._declined.pop(key, None)
+            raise
+        if reason:
+            self.state.report.eager(self.path, reason)
+            session.lost.append((self, reason))
+        return result
+
     def _noted(self, error: BaseException, how: str) -> BaseException:
         """An error with a note of where it was raised."""
-        if hasattr(error, "add_note") and not isinstance(error, self.engine.stops()):  # Python 3.11
+        if hasattr(error, "add_note") and not isinstance(error, self.state.hooks.stops()):  # Python 3.11
             error.add_note(f"It was raised in the block {self.path} ({self.kind}), {how}.")
         return error
 
-    # -- what the module is now --------------------------------------------------------------------------
-
-    @property
-    def layers(self) -> Layers | None:
-        """The layers whose weights the host may lend; None without such a host."""
-        if self._layers is None and self.engine.lender is not None:
-            self._layers = Layers(self.engine.lender, self.module, self.slots.names)
-        return self._layers
-
-    def due(self) -> list[Any]:
-        """The layers whose weights have to be borrowed now. Raises Ineligible where no artefact may see them."""
-        layers = self.layers
-        try:
-            due = layers.due() if layers is not None else []
-        except NotLent as reason:
-            raise Ineligible(str(reason)) from None
-        if not due and not self._lent:
-            return due
-        raw = self.slots.read()
-        changed = not self._seen.again(raw) or list(map(_DTYPE, raw)) != self._dtypes
-        if changed or due is not self._due:
-            self._sound = None
-            lent = layers.dtypes(due, raw) if layers is not None else {}
-            self._due = due
-            if lent != self._lent:
-                self._lent, self._structure = lent, None
-                self.forget()
-        if changed and due and layers is not None:
-            layers.forget()
-            self._inspect(raw)
-        return due
-
-    def _borrow(
-        self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS
-    ) -> tuple[list[torch.Tensor], Loan]:
-        """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
-        raw, layers = self.slots.read(), self.layers
-        assert layers is not None, "layers are due"
-        device = device_of(t.device for t in itertools.chain(tensors, raw))
-        kept = layers.again(due, device, stand_ins)
-        if kept is not None and kept.loan is self._sound:
-            return kept.given, kept.loan
-        try:
-            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device, stand_ins)
-        except NotLent as reason:
-            raise Ineligible(str(reason)) from None
-        plain = self.parts.take(weights) if self.parts is not None else weights
-        problem = weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
-        if problem is not None or plain is None:
-            loan.give_back()
-            raise Ineligible(problem)
-        self._sound = loan if plain is weights else None
-        return plain, loan
-
-    @contextlib.contextmanager
-    def resident_weights(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The block's weights, those on loan included, for a call with these tensors. Raises Ineligible."""
-        due = self.due()
-        weights, loan = self._borrow(due, tensors) if due else (self.weights(), None)
-        try:
-            yield weights
-        finally:
-            if loan is not None:
-                loan.give_back()
-
-    def hidden(self) -> Hidden:
-        """What a copy of the block shows in the place of its own attributes, so that it is taken for resident."""
-        return self.layers.hidden() if self.layers is not None else {}
-
-    def weights(self) -> list[torch.Tensor]:
-        """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
-        weights = self.slots.read()
-        if (
-            not self._seen.again(weights)
-            or list(map(_DTYPE, weights)) != self._dtypes
-            or (weights and (weights[0].device != self._device or weights[-1].device != self._device))
-        ):
-            self._inspect(weights)
-            weights = self.slots.read()
-        if self._problem is not None:
-            raise Ineligible(self._problem)
-        return weights if self.parts is None else self._apart(weights)
-
-    def _is_another(self) -> bool:
-        """Whether weights got other sizes or strides in their place, as by `weight.data = ...`; no call looks at it."""
-        before = self.structure()
-        self._inspect(self.slots.read())
-        return self.structure() != before
-
-    def _apart(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The plain tensors that the weights hold. Raises Ineligible."""
-        for _ in range(2):
-            plain = self.parts.take(weights) if self.parts is not None else weights
-            if plain is not None:
-                return plain
-            self._inspect(weights)  # a weight was changed in its place: another scale or layout
-            if self._problem is not None:
-                raise Ineligible(self._problem)
-        raise Ineligible("a weight that is not a plain tensor changes while it is looked at")
-
-    def _inspect(self, weights: list[torch.Tensor]) -> None:
-        if self._has_others():
-            weights = self.slots.read()
-        try:
-            self.parts = Parts.of(weights)
-            plain = self.parts.take(weights) if self.parts is not None else weights
-            self._problem = weight_problem(plain) if plain is not None else None
-        except Refused as reason:
-            self.parts, self._problem = None, str(reason)
-        before = self._structure
-        self._structure = None
-        if self._problem is None or self.engine.lender is not None:
-            self._seen, self._dtypes = Seen(weights), [w.dtype for w in weights]
-            self._device = weights[0].device if weights else None
-            if before is not None and self.structure() != before:
-                self.forget()
-
-    def renew(self) -> None:
-        """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
-        if self._has_others():
-            self._inspect(self.slots.read())
-
-    def _has_others(self) -> bool:
-        """Whether the weights lie elsewhere than before; then they are found there, and what was known is not asked.
-
-        An artefact that is known for a submodule that comes back would be given the weights of the one that left.
-        """
-        slots = WeightSlots(self.module, self.engine.besides)
-        if [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]:
-            return False
-        self.slots, self._layers = slots, None
-        self.forget()
-        return True
+    # -- what is known of it -----------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget every artefact: the module is not what it was."""
-        self.bindings, self.known, self.declined = [], Recent(MOST_SIZES), Recent(MOST_SIZES)
+        self.bindings, self.known, self._declined = [], Recent(MOST_SIZES), Recent(MOST_SIZES)
 
-    def structure(self) -> list[Any]:
-        """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
-        if self._structure is None:
-            weights = self.slots.read()
-            plain = (self.parts.take(weights) if self.parts is not None else None) or weights
-            strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
-            self._structure = [structure(self.module, self._lent, self.engine.besides), strides]
-            if self.parts is not None:
-                self._structure.append(self.parts.text)
-        return self._structure
+    def bind(self, binding: Binding) -> None:
+        """Use a binding from now on, in the place of another one of the same artefact."""
+        self.bindings = [one for one in self.bindings if one.artefact is not binding.artefact] + [binding]
+
+    def declined(self, key: Any, mappings: list[dict[Any, Any]]) -> str | None:
+        """Why calls of these exact sizes with such mappings have no artefact, as far as that is known."""
+        return next((reason for check, reason in self._declined.get(key, ()) if check(mappings)), None)
+
+    def decline(self, key: Any, refusal: Refusal) -> None:
+        """Remember why calls of these exact sizes have no artefact; it replaces what has the same reason."""
+        others = [one for one in self._declined.get(key) or () if one[1] != refusal[1]]
+        self._declined[key] = [*others, refusal]
 
     def remember(self, key: Any, binding: Binding) -> None:
         """Use a binding for calls of these exact sizes."""
@@ -432,10 +315,6 @@ class Region:
     def carries(self) -> str | None:
         """Hooks and the like that keep the block from being captured or replaced now."""
         return foreign(self.module)
-
-
-class Ineligible(Exception):
-    """The block cannot run an artefact now. The text is the reason."""
 
 
 def _shared(tensors: list[torch.Tensor], artefact: Artefact) -> bool:

@@ -22,23 +22,23 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..capture.shadow_module import Shadow
+from ..cudagraphs.step_graphs import StepGraphs
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
 from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
 from ..runtime.artifact import Artefact
-from ..runtime.forward_context import entered
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session, StepRunner, entered
 from ..system.process_settings import backend_scope
-from .region import Ineligible, Region
-
-if TYPE_CHECKING:
-    from ..engine import Engine
-    from ..runtime.forward_context import Session
+from .region import Region
+from .region_table import RegionTable
+from .region_weights import Ineligible
 
 log = logging.getLogger("nexfort")
 
@@ -52,12 +52,22 @@ _CHUNK = 1 << 24  # numbers that are brought to float64 at once
 class Verifier:
     """Compares one step of one engine's backbone."""
 
-    def __init__(self, engine: Engine, *, graphs: bool = True, names: Sequence[Hashable] = ()) -> None:
-        """graphs: the user's own steps may be replayed as CUDA graphs, so that the compared one may be too.
+    def __init__(
+        self,
+        state: EngineState,
+        table: RegionTable,
+        steps: StepRunner,
+        graphs: StepGraphs | None = None,
+        *,
+        replayed: bool = True,
+        names: Sequence[Hashable] = (),
+    ) -> None:
+        """replayed: the user's own step may be a CUDA graph, so that the compared one may be too.
 
         names: of the tensors among the arguments, as in Session; None where one has none.
         """
-        self.engine, self._graphs, self._names = engine, graphs, names
+        self._state, self._table, self._steps, self._graphs = state, table, steps, graphs
+        self._replayed, self._names = replayed, names
         self._rows: dict[str, dict[str, Any]] = {}
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -68,14 +78,14 @@ class Verifier:
         began = time.perf_counter()
         problem = _stateful(args, kwargs)
         if problem is not None:
-            self.engine.report.note(f"a step could not be verified: {problem}")
+            self._state.report.note(f"a step could not be verified: {problem}")
             return None
         try:
             with _same_random_numbers(args, kwargs):
                 self._regions(call, args, kwargs)
             with entered(None):  # no stand-in acts
                 eager, eager_seconds = self._best(call, args, kwargs)
-            graphs = self._graphs and self.engine.graphs is not None and torch.cuda.is_available()
+            graphs = self._replayed and self._graphs is not None and torch.cuda.is_available()
             again = functools.partial(self._again, call, graphs)
             ours, seconds = self._best(again, args, kwargs, warming=2 if graphs else 0)  # two steps make a graph
             result = {
@@ -86,20 +96,20 @@ class Verifier:
                 "seconds": time.perf_counter() - began, "regions": [_as_json(row) for row in self._rows.values()],
             }  # fmt: skip
         except torch.OutOfMemoryError:
-            self.engine.report.note("there was no memory to verify a step")
+            self._state.report.note("there was no memory to verify a step")
             return None
         except Exception as error:
-            if isinstance(error, self.engine.stops()):
+            if isinstance(error, self._state.hooks.stops()):
                 raise
             # the step has its result, and what only looks at it must not take that away
             log.warning("Nexfort: a step could not be verified", exc_info=True)
-            self.engine.report.note(f"a step could not be verified ({named(error)})")
+            self._state.report.note(f"a step could not be verified ({named(error)})")
             return None
-        self.engine.report.verified(result)
+        self._state.report.verified(result)
         return result
 
     def _again(self, call: Callable[..., Any], graphs: bool, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.uncounted(call, args, kwargs, graphs=graphs, names=self._names)
+        return self._steps.uncounted(call, args, kwargs, graphs=graphs, names=self._names)
 
     def _best(self, run: Callable[..., Any], args: Any, kwargs: Any, *, warming: int = 0) -> tuple[Any, float]:
         """What a step gives and the seconds of the faster of two runs, after `warming` others."""
@@ -114,16 +124,16 @@ class Verifier:
     # -- region by region ---------------------------------------------------------------------------------
 
     def _regions(self, call: Any, args: Any, kwargs: Any) -> None:
-        own = self.engine.whole_region
+        own = self._table.whole_region
         try:
-            with self.engine.active(instead=self._compare) as session:
+            with self._steps.active(instead=self._compare) as session:
                 if own is not None:
                     self._compare(own, call, of_its_own(args), of_its_own(kwargs), session)
                 else:
                     call(*of_its_own(args), **of_its_own(kwargs))
         finally:
-            if self.engine.graphs is not None and any(row["over"] for row in self._rows.values()):
-                self.engine.graphs.release()  # they hold what is not to run any more
+            if self._graphs is not None and any(row["over"] for row in self._rows.values()):
+                self._graphs.release()  # they hold what is not to run any more
 
     def _compare(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
         """Run a region both ways on the same inputs and go on with eager's result."""
@@ -169,7 +179,7 @@ class Verifier:
         except (Unsupported, Ineligible) as reason:
             return _Errors(why=str(reason))
         except Exception as error:
-            if isinstance(error, self.engine.stops()):
+            if isinstance(error, self._state.hooks.stops()):
                 raise
             return _Errors(why=f"it cannot be computed in a wider type ({named(error)})")
         tensors = [t for t in tensors_in(result) if t.is_floating_point()]
@@ -206,14 +216,14 @@ def _wider_result(region: Region, args: Any, kwargs: Any) -> Any:
     """
     flat = Flat()
     flatten_call(args, kwargs, flat)
-    with region.resident_weights(flat.tensors) as weights:
-        if region.parts is not None:
+    with region.weights.resident(flat.tensors) as weights:
+        if region.weights.parts is not None:
             raise Ineligible("its weights are quantised, and a wider type does not undo that")
         found = {t.dtype for t in (*weights, *flat.tensors) if t.is_floating_point()}
         # layers with packed weights compute in full in float64 alone
         exact = found <= {torch.float32, torch.float64} or holds_quantised([region.module])
         wide = torch.float64 if exact else torch.float32
-        shadow = Shadow(region.module, [_widened(w, wide) for w in weights], region.hidden())
+        shadow = Shadow(region.module, [_widened(w, wide) for w in weights], region.weights.hidden())
         with entered(None), backend_scope(matmul_allow_tf32=False, conv_allow_tf32=False):
             return shadow.module(*_widened(args, wide), **_widened(kwargs, wide))
 

@@ -7,12 +7,11 @@ Kept in a ContextVar, so that stand-ins act for the call that put them there and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from ..system.torch_modes import Modes
+from ..system.torch_modes import Modes
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
@@ -62,6 +61,28 @@ class Session:
         self.codes: set[Any] = set()  # that ran, while a step is observed
         self.watching: Any = None  # what looks at its operators, while a step is observed or captured
         self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
+
+
+def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> Session:
+    """The session of a call that is still to come. It is planned, and never entered."""
+    session = Session(lambda module, plain, given, words, session: plain(*given, **words))
+    session.root = (call, args, {})
+    return session
+
+
+class StepRunner(Protocol):
+    """What runs the backbone: the engine, for its parts that need the backbone run."""
+
+    def active(self, *, instead: Instead | None = None) -> contextlib.AbstractContextManager[Session]:
+        """Regions stand in the blocks' places inside the block; `instead` is done in the place of running them."""
+
+    def uncounted(
+        self, plain: Callable[..., Any], args: Any, kwargs: Any, *, graphs: bool, names: Iterable[Hashable] = ()
+    ) -> Any:
+        """One more step that nobody asked for; the report does not count it.
+
+        graphs: it may be replayed as one. names: of its arguments' tensors, as in Session, None where one has none.
+        """
 
 
 current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)

@@ -47,3 +47,7 @@ class Known:
     off: dict[Any, Any] = field(default_factory=dict)
     images: bool = True
     watched: Watched = field(default_factory=Watched)
+
+    def keep_images_as_eager(self) -> None:
+        """Some code cannot take images with channels innermost."""
+        self.images = False

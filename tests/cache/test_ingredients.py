@@ -25,6 +25,7 @@ from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache import key
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.compilation import model_keys
 from nexfort_engine.config.compile_config import CompileConfig
 
 
@@ -61,8 +62,7 @@ def report_after(
     root: Path, net: nn.Module, *args: Any, options: dict[str, Any] | None = None, name: str = "", **kwargs: Any
 ) -> dict[str, Any]:
     """The report of a fresh engine on the store at `root` after one call."""
-    made = engine.Engine(net, CompileConfig.parse(options), Store(root))
-    made.name = name or made.name
+    made = engine.Engine(net, CompileConfig.parse(options), Store(root), name=name)
     with torch.inference_mode():
         wrap_methods(net, made, ("forward",))(*args, **kwargs)
     return made.report.as_dict()
@@ -211,7 +211,7 @@ def test_an_artefact_says_for_whom_it_was_made(tmp_path: Path) -> None:
 
 
 def test_an_artefact_for_a_newer_driver_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "driver_needed", lambda _device: 99000)
+    monkeypatch.setattr(model_keys, "driver_needed", lambda _device: 99000)
     monkeypatch.setattr(key, "driver_version", lambda: 13010)
     with graphs_as_they_are():
         report_after(tmp_path, Net(), X)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_backbone import Backbone, close, inputs
+from subjects import ask_instead
 from torch import nn
 
 import nexfort_engine
@@ -218,7 +219,7 @@ def test_a_cancel_while_a_step_is_captured_reaches_the_host(monkeypatch):
         engine = compiled._nexfort_engine
         engine.graphs.release()
         compiled(*given)
-        monkeypatch.setattr(engine, "cancel", cancel)
+        ask_instead(monkeypatch, engine, cancel=cancel)
         with pytest.raises(KeyboardInterrupt):
             compiled(*given)
         for _ in range(3):

@@ -63,7 +63,7 @@ def test_numbers_that_only_look_equal_are_not_taken_for_each_other(pair: Pair) -
             counts = torch.arange(8) * by  # whole numbers, unless `by` is a float
             return h * self.weight + (counts / 3 if counts.is_floating_point() else counts // 3)
 
-    other = Pair(Net(part=Divides), pair.engine.store.root / "other")
+    other = Pair(Net(part=Divides), pair.engine.state.store.root / "other")
     for by in (1, 1.0, True, 2, 2.0):
         other.agrees(x(), by)
 
@@ -205,7 +205,7 @@ def test_too_little_memory_is_the_host_s_business(pair: Pair) -> None:
 
 
 def test_an_engine_starts_from_what_another_one_stored(pair: Pair) -> None:
-    again = Pair(pair.net, pair.engine.store.root)
+    again = Pair(pair.net, pair.engine.state.store.root)
     new = again.agrees(x(3, 9))
     assert new["artefacts_compiled"] == 0 and new["artefacts_loaded"] == 2
     assert again.agrees(x(), 2.5)["artefacts_compiled"] == 1

@@ -137,7 +137,7 @@ def test_a_function_made_anew_for_each_step_costs_one_artefact(form: Callable[[s
             module.helper = module.make(2.0)
             assert _distance(_run(compiled), _run(net)) < TOLERANCE
         assert not compiled.report.as_dict()["variants"]
-        assert len(compiled._nexfort_engine.known.watched) < 400, "functions that are gone are still watched"
+        assert len(compiled._nexfort_engine.state.known.watched) < 400, "functions that are gone are still watched"
 
 
 def test_what_keeps_changing_ends_eager_and_goes_on_where_it_was(form: Callable[[str], types.ModuleType]) -> None:

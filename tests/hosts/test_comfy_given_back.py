@@ -12,10 +12,9 @@ from card_memory import PAGE
 from kept_weights import KINDS, Kind, Paged, engine_of, kept
 from patchers import CONFIG
 
-from nexfort_engine import engine
 from nexfort_engine.dispatch import prepack_cache
 from nexfort_engine.dispatch import region as dispatch
-from nexfort_engine.engine import Engine
+from nexfort_engine.dispatch.memory_reclaim import MemoryReclaim
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy import offload as comfy_offload
 from nexfort_engine.hosts.comfy import weights as comfy_weights
@@ -121,7 +120,7 @@ def test_which_layers_pay_goes_by_the_pages_of_their_own_memory(monkeypatch: pyt
     kind, roomy = _laid_out(monkeypatch)
     _make_dynamic(monkeypatch)
     roomy.sampled(steps=1)
-    lender = engine_of(roomy.clone).lender
+    lender = engine_of(roomy.clone).state.lender
     groups = [[layer] for layer in roomy.layers if layer.seed_key.removeprefix("diffusion_model.") in roomy.kept]
     roomy.memory.resident = set(range(roomy.memory._next // PAGE + 1))
     pays = lender.pays(groups)
@@ -182,13 +181,13 @@ def test_where_nothing_is_kept_no_page_is_given_back(
 def test_what_was_let_go_of_before_the_step_ended_is_not_given_back(
     roomy: Paged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = prepack_cache.hold_once
+    end = MemoryReclaim.hold_once
 
-    def released(one: Engine) -> None:
-        one.release()  # by another thread
-        end(one)
+    def released(memory: MemoryReclaim) -> None:
+        memory.release()  # by another thread
+        end(memory)
 
-    monkeypatch.setattr(engine, "hold_once", released)
+    monkeypatch.setattr(MemoryReclaim, "hold_once", released)
     roomy.sampled()
     assert not roomy.memory.given_back
 
@@ -233,7 +232,12 @@ def test_eager_code_leaves_no_pages_behind(roomy: Paged, monkeypatch: pytest.Mon
             return call(region, plain, args, kwargs, session)
 
         monkeypatch.setattr(dispatch.Region, "call", planned)
-    end = prepack_cache.hold_once
-    monkeypatch.setattr(engine, "hold_once", lambda one: (resident.append(set(roomy.memory.resident)), end(one)))
+    end = MemoryReclaim.hold_once
+
+    def held(memory: MemoryReclaim) -> None:
+        resident.append(set(roomy.memory.resident))
+        end(memory)
+
+    monkeypatch.setattr(MemoryReclaim, "hold_once", held)
     assert torch.equal(roomy.sampled()[0], first)
     assert any(pages > left for pages in resident) and roomy.memory.resident == left

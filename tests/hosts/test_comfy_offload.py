@@ -52,7 +52,7 @@ class Offloaded(Elsewhere):
 
     @property
     def offload(self) -> Any:
-        return engine_of(self.clone).lender._offload
+        return engine_of(self.clone).state.lender._offload
 
     @property
     def away(self) -> set[str]:
@@ -220,7 +220,7 @@ def test_a_graph_reads_nothing_that_left(kind: Kind, monkeypatch: pytest.MonkeyP
 def test_while_another_step_is_under_way_nothing_leaves(offloaded: Offloaded, kind: Kind) -> None:
     first = offloaded.settled()
     engine = engine_of(offloaded.clone)
-    other = Engine(engine.root, CompileConfig.parse("jit"), engine.store)
+    other = Engine(engine.root, CompileConfig.parse("jit"), engine.state.store)
     for one in (engine, other):
         assert torch.equal(sample(offloaded.plain), offloaded.wanted) and not offloaded.away
         with one.active():
@@ -384,7 +384,7 @@ def test_weights_that_change_all_the_time_stay(offloaded: Offloaded, kind: Kind)
 
 def test_weights_with_gaps_stay(offloaded: Offloaded, kind: Kind) -> None:
     layer = offloaded.network.get_submodule(kind.one)
-    home = engine_of(offloaded.clone).lender._home
+    home = engine_of(offloaded.clone).state.lender._home
     assert home.resident([layer], lambda _: True) == [layer]
     layer.weight = nn.Parameter(layer.weight.data[:1].expand_as(layer.weight), requires_grad=False)
     assert home.resident([layer], lambda _: True) == []
@@ -422,7 +422,7 @@ def test_what_is_away_already_is_no_reason_for_others_to_stay(
 ) -> None:
     """With a card that is none: there weights lie on another device than those that are away."""
     offloaded.settled()
-    lender, network = engine_of(offloaded.clone).lender, offloaded.network
+    lender, network = engine_of(offloaded.clone).state.lender, offloaded.network
     names = sorted(offloaded.away)
     offload.take_back(network.get_submodule(names[-1]))
     network.get_submodule(names[-1]).to("meta")

@@ -215,17 +215,17 @@ def test_only_layers_that_code_can_do_without_are_left_out(flux: Any, monkeypatc
     found.sampled()
     region = next(r for r in engine_of(found.clone).regions if r.path == "double_blocks.0")
     (binding,) = region.bindings
-    with region.resident_weights([torch.zeros(1)]) as weights:
-        due = region.due()
+    with region.weights.resident([torch.zeros(1)]) as weights:
+        due, layers = region.weights.due(), region.weights.layers
         large = {i for _, at in due for i in at.values() if weights[i].numel() > 256}
-        everything = region.layers.stand_ins(due, weights, set())
+        everything = layers.stand_ins(due, weights, set())
         assert large <= everything.keys() and not any(everything[i].numel() for i in large)
         assert all(torch.equal(t, weights[i]) for i, t in everything.items() if i not in large)
         assert not large & binding.needed
         for one in large:  # which code still reads as it is
             layer = next(set(at.values()) for _, at in due if one in at.values())
-            assert region.layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
-        region.parts = object()  # places would be those of the plain tensors that weights consist of
+            assert layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
+        region.weights.parts = object()  # places would be those of the plain tensors that weights consist of
         assert prepack_cache.stand_ins(region, binding, weights) is loans.NO_STAND_INS
 
 
@@ -237,7 +237,8 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monk
     engine = engine_of(found.clone)
     first, second = [r for r in engine.regions if r.path.startswith("double_blocks")]
     table = one.img_mlp[0]._parameters
-    both, first_alone = (engine.spared([b for r in some for b in r.bindings]) for some in ((first, second), (first,)))
+    of = [[b for r in some for b in r.bindings] for some in ((first, second), (first,))]
+    both, first_alone = map(engine.table.spared, of)
     assert any(own is table for own, _ in both) and first_alone
     assert not any(own is table for own, _ in first_alone)
 

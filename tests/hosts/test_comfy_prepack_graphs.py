@@ -16,7 +16,7 @@ from pretended_graph import Graph, pretend
 from nexfort_engine.cudagraphs import step_graphs
 from nexfort_engine.dispatch import prepack_cache
 from nexfort_engine.dispatch import region as dispatch
-from nexfort_engine.engine import Engine
+from nexfort_engine.dispatch.memory_reclaim import MemoryReclaim
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.runtime.forward_context import current
@@ -114,16 +114,17 @@ def _nobody_can_say(_: Watched, patch: pytest.MonkeyPatch) -> None:
 
 
 def _released_meanwhile(watched: Watched, patch: pytest.MonkeyPatch) -> None:
-    engine_of(watched.clone).release()
-    spared, once = Engine.spared, []
+    engine = engine_of(watched.clone)
+    engine.release()
+    spared, once = engine.table.spared, []
 
-    def released(engine: Engine, used: Any) -> Any:
-        found = spared(engine, used)
+    def released(used: Any) -> Any:
+        found = spared(used)
         if not once:
             once.append(engine.release())  # by another thread
         return found
 
-    patch.setattr(Engine, "spared", released)
+    patch.setattr(engine.graphs, "_spared", released)
 
 
 @pytest.mark.parametrize("change", [_no_room, _nobody_can_say, _released_meanwhile])
@@ -154,7 +155,7 @@ def test_two_kinds_of_calls_in_turn_are_both_captured(
     count = len(kept(watched.clone))
     if not room:
         monkeypatch.setattr(prepack_cache, "room_for", lambda *_: False)
-        monkeypatch.setattr(Engine, "others_give_way", lambda _: False)
+        monkeypatch.setattr(MemoryReclaim, "others_give_way", lambda _: False)
     sample(watched.clone, steps=10, edit=masked)
     assert len(kept(watched.clone)) > count, "another artefact"
     assert len(Graph.made) == 2 and watched.observed < 8
@@ -201,7 +202,7 @@ def test_a_kind_of_call_that_is_not_packed_any_more_keeps_no_pages(watched: Watc
 def test_a_graph_whose_pages_were_given_back_is_not_replayed_on_others(watched: Watched) -> None:
     first = sample(watched.clone, steps=4)
     before = len(watched.replays)
-    assert engine_of(watched.clone).lender.do_without(watched.layers) and not watched.memory.resident
+    assert engine_of(watched.clone).state.lender.do_without(watched.layers) and not watched.memory.resident
     assert torch.equal(sample(watched.clone, steps=4), first)
     assert len(watched.replays) == before + 3, "not in the first step"
     watched.check()

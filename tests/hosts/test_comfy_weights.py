@@ -93,11 +93,11 @@ def test_a_function_attached_to_a_resident_weight_is_honoured(compiled: tuple[An
     region = next(
         r for e in host._live for r in e.regions if r.module is patcher.model.diffusion_model.double_blocks[0]
     )
-    assert region.layers is not None and region.layers.resident()
+    assert region.weights.layers is not None and region.weights.layers.resident()
     layer = patcher.model.diffusion_model.double_blocks[0].img_mlp[0]
     layer.weight_function.append(lambda weight: weight * 3.0)
     try:
-        assert not region.layers.resident()
+        assert not region.weights.layers.resident()
         wanted = sample(patcher)
         assert distance(wanted, plain) > MOVES
         assert distance(sample(clone), wanted) < TOLERANCE

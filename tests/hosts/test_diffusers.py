@@ -254,7 +254,7 @@ def expected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     expecting = builds.Builder.expecting
 
     def noted(builder: Any, *args: Any) -> Any:
-        dtypes = {p.dtype for p in builder.engine.root.parameters()}
+        dtypes = {p.dtype for p in builder.state.root.parameters()}
         jobs = expecting(builder, *args)
         found.extend((job.primary, dtypes) for job in jobs)
         return jobs
@@ -347,7 +347,7 @@ def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> Non
     assert expected
     expected.clear()
     compiled = _cold(nexfort_engine.compile_pipe(pipe))
-    compiled.vae.decoder._nexfort_engine.state.store = first.vae.decoder._nexfort_engine.store
+    compiled.vae.decoder._nexfort_engine.state.store = first.vae.decoder._nexfort_engine.state.store
     decoded: list[Any] = []
     decode = pipe.vae.decode
     pipe.vae.decode = lambda *args, **words: decoded.append(args) or decode(*args, **words)

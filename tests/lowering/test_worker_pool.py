@@ -163,10 +163,10 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     compiled_module._stores.clear()  # as in a new process
     again = nexfort_compile(block)
     assert len(gone) == 1, "its artefacts are there"
-    assert _soon(lambda: again._nexfort_engine.store._copies._unused), "and are not made ready"
+    assert _soon(lambda: again._nexfort_engine.state.store._copies._unused), "and are not made ready"
     with torch.no_grad():
         again(torch.ones(2, 8))
-    assert again.report.as_dict()["artefacts_loaded"] == 1 and not again._nexfort_engine.store._copies._unused
+    assert again.report.as_dict()["artefacts_loaded"] == 1 and not again._nexfort_engine.state.store._copies._unused
     assert worker_pool._expected is None
     wider = nexfort_compile(torch.nn.Linear(8, 9).eval().requires_grad_(False))
     assert worker_pool._expected is not None

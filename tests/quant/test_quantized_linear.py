@@ -216,7 +216,8 @@ def test_a_step_is_verified_against_the_full_product_of_what_is_packed() -> None
         assert distance(net.blocks[0](x), wide) > 0.005, "what rounding takes is seen"
         # its compiled code is as far from that as eager is, and one that is wrong is found
         for wrong in (False, True):
-            errors = Verifier(compiled._nexfort_engine)._errors(
+            ours = compiled._nexfort_engine
+            errors = Verifier(ours.state, ours.table, ours)._errors(
                 region, (x,), {}, net.blocks[0](x) * (1.2 if wrong else 1.0), net.blocks[0](x)
             )
             assert errors.why is None and (errors.ours > errors.most) == wrong

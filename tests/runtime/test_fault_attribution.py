@@ -165,10 +165,10 @@ def test_what_no_graph_holds_stays_refused_after_one_call() -> None:
     both = Both(Stubborn)
     both.refuses(x(width=7), places())
     assert "branches on the value" in both.agrees(x(), places())["eager"][0]["reason"]
-    refusals = [len(found) for found in both.engine.known.refusals.values()]
+    refusals = [len(found) for found in both.engine.state.known.refusals.values()]
     assert refusals == [1]
     both.agrees(x(), places())
-    assert [len(found) for found in both.engine.known.refusals.values()] == refusals, "it is not tried again"
+    assert [len(found) for found in both.engine.state.known.refusals.values()] == refusals, "it is not tried again"
 
 
 def test_a_step_that_eager_refuses_refuses_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
     """Giving back waits for the device, which ends a capture: then it is done another time."""
-    from nexfort_engine.dispatch import prepack_cache as module
+    from nexfort_engine.dispatch import memory_reclaim as module
 
     engine, host, _ = made
     asked = []

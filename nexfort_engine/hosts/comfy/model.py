@@ -46,8 +46,13 @@ _HOST_ADDED = ("wrappers", "callbacks", "patches", "patches_replace", _OVERRIDE)
 class Told(Protocol):
     """Whatever has something to tell of one network, or of those that are made anew for each run."""
 
-    name: str
-    report: Report
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+
+    @property
+    def report(self) -> Report:
+        """What happened."""
 
     def verify_next(self) -> None:
         """Compare the next step with eager."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...api import CompiledModule, compile_as, say_if_unquantised
+from ...api import CompiledModule, compile_as, engine_of, say_if_unquantised
+from ...compilation.builder import Coming
 from ...config.compile_config import CompileConfig
-from ...engine import Coming
 from ...quant.plan import Quantisation
 from ...reporting.report import Report
 from ...runtime.engine_state import Also
@@ -167,7 +167,7 @@ def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
     if "vae.decoder" not in parts or any(isinstance(module, nn.Conv3d) for module in pipe.vae.decoder.modules()):
         return
     decoder = pipe.vae.decoder
-    engine, pipes = decoder._nexfort_engine, (weakref.ref(pipe), weakref.ref(original))
+    engine, pipes = engine_of(decoder), (weakref.ref(pipe), weakref.ref(original))
 
     @contextlib.contextmanager
     def then(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Coming]:
@@ -185,11 +185,12 @@ def _decode_is_to_come(pipe: Any, original: Any, parts: Iterable[str]) -> None:
             return
         image = sample[:1] if sample.ndim == 4 else sample[:1, :, 0]
         with _as_it_decodes(pipes[1](), theirs):
-            yield [(engine, theirs.decode, (image.to(next(engine.root.parameters()).dtype),))]
+            latents = image.to(next(engine.root.parameters()).dtype)
+            yield [functools.partial(engine.builder.expecting, theirs.decode, (latents,))]
 
     for part in _DENOISERS:
         if part in parts:
-            getattr(pipe, part)._nexfort_engine.then = then
+            engine_of(getattr(pipe, part)).followed_by(then)
 
 
 def _holds_latents(sample: Any, vae: Any) -> bool:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MemoryReclaim: what one engine holds of the device between steps, and how memory gets back to who needs it.
+
+An engine gives back what it can make again: CUDA graphs and prepared weights. The host gives back weights that are kept
+prepared, after a step that left both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+
+from torch import nn
+
+from ..cudagraphs.step_graphs import StepGraphs
+from ..reporting.report import named
+from ..runtime.artifact import Binding
+from ..runtime.engine_state import EngineState
+from ..runtime.forward_context import Session
+from ..system.cuda_graph_pool import is_capturing
+from ..weights.lease import Lender, layers_in
+from .prepack_cache import is_in_vain, kept_of
+from .region_table import RegionTable
+
+log = logging.getLogger("nexfort")
+
+_alive: weakref.WeakSet[MemoryReclaim] = weakref.WeakSet()
+
+
+class MemoryReclaim:
+    """The memory of one engine."""
+
+    def __init__(self, state: EngineState, table: RegionTable, graphs: StepGraphs | None) -> None:
+        self._state, self._table, self._graphs = state, table, graphs
+        self._steps: set[Session] = set()  # that are under way
+        _alive.add(self)
+
+    def step_begins(self, session: Session) -> None:
+        """A step is under way, which reads what is held."""
+        self._steps.add(session)
+
+    def step_ended(self, session: Session) -> None:
+        """It is not any more."""
+        self._steps.discard(session)
+
+    def release(self) -> bool:
+        """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
+        if self._state.lender is not None:
+            self._state.lender.stay()
+        graphs = self._graphs is not None and bool(self._graphs.release())
+        return self._table.release() or graphs
+
+    def forget_all(self) -> None:
+        """As `release`; the regions forget their artefacts as well."""
+        self.release()
+        self._table.forget_all()
+
+    def others_give_way(self) -> bool:
+        """Have engines that are in no step now give back what they hold. Whether one held anything."""
+        return any([other.give_way() for other in list(_alive) if other is not self])
+
+    def give_way(self) -> bool:
+        """As `release`, unless a step is under way, which may be a graph that reads what is held."""
+        with self._graphs.idle() if self._graphs is not None else contextlib.nullcontext(True) as is_idle:
+            return is_idle and self.release()
+
+    def hold_once(self) -> None:
+        """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
+
+        Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
+        """
+        state = self._state
+        if state.lender is None or not (state.held_twice or state.lender.unsettled):
+            return
+        if is_capturing():  # giving back waits for the device, which no capture bears: after another step
+            return
+        if not self._is_busy_elsewhere():  # another thread would read what goes
+            self._give_back(state.lender)
+
+    def _is_busy_elsewhere(self) -> bool:
+        """Whether the backbone is in another step than this thread's, of whichever engine."""
+        others = [other for other in list(_alive) if other._state.root is self._state.root and other is not self]
+        return len(self._steps) > 1 or any(other._steps for other in others)
+
+    def _give_back(self, lender: Lender) -> None:
+        state = self._state
+        state.hold_twice(False)
+        try:
+            if not state.lowering.keeps:
+                self._keep_what_pays(lender)
+        except Exception as error:  # of the host; all of it stays kept
+            state.report.note(f"what is kept of weights was not compared with what makes room for it ({named(error)})")
+        found = [(region, binding) for region in self._table.regions for binding in region.bindings]
+        kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
+        without = self._table.spared([binding for _, binding in found if binding.kept is not None])
+        layers = layers_in(state.root, without)
+        if lender.unsettled and self._graphs is not None:
+            self._graphs.release()  # captured with weights at places where they will not be
+        try:
+            instead = [it.tensors for _, it in kept]
+            given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
+        except Exception as error:  # of the host; the step has its result
+            state.report.note(f"memory of prepacked weights was not given back ({named(error)})")
+            return
+        if given:
+            log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", state.name, given >> 20)
+            for region, it in kept:
+                it.moved(region.weights.slots.read())
+        if kept and not state.lowering.keeps and not state.frees(kept[0][1].tensors[0].device):
+            for _, binding in found:  # the weights stay after all, and this is not worth it beside them
+                binding.kept = None
+
+    def _keep_what_pays(self, lender: Lender) -> None:
+        """Let go of what is kept in the place of weights that would stay all the same, as long as they lie so.
+
+        Only once each region that can keep something does: what makes room does it together with what lies beside it.
+        """
+        layout, rows = lender.layout, list[tuple[Binding, list[nn.Module]]]()
+        for region in self._table.regions if layout is not None else ():
+            preparing = [one for one in region.bindings if one.prepares and not is_in_vain(self._state, one)]
+            held = [(binding, kept) for binding in preparing if (kept := kept_of(region, binding)) is not None]
+            if preparing and not held:
+                return
+            for binding, kept in held:
+                places = [region.weights.slots.slots[i] for i in kept.stand_ins]
+                rows.append((binding, layers_in(region.module, places)))
+        answers = lender.pays([layers for _, layers in rows]) if rows else []
+        for (binding, _), pays in zip(rows, answers, strict=True):
+            if not pays:
+                binding.kept, binding.in_vain = None, layout

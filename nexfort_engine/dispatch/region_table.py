@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RegionTable: the regions of one backbone, found on first use and found anew where submodules were exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..capture.reached_names import assigns_names
+from ..modules.regions import RegionSpec, Seats, beyond, find_regions
+from ..modules.tree import Slot
+from ..runtime.artifact import Binding
+from ..runtime.engine_state import EngineState
+from .prepack_cache import spared
+from .region import Region
+
+
+class RegionTable:
+    """The regions of one engine's backbone."""
+
+    def __init__(self, state: EngineState, make: Callable[[RegionSpec], Region], *, whole: bool) -> None:
+        """make: a region. whole: the backbone is called through its forward alone, so it may be one region."""
+        self._state, self._make, self._may_be_whole = state, make, whole
+        self._by_module: dict[int, Region] | None = None
+        self._placed: list[tuple[RegionSpec, Region]] = []
+        self._seats: Seats | None = None  # where their blocks are in the backbone
+        self._sets_names = False
+
+    @property
+    def regions(self) -> list[Region]:
+        """All of them."""
+        return list(self._found().values())
+
+    @property
+    def whole_region(self) -> Region | None:
+        """The region that is the backbone as a whole; None where it has several."""
+        return self._found().get(id(self._state.root))
+
+    @property
+    def sets_names(self) -> bool:
+        """Whether code between the blocks assigns what blocks may read by name."""
+        self._found()
+        return self._sets_names
+
+    def of(self, module: nn.Module) -> Region | None:
+        """The region of a module, None where it is none."""
+        return self._found().get(id(module))
+
+    def modules(self) -> list[nn.Module]:
+        """The module of each region."""
+        return [region.module for region in self.regions]
+
+    def is_block(self, region: Region) -> bool:
+        """Whether a region is one of the blocks that make a step long: one of several alike, or all there is."""
+        return region.module is self._state.root or sum(other.kind == region.kind for other in self.regions) > 1
+
+    def were_exchanged(self) -> bool:
+        """Whether another module is where the block of a region was."""
+        return self._seats is not None and not self._seats.unchanged()
+
+    def find_anew(self) -> None:
+        """Find the regions anew when they are asked for next: submodules were exchanged."""
+        self._by_module = None
+
+    def _found(self) -> dict[int, Region]:
+        if self._by_module is None:
+            self._by_module = self._find()
+        return self._by_module
+
+    def _find(self) -> dict[int, Region]:
+        root, report = self._state.root, self._state.report
+        specs = find_regions(root, whole=self._may_be_whole)
+        # a region whose block stayed where it is keeps what it knows
+        known = {(spec.path, id(region.module)): region for spec, region in self._placed}
+        found = [(spec, known.get((spec.path, id(spec.module))) or self._make(spec)) for spec in specs]
+        self._placed, self._seats = found, Seats(root, [spec.path for spec in specs])
+        inside = {id(sub) for spec in specs for sub in spec.module.modules()}
+        own = {type(sub) for sub in root.modules() if id(sub) not in inside or sub is root}
+        self._sets_names = any(map(assigns_names, own))
+        if not found:
+            report.note("no region: the module holds no weights; it runs as it is")
+        for path, kind in beyond(root):
+            report.eager(path, f"this {kind} lies in a plain object, where no region is looked for")
+        return {id(spec.module): region for spec, region in found}
+
+    # -- what they hold ----------------------------------------------------------------------------------
+
+    def spared(self, used: list[Binding]) -> list[Slot]:
+        """Weights that a step which used these bindings does not need as they are, because it has them prepared."""
+        ids = {id(binding) for binding in used}
+        found, needed = [], set()
+        for region in self.regions:
+            without = spared(region, ids)
+            for place, (table, name) in enumerate(region.weights.slots.slots):
+                if place in without:
+                    found.append((table, name))
+                else:
+                    needed.add((id(table), name))
+        return [(table, name) for table, name in found if (id(table), name) not in needed]
+
+    def release(self) -> bool:
+        """Let go of prepared weights, without looking for regions. Whether there were any."""
+        return any([region.release() for region in (self._by_module or {}).values()])
+
+    def forget_all(self) -> None:
+        """Forget every artefact of every region."""
+        for region in self.regions:
+            region.forget()

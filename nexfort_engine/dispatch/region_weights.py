@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RegionWeights: the weights of one region as its module has them now, and what artefacts may take of them.
+
+Looked at for each call, and inspected only where something differs. Where the host keeps weights elsewhere, they are
+borrowed for the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guards.option_recorder import Refused
+from ..modules.tree import Hidden, Seen, WeightSlots, structure
+from ..runtime.artifact import Artefact
+from ..runtime.devices import device_of, weight_problem
+from ..runtime.engine_state import EngineState
+from ..weights.lease import NO_STAND_INS, Layers, Loan, NotLent, StandIns
+from ..weights.subclass_unwrap import Parts
+
+_DTYPE = attrgetter("dtype")  # `map` over it takes less than a comprehension, and there are dozens of weights
+
+
+class Ineligible(Exception):
+    """The block cannot run an artefact now. The text is the reason."""
+
+
+class RegionWeights:
+    """The weights of one region. slots: where they are. parts: how weights come apart that are not plain."""
+
+    def __init__(self, state: EngineState, module: nn.Module, changed: Callable[[], None]) -> None:
+        """changed: called where the module is not what it was, so that no artefact that is known may run."""
+        self._state, self._module, self._changed = state, module, changed
+        self.slots = WeightSlots(module, state.besides)
+        self.parts: Parts | None = None
+        self._seen = Seen()
+        self._dtypes: list[torch.dtype] = []
+        self._device: torch.device | None = None
+        self._structure: list[Any] | None = None
+        self._problem: str | None = None
+        self._layers: Layers | None = None
+        self._due: list[Any] = []
+        self._sound: Loan | None = None  # what it lends is as artefacts want it, with the other weights as they are
+        self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
+
+    @property
+    def layers(self) -> Layers | None:
+        """The layers whose weights the host may lend; None without such a host."""
+        if self._layers is None and self._state.lender is not None:
+            self._layers = Layers(self._state.lender, self._module, self.slots.names)
+        return self._layers
+
+    def due(self) -> list[Any]:
+        """The layers whose weights have to be borrowed now. Raises Ineligible where no artefact may see them."""
+        layers = self.layers
+        try:
+            due = layers.due() if layers is not None else []
+        except NotLent as reason:
+            raise Ineligible(str(reason)) from None
+        if not due and not self._lent:
+            return due
+        raw = self.slots.read()
+        changed = not self._seen.again(raw) or list(map(_DTYPE, raw)) != self._dtypes
+        if changed or due is not self._due:
+            self._sound = None
+            lent = layers.dtypes(due, raw) if layers is not None else {}
+            self._due = due
+            if lent != self._lent:
+                self._lent, self._structure = lent, None
+                self._changed()
+        if changed and due and layers is not None:
+            layers.forget()
+            self._inspect(raw)
+        return due
+
+    def borrow(
+        self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS
+    ) -> tuple[list[torch.Tensor], Loan]:
+        """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
+        raw, layers = self.slots.read(), self.layers
+        assert layers is not None, "layers are due"
+        device = device_of(t.device for t in itertools.chain(tensors, raw))
+        kept = layers.again(due, device, stand_ins)
+        if kept is not None and kept.loan is self._sound:
+            return kept.given, kept.loan
+        try:
+            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device, stand_ins)
+        except NotLent as reason:
+            raise Ineligible(str(reason)) from None
+        plain = self.parts.take(weights) if self.parts is not None else weights
+        problem = weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
+        if problem is not None or plain is None:
+            loan.give_back()
+            raise Ineligible(problem)
+        self._sound = loan if plain is weights else None
+        return plain, loan
+
+    @contextlib.contextmanager
+    def resident(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The block's weights, those on loan included, for a call with these tensors. Raises Ineligible."""
+        due = self.due()
+        weights, loan = self.borrow(due, tensors) if due else (self.read(), None)
+        try:
+            yield weights
+        finally:
+            if loan is not None:
+                loan.give_back()
+
+    def hidden(self) -> Hidden:
+        """What a copy of the block shows in the place of its own attributes, so that it is taken for resident."""
+        return self.layers.hidden() if self.layers is not None else {}
+
+    def read(self) -> list[torch.Tensor]:
+        """The tensors of the block as they are now, checked. Raises Ineligible where no artefact may see them."""
+        weights = self.slots.read()
+        if (
+            not self._seen.again(weights)
+            or list(map(_DTYPE, weights)) != self._dtypes
+            or (weights and (weights[0].device != self._device or weights[-1].device != self._device))
+        ):
+            self._inspect(weights)
+            weights = self.slots.read()
+        if self._problem is not None:
+            raise Ineligible(self._problem)
+        return weights if self.parts is None else self._apart(weights)
+
+    def are_others(self) -> bool:
+        """Whether weights got other sizes or strides in their place, as by `weight.data = ...`; no call looks at it."""
+        before = self.structure()
+        self._inspect(self.slots.read())
+        return self.structure() != before
+
+    def _apart(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The plain tensors that the weights hold. Raises Ineligible."""
+        for _ in range(2):
+            plain = self.parts.take(weights) if self.parts is not None else weights
+            if plain is not None:
+                return plain
+            self._inspect(weights)  # a weight was changed in its place: another scale or layout
+            if self._problem is not None:
+                raise Ineligible(self._problem)
+        raise Ineligible("a weight that is not a plain tensor changes while it is looked at")
+
+    def _inspect(self, weights: list[torch.Tensor]) -> None:
+        if self._has_others():
+            weights = self.slots.read()
+        try:
+            self.parts = Parts.of(weights)
+            plain = self.parts.take(weights) if self.parts is not None else weights
+            self._problem = weight_problem(plain) if plain is not None else None
+        except Refused as reason:
+            self.parts, self._problem = None, str(reason)
+        before = self._structure
+        self._structure = None
+        if self._problem is None or self._state.lender is not None:
+            self._seen, self._dtypes = Seen(weights), [w.dtype for w in weights]
+            self._device = weights[0].device if weights else None
+            if before is not None and self.structure() != before:
+                self._changed()
+
+    def renew(self) -> None:
+        """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
+        if self._has_others():
+            self._inspect(self.slots.read())
+
+    def _has_others(self) -> bool:
+        """Whether the weights lie elsewhere than before; then they are found there, and what was known is not asked.
+
+        An artefact that is known for a submodule that comes back would be given the weights of the one that left.
+        """
+        slots = WeightSlots(self._module, self._state.besides)
+        if [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]:
+            return False
+        self.slots, self._layers = slots, None
+        self._changed()
+        return True
+
+    def structure(self) -> list[Any]:
+        """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
+        if self._structure is None:
+            weights = self.slots.read()
+            plain = (self.parts.take(weights) if self.parts is not None else None) or weights
+            strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
+            self._structure = [structure(self._module, self._lent, self._state.besides), strides]
+            if self.parts is not None:
+                self._structure.append(self.parts.text)
+        return self._structure
+
+    # -- what the host says of them ----------------------------------------------------------------------
+
+    def version(self) -> Any:
+        """The host's word for its weights, unless a layer changes them by code of which the host says nothing."""
+        return self._state.version() if self._layers is None or self._layers.told else None
+
+    def are_told(self, artefact: Artefact) -> bool:
+        """Whether the host says when anything changes that an artefact reads: not of buffers, nor of strengths."""
+        own = self.slots.parameters
+        lasting = own if self.parts is None else self.parts.each(own)
+        return not artefact.strengths and all(lasting[place] for place in artefact.weights)
+
+    def forget_loans(self) -> None:
+        """Let go of what was borrowed last, which holds on to what stood in for weights."""
+        if self._layers is not None:
+            self._layers.forget()
+            self._sound = None
