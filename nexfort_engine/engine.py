@@ -358,7 +358,7 @@ class Engine:
         if region is None or session.inside:
             return plain(*args, **kwargs)
         if session.aside:
-            session.ran_eager = True
+            session.trace.ran_eager = True
             return plain(*args, **kwargs)
         if session.instead is not None:
             return session.instead(region, plain, args, kwargs, session)

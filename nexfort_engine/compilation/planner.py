@@ -156,7 +156,7 @@ class Planner:
             self._steps.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
-        self.lost = session.lost
+        self.lost = session.trace.lost
         return session.examples
 
     def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
@@ -190,11 +190,11 @@ class Planner:
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
             lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
-            session.lost.append((region, lost))
+            session.trace.lost.append((region, lost))
         # eager code lets go of what lies in lists once it has put other tensors there
         flat.tensors.clear()
         if region.latched is not None:
-            session.lost.append((region, region.latched))
+            session.trace.lost.append((region, region.latched))
         try:
             if wanted is None or not wanted.images or not self._may_pay(region):
                 with laid_out(options), self._watched(wanted, args, kwargs):

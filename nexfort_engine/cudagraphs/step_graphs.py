@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..reporting.report import named
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import Session, StepTrace
 from ..runtime.lru_mapping import Recent
 from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
 from ..weights.residency import Residence
@@ -66,6 +67,24 @@ _MADE_ANEW = "what is made of a prompt is made in each step: {}"
 _TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
 _NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """What was seen of a step that ran region by region.
+
+    reads: of its options. codes: that ran. residence: of the weights that it needs where they are. kept: its bindings'
+    prepared weights by serial number, as they were before `residence` was made. sent: the constants that it copied to
+    the GPU. asides: what it made of inputs that last.
+    """
+
+    trace: StepTrace
+    reads: ReadSet
+    codes: set[Any]
+    residence: Residence
+    kept: list[int]
+    sent: list[Sent]
+    asides: Asides | None
 
 
 class StepGraphs:
@@ -183,7 +202,7 @@ class StepGraphs:
     def _fetched(self, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
         result = call.plainly(plain)
-        if session.fetched or session.ran_eager or not step.residence.settle(call.tensors[0].device):
+        if session.trace.fetched or session.trace.ran_eager or not step.residence.settle(call.tensors[0].device):
             self.release()  # memory is short: that of graphs is the first to go
             self.state.report.note(_ELSEWHERE)
         return result
@@ -195,14 +214,10 @@ class StepGraphs:
         before: dict[Path, torch.Tensor] = {}
         reason: str | None = None
         for _ in range(_MOST_ADMISSIONS):
-            reads = ReadSet(admitted)
-            session.used, session.looked_up = [], []
-            session.ran_eager = session.fetched = session.spares = session.others = False
+            reads, asides = ReadSet(admitted), self._asides(call)
+            watching = Rehearsal() if fragile() else Remembering()
             try:
-                session.asides = asides = self._asides(call)
-                watching = Rehearsal() if fragile() else Remembering()
-                with asides or nullcontext(), watching, walked() as session.codes:
-                    session.watching = watching
+                with asides or nullcontext(), watching, walked() as codes, session.observed(watching, asides) as trace:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
                     result = plain(*args, **kwargs)
@@ -212,8 +227,6 @@ class StepGraphs:
             except Refused as refusal:
                 reason = f"the backbone: {refusal}"
                 break
-            finally:
-                session.asides = session.watching = None
             try:
                 admitted[path] = value = option_recorder.admit(flat.mappings, path)
             except Refused as refusal:
@@ -228,7 +241,7 @@ class StepGraphs:
         if asides is not None and asides.reason:  # what was written to may have been an answer by then
             return self._without_asides(key, asides, call, plain)
         try:
-            options = used_options(session.looked_up, flat, before)
+            options = used_options(trace.looked_up, flat, before)
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return result
@@ -240,45 +253,31 @@ class StepGraphs:
             if reason:
                 self._refused[key] = reason
                 return result
-        if session.spares:
+        if trace.spares:
             return result  # the next step borrows less; it is the one to look at
-        kept = serials_of(session.used)  # before it is asked what they spare: another thread may let go of them
-        residence = Residence(self.state.root, self.state.lender, self._spared(session.used))
-        if session.ran_eager:
+        kept = serials_of(trace.used)  # before it is asked what they spare: another thread may let go of them
+        residence = Residence(self.state.root, self.state.lender, self._spared(trace.used))
+        if trace.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.state.report.note("no CUDA graph: a region ran eager")
-        elif session.others:
+        elif trace.others:
             self.state.report.note("no CUDA graph: code of others runs inside its blocks")
-        elif session.fetched or not residence.settle(flat.tensors[0].device):
+        elif trace.fetched or not residence.settle(flat.tensors[0].device):
             self.state.report.note(_ELSEWHERE)
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
         else:
-            self._expect(key, call, reads, result, session, residence, kept, watching.sent, asides)
+            seen = _Observed(trace, reads, codes, residence, kept, watching.sent, asides)
+            self._expect(key, call, seen, result)
         return result
 
-    def _expect(
-        self,
-        key: Any,
-        call: StepCall,
-        reads: ReadSet,
-        result: Any,
-        session: Session,
-        residence: Residence,
-        kept: list[int],
-        sent: list[Sent],
-        asides: Asides | None,
-    ) -> None:
-        """A step ran that could be captured: the next of its kind is, if all is as it is now.
-
-        kept: its bindings' prepared weights by serial number, as they were before `residence` was made. sent: the
-        constants that it copied to the GPU. asides: what it made of inputs that last.
-        """
-        outputs, flat = Flat(), call.flat
+    def _expect(self, key: Any, call: StepCall, seen: _Observed, result: Any) -> None:
+        """A step ran that could be captured: the next of its kind is, if all is as it is now."""
+        outputs, flat, asides, residence = Flat(), call.flat, seen.asides, seen.residence
         try:
-            rows, output = to_json(reads), flatten(result, outputs)
-            reached, kinds = rows_of(self.state.root, session.codes)[0], classes_in(self.state.root)
+            rows, output = to_json(seen.reads), flatten(result, outputs)
+            reached, kinds = rows_of(self.state.root, seen.codes)[0], classes_in(self.state.root)
             names = Dependence(reached, kinds, self._watched, deep=False)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
@@ -298,15 +297,15 @@ class StepGraphs:
                 return
             self._steps[key] = StepGraph(
                 checker(rows),
-                self._region_checks(session, flat),
+                self._region_checks(seen.trace, flat),
                 residence,
                 places(weights),
                 glue,
                 metas_of(weights),
                 output,
                 empty_as(outputs.tensors, _NOWHERE),
-                sent,
-                kept=kept,
+                seen.sent,
+                kept=seen.kept,
                 version=self.state.version(),
                 asides=asides if asides is not None and asides.observed(call.made_of) else None,
                 names=names,
@@ -326,7 +325,7 @@ class StepGraphs:
         self.state.report.note(f"no CUDA graph: {reason}")
         return result
 
-    def _region_checks(self, session: Session, flat: Flat) -> list[Any]:
+    def _region_checks(self, trace: StepTrace, flat: Flat) -> list[Any]:
         """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
 
         What the network itself writes into its options on the way follows from its inputs, and is not there yet when
@@ -334,7 +333,7 @@ class StepGraphs:
         """
         maps = flat.mappings[:1] * 4
         found = []
-        for binding in {id(b): b for b in session.used}.values():
+        for binding in {id(b): b for b in trace.used}.values():
             rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
             rows = [r for r in rows if maps and checker([r])(maps)]
             found.append((binding, checker(rows), binding.strengths()))
@@ -343,8 +342,6 @@ class StepGraphs:
     def _capture(self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
         device, asides = call.tensors[0].device, step.asides
         slots, outputs = in_places(empty_as(call.tensors, device), asides), empty_as(step.outputs, device)
-        session.ran_eager = session.fetched = session.others = False
-        session.looked_up = []
         answering, fills = Answering(step.sent), self.state.config.option("cuda.fill_kernels", True) is True
 
         def run() -> bool:
@@ -359,18 +356,15 @@ class StepGraphs:
                 slot.copy_(tensor)
             if asides is not None:
                 asides.graph, _ = captured(self._memory, asides.program(), fills=fills)
-            session.capturing, session.asides, session.watching = True, asides, answering
-            try:
+            with session.observed(answering, asides, capturing=True) as trace:
                 graph, fits = captured(self._memory, run, fills=fills)
-            finally:
-                session.capturing, session.asides, session.watching = False, None, None
             if answering.reason:
                 raise Refused(answering.reason)
             if asides is not None and asides.reason:
                 return self._without_asides(key, asides, call, plain)
-            if session.ran_eager or session.fetched or session.others or not fits:
+            if trace.ran_eager or trace.fetched or trace.others or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
-            if not set(map(id, session.looked_up)) <= set(map(id, slots)):
+            if not set(map(id, trace.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")
             step.graph, step.slots, step.outputs = graph, slots, outputs
             if not step.is_prepared():

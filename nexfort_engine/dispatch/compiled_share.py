@@ -121,12 +121,12 @@ class Worth:
 
     def judge(self, session: Session) -> None:
         """See what a step ran that has ended, if a region of it ran eager for good."""
-        if not session.lost or session.behind or session.aside:
+        if not session.trace.lost or session.behind or session.aside:
             return
         of = {id(binding): region for region in self._table.regions for binding in region.bindings}
-        ran = [(of[id(binding)], None) for binding in session.used if id(binding) in of]
+        ran = [(of[id(binding)], None) for binding in session.trace.used if id(binding) in of]
         try:
-            self.pays([*ran, *session.lost], session)
+            self.pays([*ran, *session.trace.lost], session)
         except Exception as error:  # an argument's own code; the step has its result
             if is_passed_on(error, self._state.hooks.stops()):
                 raise

@@ -48,7 +48,7 @@ def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], se
     if version is None or not state.keeps or session.capturing:  # what is made now belongs to the graph
         return None
     device = weights[0].device
-    if session.fetched and not state.room(device):
+    if session.trace.fetched and not state.room(device):
         return None  # where not even the weights stay, there is no room for more
     if not state.lowering.keeps and (is_in_vain(state, binding) or not state.frees(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
@@ -60,7 +60,7 @@ def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], se
     # pages of weights that are asked for in each call all the same are no room
     if _has_room(region, tensors, state.room if standing else lambda _: 0):
         binding.kept = made
-        session.spares |= bool(standing and held.due())
+        session.trace.spares |= bool(standing and held.due())
         if standing:
             state.hold_twice()
     else:

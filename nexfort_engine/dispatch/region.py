@@ -129,7 +129,7 @@ class Region:
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
             return self._refused(key, plain, args, kwargs, session)
-        session.fetched |= loan is not None and not loan.kept
+        session.trace.fetched |= loan is not None and not loan.kept
         try:
             try:
                 return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
@@ -168,12 +168,13 @@ class Region:
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
         self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
-        session.used.append(binding)
+        trace = session.trace
+        trace.used.append(binding)
         session.images |= binding.artefact.images
         if binding.artefact.sites:
-            session.others = session.others_ran = True
+            trace.others = session.others_ran = True
         if binding.artefact.options:
-            session.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
+            trace.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
         tensors = list(map(as_taken if binding.artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
@@ -214,8 +215,8 @@ class Region:
         if session.asides is None:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
-        held = self.weights
-        settled = not session.fetched and held.version() is not None and (kept is not None or not binding.prepares)
+        held, fits = self.weights, kept is not None or not binding.prepares
+        settled = fits and not session.trace.fetched and held.version() is not None
         whole = settled and binding.plain and not binding.artefact.sites and held.are_told(binding.artefact)
         return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
@@ -236,11 +237,11 @@ class Region:
 
     def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
         self.state.report.eager(self.path, reason)
-        session.lost.append((self, reason))
+        session.trace.lost.append((self, reason))
         return self.inside(plain, args, kwargs, session)
 
     def inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
-        session.ran_eager = session.others_ran = True
+        session.trace.ran_eager = session.others_ran = True
         session.inside, before = True, session.inside
         try:
             return plain(*args, **kwargs)
@@ -271,7 +272,7 @@ class Region:
             raise
         if reason:
             self.state.report.eager(self.path, reason)
-            session.lost.append((self, reason))
+            session.trace.lost.append((self, reason))
         return result
 
     def _noted(self, error: BaseException, how: str) -> BaseException:

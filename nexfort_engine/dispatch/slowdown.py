@@ -61,10 +61,10 @@ class Promise:
         if session.asked is None or session.planned or session.aside:
             return
         kind = self._kind(*session.asked[1:])
-        if session.replayed or (session.used and not session.behind):
-            facts = Facts(session.ran_eager, session.fetched, session.others, session.replayed)
+        if session.replayed or (session.trace.used and not session.behind):
+            facts = Facts(session.trace.ran_eager, session.trace.fetched, session.trace.others, session.replayed)
             self.pace.ran(lap, kind, facts)
-        elif session.behind and not session.used:
+        elif session.behind and not session.trace.used:
             self.pace.ran_eager(lap, kind, BEFORE)
 
     def verified(self, told: Mapping[str, Any] | None, session: Session) -> None:

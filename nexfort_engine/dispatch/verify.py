@@ -139,12 +139,12 @@ class Verifier:
         """Run a region both ways on the same inputs and go on with eager's result."""
         given, words = of_its_own(args), of_its_own(kwargs)
         copies, more = of_its_own(args), of_its_own(kwargs)
-        session.ran_eager = False
+        trace = session.fresh_trace()
         ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
-        ran_compiled = not session.ran_eager
+        ran_compiled = not trace.ran_eager
         result, eager_seconds = _clocked(lambda: region.inside(plain, args, kwargs, session))
         if ran_compiled:
-            artefact = session.used[-1].artefact
+            artefact = trace.used[-1].artefact
             row = self._rows.setdefault(region.path, _blank_row(region))
             row["calls"] += 1
             row["eager_ms"] += eager_seconds * 1e3

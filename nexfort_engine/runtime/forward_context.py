@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..system.torch_modes import Modes
@@ -17,6 +18,25 @@ from ..system.torch_modes import Modes
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
 # with a module that is called, its plain forward, its arguments and the session; it returns the call's result
 OnCall = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+
+
+@dataclass
+class StepTrace:
+    """What regions did since it was begun. A session begins with one, and each observation of its step with another.
+
+    used: the bindings that ran. looked_up: the tensors of options that they took. ran_eager: a region did. lost: the
+    regions that ran eager, for each of their calls, and why. others: an artefact called code of others. fetched: a
+    region ran on weights that the host fetched for this call alone. spares: weights were prepared and kept, so that
+    from now on a region borrows fewer.
+    """
+
+    used: list[Any] = field(default_factory=list)
+    looked_up: list[Any] = field(default_factory=list)
+    lost: list[tuple[Any, str]] = field(default_factory=list)
+    ran_eager: bool = False
+    others: bool = False
+    fetched: bool = False
+    spares: bool = False
 
 
 class Session:
@@ -34,10 +54,7 @@ class Session:
         self.written: list[int] = []  # how often the tensors of that call had been written to when it began
         self.planned = False
         self.examples: list[Any] = []
-        self.used: list[Any] = []  # the bindings that ran
-        self.looked_up: list[Any] = []  # the tensors of options that they took
-        self.ran_eager = False
-        self.lost: list[tuple[Any, str]] = []  # the regions that ran eager, for each of their calls, and why
+        self.trace = StepTrace()
         # what the engine was called with: a method, its arguments
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
         self.replayed = False  # all of it was a CUDA graph
@@ -45,7 +62,6 @@ class Session:
         # why the region that is called now has no artefact, and what was refused for it (Refusals.take_back)
         self.refused: tuple[str, list[Any]] | None = None
         self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
-        self.others = False  # an artefact called code of others
         self.modes: Modes | None = None  # of torch, when the backbone was called
         self.fingerprint: Any = None  # of them, then
         self.others_ran = True  # code of others may have run since names were looked at
@@ -54,13 +70,24 @@ class Session:
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
         self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
         self.images = False  # an artefact gave images with channels innermost
-        self.fetched = False  # a region ran on weights that the host fetched for this call alone
-        self.spares = False  # weights were prepared and kept: from now on a region borrows fewer
         # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
         self.lasting: dict[int, tuple[Any, Hashable]] = {}
-        self.codes: set[Any] = set()  # that ran, while a step is observed
         self.watching: Any = None  # what looks at its operators, while a step is observed or captured
         self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
+
+    def fresh_trace(self) -> StepTrace:
+        """Begin a fresh trace: what ran before says nothing of what runs now."""
+        self.trace = StepTrace()
+        return self.trace
+
+    @contextlib.contextmanager
+    def observed(self, watching: Any, asides: Any, *, capturing: bool = False) -> Iterator[StepTrace]:
+        """Inside the block what runs is watched, and leaves its marks in a fresh trace, which stays."""
+        self.watching, self.asides, self.capturing = watching, asides, capturing
+        try:
+            yield self.fresh_trace()
+        finally:
+            self.watching, self.asides, self.capturing = None, None, False
 
 
 def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> Session:
