@@ -22,7 +22,7 @@ import small_net
 from small_net import ROOT, TOLERANCE, Small, assert_runs_eager, distance, run, sentence
 
 import nexfort_engine
-from nexfort_engine.cache import root_dir
+from nexfort_engine.cache import publish, root_dir
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
 from nexfort_engine.lowering import inductor as lower
@@ -54,7 +54,7 @@ def _no_permission(folder: Path, _patch: pytest.MonkeyPatch) -> None:
 def _refuse(patch: pytest.MonkeyPatch, number: int, times_before: int = 0) -> None:
     """A disk that takes `times_before` files of the store more and then fails."""
     left = [times_before]
-    write_new = store_module.write_new
+    write_new = publish.write_new
 
     def write(path: Path, content: bytes, **more: Any) -> None:
         if left[0] == 0:
@@ -62,7 +62,7 @@ def _refuse(patch: pytest.MonkeyPatch, number: int, times_before: int = 0) -> No
         left[0] -= 1
         write_new(path, content, **more)
 
-    for module in (root_dir, store_module):
+    for module in (root_dir, publish, store_module):
         patch.setattr(module, "write_new", write)
 
 

@@ -44,6 +44,7 @@ HOST_PACKAGES = {
     *("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "execution", "server", "app"),
     "diffusers",
 }
+MOST_LINES = 450  # of a file
 MOST_SECONDS = 0.2  # of the import, torch apart
 COMPILERS = {"triton", "torch._inductor", "torch._dynamo"}
 
@@ -255,6 +256,11 @@ def test_each_file_says_its_licence_and_its_purpose(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
     assert ast.get_docstring(ast.parse(text)), "the docstring says what the file is for"
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
 @pytest.mark.parametrize("path", sources(ENGINE, ROOT / "nodes", ROOT / "demo", ROOT / "tools"), ids=name_of)

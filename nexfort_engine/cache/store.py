@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,14 @@ from .entry import (
     entry_id,
     is_key,
     made_by,
-    manifest_text,
     now_text,
 )
-from .fs import NotPlainError, identity, make_private, move_directory, sync_directory, write_new
+from .fs import NotPlainError, identity, write_new
 from .load_copies import Copies
 from .lock import LockTimeout
 from .overlay import Library
 from .paths import default_limit, default_root, parse_size
+from .publish import Publisher
 from .quarantine import Attic
 from .root_dir import Ground, StoreError
 from .staging import Staging
@@ -88,6 +87,7 @@ class Store:
         folders = (self._own.entries, *beside)
         self._ground = Ground(self.root, folders, self._staging, self._own.trust, self._own.distrust)
         self._copies = Copies(self._ground.folder, self._staging)
+        self._publisher = Publisher(self._own, self._ground, self._staging, self._set_aside)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -385,67 +385,11 @@ class Store:
     # -- committing --------------------------------------------------------------------------------------
 
     def _put(self, staged: Path, manifest: dict[str, Any], *, lasts: bool = True) -> Entry:
-        text = manifest_text(manifest)
-        digest = hashlib.sha256(text).hexdigest()
-        entry = Entry(
-            manifest["id"], manifest["primary"], staged, manifest,
-            persistent=False, seen=identity(staged), digest=digest, trust=self._own.trust,
-        )  # fmt: skip
-        if not lasts or not self.writable or staged.parent != self._staging.folder:
-            self._staging.keep(staged)
-            return entry
-        published = self._written(entry, text) or self._written(entry, text)
-        if published is None:
-            if self.lost(staged):
-                raise StoreError("somebody took the staged artefact away")
-            self._staging.keep(staged)
-            return entry
-        self._used.add(entry.id)
-        self._after_commit(published)
-        return published
-
-    def _written(self, entry: Entry, manifest: bytes) -> Entry | None:
-        """The staged entry in its place; None if it could not be put there, which may be worth another try."""
-        try:
-            if not self.writable:
-                return None
-            (entry.path / MANIFEST).unlink(missing_ok=True)
-            write_new(entry.path / MANIFEST, manifest)
-            marks.set_time(entry.path / MANIFEST, marks.tick(self.root))  # what was never used counts as used now
-            return self._publish(entry)
-        except OSError as error:
-            self._ground.failed(error)
-            return None
-
-    def _publish(self, entry: Entry) -> Entry:
-        target = self._own.entries / entry.primary / entry.id
-        for _ in range(3):
-            if os.path.islink(target.parent) or os.path.isfile(target.parent):
-                self._set_aside(target.parent, identity(target.parent), "expected a directory of entries")
-            for folder in (self.root, self._own.entries, target.parent):  # somebody may have taken away what was made
-                make_private(folder)
-            seen = identity(target)
-            existing = self._own.read(target)
-            problem = "it was not to be used, and was made again" if existing is None else existing.verify(quick=True)
-            if existing is not None and problem is None:
-                return existing
-            if seen is not None and identity(target) == seen:  # also what is skipped: something sound takes its place
-                self._own.skip.discard((str(target), seen))
-                self._set_aside(target, seen, problem or "")
-            try:
-                move_directory(entry.path, target, self._staging.folder)
-            except FileNotFoundError:
-                if not os.path.isdir(entry.path):
-                    raise
-                continue  # another process cleared the store and took the parent
-            except OSError as error:
-                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                    continue  # another process was first: look at what it left
-                raise
-            self._staging.release(entry.path)
-            sync_directory(target.parent)
-            return replace(entry, path=target, persistent=True, seen=identity(target))
-        raise FileExistsError(errno.EEXIST, f"{target} is in the way and cannot be moved")
+        entry = self._publisher.put(staged, manifest, lasts=lasts)
+        if entry.persistent:
+            self._used.add(entry.id)
+            self._after_commit(entry)
+        return entry
 
     def _after_commit(self, entry: Entry) -> None:
         """Index and size limit; both can wait for the next commit, so a busy lock is only noted."""

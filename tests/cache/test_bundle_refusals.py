@@ -145,7 +145,7 @@ def test_an_entry_that_lives_only_in_this_process_is_no_import(store: Store, fil
     def refuse(*_: object) -> Any:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(target, "_publish", refuse)
+    monkeypatch.setattr(target._publisher, "_publish", refuse)
     with pytest.raises(OSError, match="Disk quota exceeded"):
         take(target, file)
     assert payloads(target) == {}

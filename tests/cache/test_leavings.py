@@ -41,14 +41,15 @@ STORES_AT_THE_END = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[2])
 from stores import KEY, put
-from nexfort_engine.cache import store as module
+from nexfort_engine.cache import publish as module
+from nexfort_engine.cache.store import Store
 slow, begun = module.write_new, threading.Event()
 def write_new(*args, **more):
     begun.set()
     time.sleep(1.0)
     slow(*args, **more)
 module.write_new = write_new
-threading.Thread(target=lambda: put(module.Store(sys.argv[1])), daemon=True).start()
+threading.Thread(target=lambda: put(Store(sys.argv[1])), daemon=True).start()
 begun.wait()
 """
 
