@@ -46,7 +46,7 @@ from .runtime.engine_state import EngineState, HostHooks
 from .runtime.fault_attribution import UNSEEN, is_passed_on
 from .runtime.forward_context import Instead, Session, entered
 from .runtime.shared_state import Known
-from .system import heap_trim, torch_modes
+from .system import heap_trim
 from .system.process_settings import backend_scope
 from .weights.lease import Lender
 
@@ -247,9 +247,7 @@ class Engine:
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
         self.state.known.watched.look()
-        session.modes, session.fingerprint = torch_modes.current(), torch_modes.fingerprint()
-        session.wary = self.table.sets_names or self._brings_code(args, kwargs)
-        session.others_ran = session.wary
+        session.begin(wary=self.table.sets_names or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
@@ -318,7 +316,6 @@ class Engine:
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
         session = Session(self.on_call, instead=instead)
-        session.modes, session.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         placed = []
         if self.table.were_exchanged():
             self.refresh()

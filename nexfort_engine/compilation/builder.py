@@ -359,8 +359,7 @@ class Builder:
         assert entry is not None
         region = wanted.region
         try:
-            artefact = Artefact(entry.id, entry.primary, entry.manifest)
-            artefact.entry = entry
+            artefact = Artefact(entry.id, entry.primary, entry.manifest, entry)
             self.finder.load_code(artefact, entry)
         except Exception as error:
             self.refusals.add(wanted, None, f"its artefact does not load: {named(error)}")

@@ -134,13 +134,11 @@ class Finder:
         if shared is not None:
             return shared
         try:
-            artefact = Artefact(entry.id, entry.primary, entry.manifest)
+            return Artefact(entry.id, entry.primary, entry.manifest, entry)
         except Exception as error:
             # a manifest that is sound by its hash and cannot be read all the same: its classes are not here
             self.state.store.set_aside(entry, named(error))
             return None
-        artefact.entry = entry
-        return artefact
 
     def _has_code(self, artefact: Artefact, wanted: Wanted) -> bool:
         """Load the artefact's code if it is not there yet. False: it is damaged, and was set aside."""

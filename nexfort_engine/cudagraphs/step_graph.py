@@ -40,6 +40,10 @@ class StepGraph:
     asides: Asides | None = None  # what is made of inputs that last
     names: Dependence | None = None  # what the network's own code reaches by name
 
+    def captured(self, graph: Any, slots: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """It has a graph from now on, with inputs in `slots` and results in `outputs`."""
+        self.graph, self.slots, self.outputs = graph, slots, outputs
+
     def is_prepared(self) -> bool:
         """Whether the prepared weights that it reads are still there."""
         return self.kept == serials_of(binding for binding, *_ in self.bindings)

@@ -366,7 +366,7 @@ class StepGraphs:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, trace.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")
-            step.graph, step.slots, step.outputs = graph, slots, outputs
+            step.captured(graph, slots, outputs)
             if not step.is_prepared():
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph
             result = step.replay(call)  # the first may still find that there is no memory

@@ -109,7 +109,7 @@ class MemoryReclaim:
                 it.moved(region.weights.slots.read())
         if kept and not state.lowering.keeps and not state.frees(kept[0][1].tensors[0].device):
             for _, binding in found:  # the weights stay after all, and this is not worth it beside them
-                binding.kept = None
+                binding.let_go()
 
     def _keep_what_pays(self, lender: Lender) -> None:
         """Let go of what is kept in the place of weights that would stay all the same, as long as they lie so.
@@ -128,4 +128,4 @@ class MemoryReclaim:
         answers = lender.pays([layers for _, layers in rows]) if rows else []
         for (binding, _), pays in zip(rows, answers, strict=True):
             if not pays:
-                binding.kept, binding.in_vain = None, layout
+                binding.rule_out(layout)

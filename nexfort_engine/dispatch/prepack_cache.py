@@ -35,11 +35,11 @@ def kept_of(region: Prepares, binding: Binding) -> Kept | None:
 
     Handed out, because another thread may let go of them at any moment (`release`).
     """
-    kept = binding.kept
-    held = region.weights
-    if kept is not None and not (region.state.keeps and kept.holds(held.version(), held.slots.read())):
-        binding.kept = kept = None  # before there are others: there may be no room for both
-    return kept
+    kept, held = binding.kept, region.weights
+    if kept is None or (region.state.keeps and kept.holds(held.version(), held.slots.read())):
+        return kept
+    binding.let_go()  # before there are others: there may be no room for both
+    return None
 
 
 def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
@@ -59,7 +59,7 @@ def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], se
     made = Kept.of(tensors, version, held.slots.read(), standing, at)
     # pages of weights that are asked for in each call all the same are no room
     if _has_room(region, tensors, state.room if standing else lambda _: 0):
-        binding.kept = made
+        binding.keep(made)
         session.trace.spares |= bool(standing and held.due())
         if standing:
             state.hold_twice()

@@ -224,7 +224,7 @@ class Region:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
         held = [binding for binding in self.bindings if binding.kept is not None]
         for binding in held:
-            binding.kept = None
+            binding.let_go()
         if held:
             self.weights.forget_loans()
         return bool(held)

@@ -108,8 +108,9 @@ class Misfit:
 class Artefact:
     """A stored artefact as the engine uses it; its code is loaded on first use."""
 
-    def __init__(self, entry_id: str, primary: str, manifest: Mapping[str, Any]) -> None:
-        self.id, self.primary = entry_id, primary
+    def __init__(self, entry_id: str, primary: str, manifest: Mapping[str, Any], entry: Entry | None = None) -> None:
+        """entry: where its code is, if it comes from the store."""
+        self.id, self.primary, self.entry = entry_id, primary, entry
         self.weights: list[int] = manifest["weights"]
         self.tensors: list[int] = manifest["tensors"]
         self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
@@ -128,7 +129,6 @@ class Artefact:
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.code: Loaded | None = None
-        self.entry: Entry | None = None  # where its code is, if it comes from the store
 
     def misfit(self, flat: Flat) -> Misfit | None:
         """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
@@ -186,6 +186,18 @@ class Binding:
             tensors = [torch.tensor(value, dtype=torch.float32) for value in now]
             self._factors = now, tensors
         return tensors
+
+    def keep(self, kept: Kept) -> None:
+        """Keep prepared weights from call to call."""
+        self.kept = kept
+
+    def let_go(self) -> None:
+        """Keep no prepared weights any more; they are made again when they are wanted."""
+        self.kept = None
+
+    def rule_out(self, layout: Hashable) -> None:
+        """Keep no prepared weights while the `Lender.layout` is this one: keeping them makes no room."""
+        self.kept, self.in_vain = None, layout
 
     @property
     def prepares(self) -> bool:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..system.torch_modes import Modes
+from ..system import torch_modes
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
@@ -47,33 +47,40 @@ class Session:
     """
 
     def __init__(self, on_call: OnCall, *, instead: Instead | None = None) -> None:
-        self.on_call = on_call
-        self.instead = instead
-        self.inside = False  # a block runs its own forward: nothing below it is a region
+        self.on_call, self.instead = on_call, instead
+        # of the call that is made: what the backbone is called with, and what the engine was called with
         self.root: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
-        self.written: list[int] = []  # how often the tensors of that call had been written to when it began
-        self.planned = False
-        self.examples: list[Any] = []
-        self.trace = StepTrace()
-        # what the engine was called with: a method, its arguments
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
-        self.replayed = False  # all of it was a CUDA graph
-        self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
-        # why the region that is called now has no artefact, and what was refused for it (Refusals.take_back)
-        self.refused: tuple[str, list[Any]] | None = None
-        self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
-        self.modes: Modes | None = None  # of torch, when the backbone was called
-        self.fingerprint: Any = None  # of them, then
-        self.others_ran = True  # code of others may have run since names were looked at
-        self.wary = False  # and may run at any moment: options bring it along
-        self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
-        self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
-        self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
-        self.images = False  # an artefact gave images with channels innermost
+        self.written: list[int] = []  # how often the tensors of that call had been written to when it began
         # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
         self.lasting: dict[int, tuple[Any, Hashable]] = {}
-        self.watching: Any = None  # what looks at its operators, while a step is observed or captured
-        self.asides: Any = None  # what keeps what is computed of those, while a step is observed or captured
+        # of the step, which the engine begins
+        self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
+        self.wary = False  # code of others may run at any moment: options bring it along
+        self.others_ran = True  # and may have run since names were looked at
+        self.replayed = False  # all of it was a CUDA graph
+        # of regions that run
+        self.trace = StepTrace()
+        self.inside = False  # a block runs its own forward: nothing below it is a region
+        self.doubted: set[Any] = set()  # regions whose artefacts failed in it, before it was run again
+        self.images = False  # an artefact gave images with channels innermost
+        # of what finds and makes artefacts
+        self.planned = False
+        self.examples: list[Any] = []  # what regions are called with, in a plan
+        # why the region that is called now has no artefact, and what was refused for it (Refusals.take_back)
+        self.refused: tuple[str, list[Any]] | None = None
+        self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
+        self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
+        self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
+        # of `observed`
+        self.watching: Any = None  # what looks at its operators
+        self.asides: Any = None  # what keeps what is computed of tensors that last
+        self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
+
+    def begin(self, *, wary: bool) -> None:
+        """The step begins, in the modes of torch that are there now. wary: options bring code of others along."""
+        self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
+        self.wary = self.others_ran = wary
 
     def fresh_trace(self) -> StepTrace:
         """Begin a fresh trace: what ran before says nothing of what runs now."""

@@ -173,10 +173,10 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     """Graphs on the CPU, each of a hundred thousand bytes a token."""
     pretended_graph.pretend(monkeypatch)
-    found, captured, release = Pool(True), step_graphs.StepGraphs._captured, step_graphs.StepGraphs.release
+    found, captured, release = Pool(True), step_graphs.captured, step_graphs.StepGraphs.release
 
-    def capture(steps: Any, run: Any) -> Any:
-        result = captured(steps, run)
+    def capture(memory: Any, run: Any, **given: Any) -> Any:
+        result = captured(memory, run, **given)
         found.captured(100_000 * found.tokens)  # type: ignore[attr-defined]
         return result
 
@@ -184,7 +184,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
         found.bytes = 0
         return release(steps)
 
-    monkeypatch.setattr(step_graphs.StepGraphs, "_captured", capture)
+    monkeypatch.setattr(step_graphs, "captured", capture)
     monkeypatch.setattr(step_graphs.StepGraphs, "release", released)
     monkeypatch.setattr(step_graphs, "pool_bytes", lambda memory: found.bytes)
     return found
