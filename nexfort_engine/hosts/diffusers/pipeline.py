@@ -58,7 +58,8 @@ def compile_pipe(
     ignores: parts to leave alone ("vae" leaves "vae.decoder" and "vae.encoder").
 
     The result has `.reports` (part -> Report) and `.uncompiled()`, which gives the original pipeline. Weights are
-    shared. Raises TypeError for what is no pipeline, ValueError for wrong options or a pipeline without such parts.
+    shared, and calls give what the original's give. Raises TypeError for what is no pipeline, ValueError for wrong
+    options or a pipeline without such parts.
     """
     if not hasattr(pipe, "components"):
         raise TypeError(
