@@ -62,7 +62,8 @@ def compile(
 
     Returns a module that is an instance of `type(module)` with the same state_dict, whose calls give results of the
     same shapes and dtypes on the same device; `.report` says what happened, `.uncompiled()` gives the original. With
-    memory_format channels_last the module's own weights are converted, which changes their layout and no value. Raises TypeError for what is no module, ValueError for options that are wrong.
+    memory_format channels_last the module's own weights are converted, which changes their layout and no value. Raises
+    TypeError for what is no module, ValueError for options that are wrong.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
