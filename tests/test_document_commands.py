@@ -43,12 +43,14 @@ def helped(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_each_command_is_there_with_its_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for module, given in commands(page):
-        assert importlib.util.find_spec(module), f"{name_of(page)}: python -m {module}"
+        spec = importlib.util.find_spec(module)
+        assert spec, f"{name_of(page)}: python -m {module}"
         words = [word for word in given if re.fullmatch(r"[a-z]+", word)]
-        if module != "nexfort_engine" or not words:
-            continue
-        told = helped(words[:2] if words[0] == "cache" else words[:1], capsys)
         flags = [flag.split("=")[0] for flag in given if flag.startswith("--")]
+        if module == "nexfort_engine" and words:
+            told = helped(words[:2] if words[0] == "cache" else words[:1], capsys)
+        else:
+            told = read(Path(spec.origin or "")) + "--help"
         assert [flag for flag in flags if flag not in told] == [], f"{name_of(page)}: {' '.join(given)}"
 
 
