@@ -52,6 +52,7 @@ def collect(check: bool = True) -> dict[str, Any]:
         },
     }
     if check:
+        facts["torch_names"] = _told(_torch_names)
         facts["self_check"] = _self_check(facts["torch"])
     return facts
 
@@ -73,6 +74,14 @@ def _bytecode() -> str:
     why = ", and Python is told to write none (PYTHONDONTWRITEBYTECODE)" if sys.dont_write_bytecode else ""
     packages = os.path.dirname(os.path.dirname(torch.__file__))
     return f"none{why}: each process reads torch from source; {sys.executable} -m compileall -q {packages} ends that"
+
+
+def _torch_names() -> Any:
+    """The private names of torch that the engine uses and that this torch does not have."""
+    from ..system import torch_private
+
+    lost = torch_private.missing()
+    return {"missing": lost} if lost else f"all {len(torch_private.KNOWN_IN)} are there"
 
 
 def _torch() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,10 +84,16 @@ def launch(
     assert not unknown, f"{kernel} has no arguments {sorted(unknown)}, which it is said to write to"
     _note_limits(grid, arguments)
     made: Callable[..., Any] = ir.UserDefinedTritonKernel if gluon is None else _gluon_kernel()
+    # torch 2.14 and newer have to be told which arguments are for the launch alone
+    more = {"launch_kwargs": ()} if "launch_kwargs" in inspect.signature(made).parameters else {}
     number = kernel_side_table.add_kernel(kernel)
-    # Inductor would compile the kernel halfway, an eighth of the time that a block of convolutions takes
-    with replaced(triton_kernel_wrap, "identify_mutated_tensors", _said(kernel, written)):
-        called = made(kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments)
+    # Inductor would compile the kernel halfway, an eighth of the time that a block of convolutions takes. On torch 2.14
+    # and newer it does: the function has another name and says more.
+    known: AbstractContextManager[None] = nullcontext()
+    if hasattr(triton_kernel_wrap, "identify_mutated_tensors"):
+        known = replaced(triton_kernel_wrap, "identify_mutated_tensors", _said(kernel, written))
+    with known:
+        called = made(kernel_idx=number, grid=[tuple(grid)], tma_descriptor_metadata={}, kernel_args=arguments, **more)
     if gluon is not None:
         called.kernel_idx, called.forms = kernel_side_table.add_kernel(gluon), forms
 
@@ -115,12 +122,16 @@ def _said(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
 def gluon_missing() -> str | None:
     """Why no kernel in Gluon can be called from what Inductor writes here, or None."""
     try:
+        import triton
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+        from triton.experimental.gluon.language._core import shared_memory_descriptor
 
         from . import gluon_autotuner  # noqa: F401  # what they import may be gone
         from .low_precision_attention import gluon_kernel as gluon_narrow_attention  # noqa: F401  # what they import may be gone
     except ImportError as error:
         return str(error)
+    if not hasattr(shared_memory_descriptor, "_reinterpret"):  # gone in 3.9, with the copies that kernels make
+        return f"the Gluon of Triton {triton.__version__} is another than that of 3.6"
     written = inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
     if all(part in written for part in ("async_compile.triton(", "@triton_heuristics.user_autotune(", "@triton.jit")):
         return None

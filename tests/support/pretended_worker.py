@@ -62,8 +62,11 @@ def _note_what_is_done_again() -> None:
 
 
 def _read_kernels() -> None:
-    from torch._higher_order_ops.triton_kernel_wrap import identify_mutated_tensors
+    from torch._higher_order_ops import triton_kernel_wrap
 
+    identify_mutated_tensors = getattr(triton_kernel_wrap, "identify_mutated_tensors", None)
+    if identify_mutated_tensors is None:  # torch 2.14 and newer are not told
+        return
     said = inductor_launch._said
 
     def read(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
