@@ -173,6 +173,18 @@ def test_english_says_what_the_front_end_registers() -> None:
     assert {one.replace(".", "_"): {"label": label} for one, label in commands} == content("en", "commands")
 
 
+@pytest.mark.comfy
+@pytest.mark.usefixtures("comfyui")
+def test_the_setting_offers_the_modes_of_every_compile_node() -> None:
+    code = (WEB / "nexfort.js").read_text(encoding="utf-8")
+    (offered,) = re.findall(r"^const MODES = \[(.*)\]$", code, re.MULTILINE)
+    schemas = [node.define_schema() for node in served.plugin_nodes().NODES]
+    modes = [tuple(one.options) for schema in schemas for one in schema.inputs if one.id == "mode"]
+    assert len(modes) == 3
+    shared = [mode for mode in modes[0] if all(mode in one for one in modes)]
+    assert re.findall(r"'([^']+)'", offered) == shared
+
+
 def test_every_text_of_the_panels_is_there_and_used() -> None:
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted(WEB.glob("*.js")))
     keys = {re.sub(r"\.(one|other)$", "", key) for key, _ in texts(content("en", "main")["nexfort"])}

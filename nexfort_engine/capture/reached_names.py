@@ -21,9 +21,9 @@ from torch import nn
 from ..guards.bytecode_names import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain, names_in
 from ..guards.module_guards import METHOD
 from ..guards.name_resolver import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
-from ..guards.option_recorder import PLAIN, Refused
+from ..guards.option_recorder import Refused
 from ..guards.value_digests import cell_contents, digest, is_library, plain_of_class
-from ..modules.tree import fields_of
+from ..modules.tree import PLAIN, fields_of
 from .source_hashes import is_host_code, module_of_code
 
 # where torch's own operators in Python lie; what is below them is of torch's version
@@ -143,7 +143,7 @@ class _Walk:
         for module in list(self._open.values()):
             for name in sorted(used.intersection(vars(module))):
                 self._reach(("", ((IMPORT, module.__name__), (ATTRIBUTE, name))), is_called=True)
-        for kind in filter(self._is_reachable, list(self._kinds)):
+        for kind in filter(self._resolver.leads_to, list(self._kinds)):
             held = {name: value for base in kind.__mro__ if not is_library(base) for name, value in vars(base).items()}
             for name in sorted(used.intersection(held) - self._sets):  # what it counts in is its own
                 if function_in(held[name]) is None:  # the functions that ran are known
@@ -275,7 +275,7 @@ class _Walk:
             return
         self._kinds.add(kind)
         is_module = issubclass(kind, nn.Module)
-        if self._is_reachable(kind):  # the class of a module may get a call of its own
+        if self._resolver.leads_to(kind):  # the class of a module may get a call of its own
             for name in ("__call__",) if is_module else plain_of_class(kind):
                 self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))] = None
         for base in kind.__mro__[:-1]:
@@ -289,13 +289,10 @@ class _Walk:
                 if wanted:
                     for owner in dict.fromkeys((kind, base)):
                         at = (owner.__module__, ((CLASS, owner.__qualname__), (ATTRIBUTE, name)))
-                        if self._is_reachable(owner) and at not in self.addresses:
+                        if self._resolver.leads_to(owner) and at not in self.addresses:
                             self.addresses[at] = None
                     if function is not None:
                         self._due.append((None, function))
-
-    def _is_reachable(self, kind: type) -> bool:
-        return self._resolver._class(kind.__module__, kind.__qualname__) is kind
 
 
 def _address_of(chain: Chain, own: Address | None, module: str, function: types.FunctionType) -> Address | None:

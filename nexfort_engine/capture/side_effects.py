@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ..guards.option_recorder import PLAIN, Recording, Refused
+from ..guards.option_recorder import Recording, Refused
+from ..modules.tree import PLAIN
 
 CHANGES_GIVEN = "it changes a list or an object that it is given"
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..guards.option_recorder import PLAIN
-from ..modules.tree import INTERNAL, Tree
+from ..modules.tree import INTERNAL, PLAIN, Tree
 
 _MOST_ITEMS = 64  # of a container that is looked into
 _Slots = tuple[list[dict[str, Any]], list[str]]

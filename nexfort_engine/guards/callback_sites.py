@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..modules.tree import PLAIN
 from .callbacks import Row, named, operator
 from .option_guards import from_json_path, json_path
-from .option_recorder import BOOKKEEPING, PLAIN, Path, Place, ReadSet, Recording, Refused, Sentinel, cannot_hold, where
+from .option_recorder import BOOKKEEPING, Path, Place, ReadSet, Recording, Refused, Sentinel, cannot_hold, where
 from .scalar_inputs import Strength
 
 _OWN = torch.dtype, torch.device, torch.layout, torch.memory_format

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.tree import ABSENT, INTERNAL, Hidden, Slot, Tree, class_name, modules_in, structure
+from ..modules.tree import ABSENT, INTERNAL, PLAIN, Hidden, Slot, Tree, class_name, modules_in, structure
 from . import scalar_inputs
-from .option_recorder import MISSING, PLAIN, Refused
+from .name_resolver import content_of
+from .option_recorder import MISSING, Refused
 from .value_digests import cell_contents, code_digest, table_of
 
 _METHOD = ["method"]  # how METHOD is described
@@ -222,8 +223,6 @@ def _has_parts(value: Any) -> bool:
 
 def _content(value: Any) -> tuple[Any, ...]:
     """What a container holds, in order; and what a function's result depends on besides its arguments."""
-    if isinstance(value, dict):
-        return (*value, *value.values())
     if isinstance(value, types.FunctionType):
         cells = map(cell_contents, value.__closure__ or ())
         return (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
@@ -231,7 +230,7 @@ def _content(value: Any) -> tuple[Any, ...]:
         return (value.__func__, value.__self__)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    return tuple(value)
+    return content_of(value)
 
 
 def _parts_in(value: Any, depth: int = _INSIDE) -> Iterator[Any]:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.tree import fields_of
+from ..modules.tree import PLAIN, fields_of
 from ..system.torch_modes import CALL
 from .bytecode_names import CELL, IMPORT, KEY, Chain
-from .option_recorder import MISSING, PLAIN, Refused
-from .value_digests import cell_contents, is_library, is_reachable, plain_of, plain_of_class, table_of
+from .option_recorder import MISSING, Refused
+from .value_digests import cell_contents, class_named, is_library, is_reachable, plain_of, plain_of_class, table_of
 
 CLASS = "class"
 Address = tuple[str, Chain]  # the name of a module ("" for an import), and how to get on from there
@@ -92,12 +92,11 @@ class Resolver:
 
     def _class(self, module: str, name: str) -> Any:
         known = self._classes.get((module, name))
-        if known is not None:
-            return known
-        value: Any = sys.modules.get(module, MISSING)
-        for part in name.split("."):
-            value = getattr(value, part, MISSING) if value is not MISSING else MISSING
-        return value
+        return class_named(module, name) if known is None else known
+
+    def leads_to(self, kind: type) -> bool:
+        """Whether the names of a class and of its module lead to it."""
+        return self._class(kind.__module__, kind.__qualname__) is kind
 
     def _global(self, table: dict[str, Any], name: str) -> Any:
         value = self._looked(TABLE, table, name, table.get(name, MISSING))
@@ -279,7 +278,10 @@ def content_of(value: Any) -> tuple[Any, ...]:
     """What a container holds, in order."""
     try:
         if isinstance(value, dict):
-            return (*dict.keys(value), *dict.values(value))
+            own = (
+                collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+            )  # has an order of its own
+            return (*own.keys(value), *own.values(value))
         return tuple(value)
     except RuntimeError:  # another thread changes it now
         return (object(),)

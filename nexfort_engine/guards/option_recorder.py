@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..modules.tree import PLAIN
+
 Path = tuple[Any, ...]  # (number of the mapping among the call's mappings, key, key of the nested mapping, ...)
 
 # What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).
@@ -31,7 +33,6 @@ BOOKKEEPING = frozenset(
 )
 
 MISSING = object()
-PLAIN = (type(None), bool, int, float, str)
 
 
 class ValueUsed(Exception):

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from ..cache.key import package_version
-from ..modules.tree import fields_of
-from .option_recorder import MISSING, PLAIN
+from ..modules.tree import PLAIN, fields_of
+from .option_recorder import MISSING
 
 _DEPTH, _SHALLOW = 6, 4  # of values in values: in what a block's code reaches, and in what a whole step's does
 _MOST_NUMBERS = 1 << 16  # of a tensor whose numbers are hashed
@@ -277,10 +277,15 @@ def is_library(kind: type) -> bool:
 
 def is_reachable(kind: type) -> bool:
     """Whether the names of a class and of its module lead to it."""
-    value: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
-        value = getattr(value, part, None)
-    return value is kind
+    return class_named(kind.__module__, kind.__qualname__) is kind
+
+
+def class_named(module: str, name: str) -> Any:
+    """What the name of a class leads to in its module, or MISSING."""
+    value: Any = sys.modules.get(module, MISSING)
+    for part in name.split("."):
+        value = getattr(value, part, MISSING)
+    return value
 
 
 def _name(kind: type) -> tuple[str, str]:

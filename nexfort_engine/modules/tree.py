@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
-_PLAIN = (type(None), bool, int, float, str)
+PLAIN = (type(None), bool, int, float, str)  # values that code cannot change in their place
 
 
 class WeightSlots:
@@ -188,7 +188,7 @@ def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
     elif depth > 0 and isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from modules_in(item, depth - 1)
-    elif depth > 0 and type(value) not in _PLAIN and not isinstance(value, type) and not inspect.isroutine(value):
+    elif depth > 0 and type(value) not in PLAIN and not isinstance(value, type) and not inspect.isroutine(value):
         for item in list((fields_of(value) or {}).values()):
             yield from modules_in(item, depth - 1)
 

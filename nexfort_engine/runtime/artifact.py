@@ -30,7 +30,7 @@ from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.memory_format import kind_of
-from ..modules.tree import Hidden
+from ..modules.tree import PLAIN, Hidden
 from ..weights.prepack_entry import Kept
 
 
@@ -69,7 +69,7 @@ def _spec_to_json(spec: Any) -> Any:
     if isinstance(spec, str):
         return spec
     if spec[0] == "=":
-        if type(spec[1]) not in option_recorder.PLAIN:
+        if type(spec[1]) not in PLAIN:
             raise option_recorder.Refused(f"it returns a {type(spec[1]).__qualname__}")
         return {"value": spec[1]}
     kind = spec[0]

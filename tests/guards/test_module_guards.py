@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import json
@@ -19,6 +20,7 @@ from torch import nn  # noqa: E402
 
 from nexfort_engine.capture.shadow_module import Shadow  # noqa: E402
 from nexfort_engine.guards.module_guards import ModuleState, describe, matches_text, rows_of  # noqa: E402
+from nexfort_engine.guards.name_resolver import content_of  # noqa: E402
 from nexfort_engine.guards.option_recorder import Refused  # noqa: E402
 from nexfort_engine.modules.tree import foreign  # noqa: E402
 
@@ -29,6 +31,21 @@ def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
     shadow.module(torch.ones(2, 4))
     rows = json.loads(json.dumps(rows_of(shadow.reads)))
     return ModuleState(block, rows), rows
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.defaultdict])
+def test_the_content_of_a_mapping_has_its_order(kind: type[dict[str, int]]) -> None:
+    """An ordered dict has one of its own, beside that of its table."""
+    first, second = kind(), kind()
+    for key in "ab":
+        first[key] = 1
+    for key in "ba":
+        second[key] = 1
+    if isinstance(first, collections.OrderedDict):
+        first.move_to_end("a")
+        assert content_of(first) == ("b", "a", 1, 1)
+        first.move_to_end("a", last=False)
+    assert content_of(first) == ("a", "b", 1, 1) != content_of(second)
 
 
 # ---- what others hung on a block ---------------------------------------------------------------------------
