@@ -25,11 +25,12 @@ import pytest
 THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
-LONGEST = (  # files of more than a minute: where several run at once, none of these is left for the end
-    *("contracts.py", "contracts_faults.py", "contracts_changes.py", "test_server.py", "test_comfy_walk.py"),
-    *("test_browser.py", "test_demo.py", "test_warm.py"),
-    *("test_text_to_image.py", "test_comfy_lora.py", "test_comfy_patches.py", "test_comfy_quantised.py"),
-    *("test_comfy_controlnet.py", "test_store_faults.py", "test_bad_cache.py"),
+LONGEST = (  # files that take longest: where several run at once, none of these is left for the end
+    *("test_changes.py", "contracts.py", "contracts_faults.py", "contracts_changes.py", "test_server.py"),
+    *("test_browser.py", "test_lower_ahead.py", "test_lower_blocks_of_comfy.py", "test_comfy_given_back.py"),
+    *("test_text_to_image.py", "test_warm.py", "test_comfy_patches.py", "test_comfy_lora.py", "test_demo.py"),
+    *("test_comfy_quantised.py", "test_comfy_controlnet.py", "test_store_faults.py", "test_old_names.py"),
+    *("test_comfy_offload.py", "test_comfy_invariant_cache.py", "test_tuned_attention.py", "test_comfy_walk.py"),
 )
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "

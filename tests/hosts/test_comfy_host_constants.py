@@ -15,7 +15,9 @@ from nexfort_engine.cudagraphs import host_constants
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
 
-@pytest.mark.parametrize("name", ["comfy_wan", "wan_i2v", "wan_vace"])
+@pytest.mark.parametrize(
+    "name", ["comfy_wan", *(pytest.param(name, marks=pytest.mark.large) for name in ("wan_i2v", "wan_vace"))]
+)
 def test_a_step_with_constants_is_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers lie in main memory here and all others on the GPU: what Wan copies are whole numbers."""
     pretend(monkeypatch)

@@ -21,8 +21,14 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui")]
 CONFIG = CompileConfig.parse(None)
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is lowered in these tests: others are to find none of it."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _as_on_a_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _as_on_a_card(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     """Prompts are sent to where images are, steps are graphs, and small products are taken out too."""
     pretend(monkeypatch)
     options = CompileConfig.lowering_options
@@ -36,7 +42,7 @@ def _as_on_a_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     monkeypatch.setattr(prompt_subgraph, "LEAST", 1)
     monkeypatch.setenv("NEXFORT_WORKERS", "0")  # which would not know that
-    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))  # another is to hold none of these
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(own_cache))
 
 
 def asides(compiled: Any) -> list[int]:
@@ -48,7 +54,8 @@ def asides(compiled: Any) -> list[int]:
 # the fewest calls that are kept: of both of a UNet's blocks with attention and more, of both of Wan's, its projection;
 # others' prompts are read with the time, or lie among the image's tokens, but for what projects them
 @pytest.mark.parametrize(
-    ("kind", "least"), [("comfy_unet", 2), ("comfy_wan", 3), ("comfy_lumina", 1), ("comfy_sd3", 1)]
+    ("kind", "least"),
+    [("comfy_unet", 2), ("comfy_wan", 3), ("comfy_lumina", 1), pytest.param("comfy_sd3", 1, marks=pytest.mark.large)],
 )
 def test_steps_are_what_they_were_whatever_changes(kind: str, least: int) -> None:
     patcher = patcher_around(make(kind).module, family=FAMILIES[kind])
