@@ -41,25 +41,30 @@ def _launches(payload: Path) -> int:
 
 
 @pytest.mark.comfy
-def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Path]) -> None:
     """One that has a norm in it is a kernel either way."""
     assert not [kind for kind, payload in turned.items() if "comfy_kitchen" in code_of(payload)]
     fused = {kind: _launches(payload) for kind, payload in turned.items()}
     assert fused == {"flux_double": 11, "flux_single": 5, "wan": 7, "z_image": 8}, "its two gates by themselves"
-    before = _of_host(tmp_path, ["flux_double", "wan"], "O2", fused=False)
-    assert {kind: _launches(payload) for kind, payload in before.items()} == {"flux_double": 14, "wan": 10}
 
 
 @pytest.mark.comfy
-def test_rotary_operators_are_fused_in_low_precision_too(comfyui: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "launches"), [("wan", 10), pytest.param("flux_double", 14, marks=pytest.mark.large)])
+def test_without_the_pass_it_is_a_launch_of_its_own(comfyui: Path, kind: str, launches: int, tmp_path: Path) -> None:
+    assert _launches(_of_host(tmp_path, [kind], "O2", fused=False)[kind]) == launches
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(("kind", "launches"), [("flux_single", 7), pytest.param("wan", 13, marks=pytest.mark.large)])
+def test_rotary_operators_are_fused_in_low_precision_too(
+    comfyui: Path, kind: str, launches: int, tmp_path: Path
+) -> None:
     """With attention in 8 bits behind, and weights that are prepared."""
-    payloads = _of_host(tmp_path, ["flux_single", "wan"], "O3")
-    assert {kind: _launches(payload) for kind, payload in payloads.items()} == {"flux_single": 7, "wan": 13}
-    for payload in payloads.values():
-        assert "comfy_kitchen" not in code_of(payload)
-        assert code_of(payload).count("async_compile.triton('attend_in_groups") == 1, (
-            "one for what looks at itself and the text"
-        )
+    payload = _of_host(tmp_path, [kind], "O3")[kind]
+    assert _launches(payload) == launches and "comfy_kitchen" not in code_of(payload)
+    assert code_of(payload).count("async_compile.triton('attend_in_groups") == 1, (
+        "one for what looks at itself and the text"
+    )
 
 
 @pytest.mark.comfy
@@ -118,7 +123,7 @@ def test_what_is_made_of_a_prompt_alone_is_lowered_by_itself(turned: dict[str, P
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("mode", ["O2", "O3"])
+@pytest.mark.parametrize("mode", [pytest.param("O2", marks=pytest.mark.large), "O3"])
 def test_rows_of_modulation_are_found_at_fixed_places_by_one_warp(comfyui: Path, mode: str, tmp_path: Path) -> None:
     """Places in a sixth of a size would be read one number at a time, and in fp8 all warps wait for each other."""
     payload = _of_host(tmp_path, ["pixart"], mode)["pixart"]
