@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from interpreting import with_bfloat16, with_numbers, with_rounding
+from interpreting import some, with_bfloat16, with_numbers, with_rounding
 from torch.nn.functional import conv2d, interpolate
 
 from nexfort_engine.kernels.conv3x3 import op as convolution
@@ -63,7 +63,8 @@ def check(
 
 
 torch.manual_seed(0)
-for (sizes, channels, columns), biased, side, dtype in itertools.product(
-    [((1, 2, 1), 64, 64), ((2, 5, 7), 64, 64), ((1, 3, 11), 128, 32)], (False, True), (3, 2), convolution.DTYPES
+SIZES = [((1, 2, 1), 64, 64), ((2, 5, 7), 64, 64), ((1, 3, 11), 128, 32)]
+for (sizes, channels, columns), biased, side, dtype in some(
+    itertools.product(SIZES, (False, True), (3, 2), convolution.DTYPES)
 ):
     check(sizes, channels, columns, biased, side, dtype)

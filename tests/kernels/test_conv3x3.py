@@ -26,8 +26,9 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 PROGRAMS = 132  # of an H200
 
 
-def test_the_kernels_give_what_plain_torch_gives() -> None:
-    run("interpreted_convolution.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernels_give_what_plain_torch_gives(cases: str) -> None:
+    run("interpreted_convolution.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_kernels_are_compiled_for_their_cards(tmp_path: Path) -> None:

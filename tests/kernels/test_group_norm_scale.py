@@ -22,8 +22,9 @@ from nexfort_engine.lowering import inductor as lower
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 
-def test_kernels_give_what_plain_torch_gives() -> None:
-    run("interpreted_group_factors.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.large)])
+def test_kernels_give_what_plain_torch_gives(cases: str) -> None:
+    run("interpreted_group_factors.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 def test_kernels_are_compiled_for_every_card(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def run(script: str, **environment: str) -> None:
+def run(script: str, *arguments: str, **environment: str) -> None:
     """Run one of tests/kernels; raises AssertionError with what it printed if it fails."""
     done = subprocess.run(
-        [sys.executable, str(TESTS / "kernels" / script)],
+        [sys.executable, str(TESTS / "kernels" / script), *arguments],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent), **environment},
         capture_output=True,
         text=True,
