@@ -55,7 +55,10 @@ def asides(compiled: Any) -> list[int]:
 # others' prompts are read with the time, or lie among the image's tokens, but for what projects them
 @pytest.mark.parametrize(
     ("kind", "least"),
-    [("comfy_unet", 2), ("comfy_wan", 3), ("comfy_lumina", 1), pytest.param("comfy_sd3", 1, marks=pytest.mark.large)],
+    [
+        *(("comfy_unet", 2), ("comfy_wan", 3)),
+        *(pytest.param(kind, 1, marks=pytest.mark.large) for kind in ("comfy_lumina", "comfy_sd3")),
+    ],
 )
 def test_steps_are_what_they_were_whatever_changes(kind: str, least: int) -> None:
     patcher = patcher_around(make(kind).module, family=FAMILIES[kind])

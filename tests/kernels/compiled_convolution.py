@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from cards import cards
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,7 +22,7 @@ from nexfort_engine.kernels.conv3x3.triton_kernel import sum_places
 
 SHARED = 232448  # bytes of shared memory that a block may have on such a card
 SIZES = ("images", "height", "width", "channels", "columns")
-CARDS = (80, 86, 89, 90, 100, 120)
+CARDS = cards()
 
 folder = Path(tempfile.mkdtemp())
 for (dtype, biased, side), (every, (n, rest, stages)) in itertools.product(

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 
 import triton
+from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nexfort_engine.kernels.short_kv_attention.op import KEYS, QUERIES, WIDTH
 from nexfort_engine.kernels.short_kv_attention.triton_kernel import attend_few
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+ARCHITECTURES = cards()
 SHARED = 101376  # bytes of shared memory that a block may have on the cards that have the least
 STRIDES = ("qb", "qh", "ql", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "ol")
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import triton
+from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nexfort_engine.kernels.group_norm_scale import op as group_factors
 from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+ARCHITECTURES = cards()
 _SIZES = dict.fromkeys(("channels", "places", "chunk"), "i32")
 _STRIDES = {"stride_n": "i64", "stride_c": "i64", "stride_p": "i32"}
 

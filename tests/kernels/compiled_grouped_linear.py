@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 
 import triton
+from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
 from nexfort_engine.kernels.grouped_gemm.triton_kernel import multiply_rows
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+ARCHITECTURES = cards()
 SHARED = 101376  # bytes of shared memory that a block may have on the cards that have the least
 
 for architecture in ARCHITECTURES:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import triton
+from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nexfort_engine.kernels.channels_last_weight import op as innermost_weight
 from nexfort_engine.kernels.channels_last_weight import triton_kernel as kernels
 
-for architecture in (80, 86, 89, 90, 100, 120):
+for architecture in cards():
     for dtype, places in (("fp16", 9), ("bf16", 3), ("fp32", 49)):
         types = {"weight": f"*{dtype}", "laid": f"*{dtype}", "channels": "i32"}
         sizes = innermost_weight.blocks(places)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import triton
+from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -12,7 +13,7 @@ from nexfort_engine.kernels.low_precision_attention import gluon_kernel as in_gr
 from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
 from nexfort_engine.kernels.low_precision_attention.op import KEYS, QUERIES, QUERIES_IN_GROUPS, WIDTHS
 
-ARCHITECTURES = (89, 90, 100, 120)
+ARCHITECTURES = cards(89)
 _NARROW = {"k8": "*i8", "v8": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}
 _SIZES = dict.fromkeys(("queries", "keys", "blocks", "heads"), "i32")
 _STRIDES = dict.fromkeys(("kb", "kh", "kn", "vb", "vh", "vn", "qb", "qh", "ql", "ob", "oh", "ol"), "i64")

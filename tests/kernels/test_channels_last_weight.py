@@ -20,8 +20,9 @@ def test_the_kernel_gives_what_plain_torch_gives() -> None:
     run("interpreted_innermost_weight.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_the_kernel_is_compiled_for_every_card(tmp_path: Path) -> None:
-    run("compiled_innermost_weight.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_is_compiled_for_every_card(cards: str, tmp_path: Path) -> None:
+    run("compiled_innermost_weight.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @settings(max_examples=30, deadline=None)

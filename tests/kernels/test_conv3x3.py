@@ -31,8 +31,9 @@ def test_the_kernels_give_what_plain_torch_gives(cases: str) -> None:
     run("interpreted_convolution.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_the_kernels_are_compiled_for_their_cards(tmp_path: Path) -> None:
-    run("compiled_convolution.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernels_are_compiled_for_their_cards(cards: str, tmp_path: Path) -> None:
+    run("compiled_convolution.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(

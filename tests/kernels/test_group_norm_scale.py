@@ -27,8 +27,9 @@ def test_kernels_give_what_plain_torch_gives(cases: str) -> None:
     run("interpreted_group_factors.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_kernels_are_compiled_for_every_card(tmp_path: Path) -> None:
-    run("compiled_group_factors.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_kernels_are_compiled_for_every_card(cards: str, tmp_path: Path) -> None:
+    run("compiled_group_factors.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @settings(max_examples=40, deadline=None)

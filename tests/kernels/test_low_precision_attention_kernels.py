@@ -35,9 +35,10 @@ def test_kernels_give_what_plain_torch_gives() -> None:
     run("interpreted_narrow_attention.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_kernels_are_compiled_for_every_card(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_kernels_are_compiled_for_every_card(cards: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    run("compiled_narrow_attention.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+    run("compiled_narrow_attention.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @settings(max_examples=60, deadline=None)
