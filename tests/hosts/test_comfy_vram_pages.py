@@ -244,3 +244,25 @@ def test_pages_are_let_go_of_if_giving_back_fails() -> None:
     with pytest.raises(RuntimeError):
         give_back(memory, [(memory, 0, PAGE)])
     assert not +memory.pins and memory.resident == {0, 1}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_page_that_cannot_be_let_go_of_keeps_no_other(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """comfy_aimdo 0.6.0 raises where the driver fails."""
+    memory = memory_for([PAGE] * 3)
+    layers, unpinned = filled(memory, [PAGE] * 3), []
+    pages = Pages()
+    for layer in layers:
+        pages.took(layer)
+
+    def unpin(place: Any) -> None:
+        unpinned.append(place)
+        if place is layers[failing]._v:
+            raise RuntimeError("the driver failed")
+
+    monkeypatch.setattr(sys.modules["comfy_aimdo.model_vbar"], "vbar_unpin", unpin)
+    with pytest.raises(RuntimeError, match="the driver failed"):
+        pages.let_go()
+    assert unpinned == [layer._v for layer in layers]
+    pages.let_go()
+    assert len(unpinned) == 3, "no place is let go of twice"

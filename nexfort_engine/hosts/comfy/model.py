@@ -9,10 +9,8 @@ weights that ComfyUI moves, casts or patches in weights.py, conditions that it m
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from ...modules.tree import replaced_forward
 from ...reporting.report import Report
 from ...runtime.engine_state import HostHooks
 from ...system import process_settings
+from . import malloc_graph
 from .conditioning import Conds, Lasting
 from .progress import shown
 from .weights import ComfyWeights
@@ -246,7 +245,7 @@ def new_engine(
     hooks = HostHooks(
         cancel=_cancel,
         stops=_stops,
-        apart=_apart,
+        apart=malloc_graph.paused,
         plain_call=planned_as or plain_call,
         others_code=_others_code,
     )
@@ -345,12 +344,6 @@ def _stops() -> tuple[type[BaseException], ...]:
     import comfy.model_management
 
     return (comfy.model_management.InterruptProcessingException,)
-
-
-def _apart() -> contextlib.AbstractContextManager[Any]:
-    """Newer ComfyUI records what a block allocates and expects it to be freed with the block, unless it is paused."""
-    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", None)
-    return pause() if pause is not None else contextlib.nullcontext()
 
 
 def plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -58,13 +58,23 @@ class Pages:
 
     def let_go(self) -> None:
         """Give back what is held."""
-        if not self._held:
-            return
-        from comfy_aimdo import model_vbar
+        _unpin(self._held)
 
-        for place in self._held:
-            model_vbar.vbar_unpin(place)
-        self._held.clear()
+
+def _unpin(places: list[Place]) -> None:
+    """Let go of each place once, and take it off the list. Raises the first error when all were tried."""
+    if not places:
+        return
+    from comfy_aimdo import model_vbar
+
+    first: Exception | None = None
+    while places:
+        try:
+            model_vbar.vbar_unpin(places.pop(0))
+        except RuntimeError as error:  # of comfy_aimdo 0.6.0 and newer, where the driver fails
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def give_back(memory: Any, needed: list[Place]) -> int:
@@ -93,8 +103,7 @@ def give_back(memory: Any, needed: list[Place]) -> int:
         try:
             _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
         finally:
-            for place in held:
-                model_vbar.vbar_unpin(place)
+            _unpin(held)
 
 
 def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[bool]:

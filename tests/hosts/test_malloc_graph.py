@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ComfyUI's allocation graph: pauses inside pauses, whoever asks; with a stand-in of its interface."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from nexfort_engine.hosts.comfy.malloc_graph import count_pauses, paused
+
+
+class Record:
+    """comfy_aimdo's record of one thread: a pause is a flag."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.begun = 0
+
+
+@pytest.fixture
+def prefetch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """`comfy.model_prefetch` as far as it pauses and begins records."""
+    module = types.ModuleType("comfy.model_prefetch")
+    records: dict[int, Record] = {}
+    module.fails = False  # type: ignore[attr-defined]
+
+    def record() -> Record:
+        return records.setdefault(threading.get_ident(), Record())
+
+    class Pause:
+        def __init__(self, sync: bool = False) -> None:
+            self.sync = sync
+
+        def __enter__(self) -> None:
+            if module.fails:
+                raise RuntimeError("memory compile error")
+            record().paused = True
+
+        def __exit__(self, *error: object) -> None:
+            record().paused = False
+
+    def begin(device: str) -> None:
+        if module.malloc_graph_enabled(device):
+            record().begun += 1
+
+    given: dict[str, Any] = {
+        "record": record,
+        "pause_malloc_graph": lambda sync=False: Pause(sync),
+        "malloc_graph_enabled": lambda device: device == "cuda",
+        "malloc_graph_begin": begin,
+    }
+    for name, value in given.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "comfy.model_prefetch", module)
+    return module
+
+
+def test_a_pause_of_ours_inside_one_of_the_host_s_does_not_end_it(prefetch: Any) -> None:
+    count_pauses()
+    with prefetch.pause_malloc_graph(sync=True):
+        with paused(), paused():
+            assert prefetch.record().paused
+        assert prefetch.record().paused
+    assert not prefetch.record().paused
+
+
+def test_a_pause_of_the_host_s_inside_one_of_ours_does_not_end_it(prefetch: Any) -> None:
+    with paused():
+        kept = prefetch.pause_malloc_graph()
+        for _ in range(2):  # comfy_kitchen enters one object again and again
+            with kept:
+                assert prefetch.record().paused
+            assert prefetch.record().paused
+    assert not prefetch.record().paused
+
+
+def test_no_record_begins_inside_a_pause_of_ours(prefetch: Any) -> None:
+    with paused():
+        prefetch.malloc_graph_begin("cuda")
+        assert prefetch.record().begun == 0
+    with prefetch.pause_malloc_graph():
+        prefetch.malloc_graph_begin("cuda")
+    prefetch.malloc_graph_begin("cpu")
+    assert prefetch.record().begun == 1
+
+
+def test_each_thread_has_its_own(prefetch: Any) -> None:
+    seen: list[bool] = []
+
+    def other() -> None:
+        prefetch.malloc_graph_begin("cuda")
+        with prefetch.pause_malloc_graph():
+            pass
+        seen.extend((prefetch.record().paused, prefetch.record().begun == 1))
+
+    with paused():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert prefetch.record().paused
+    assert seen == [False, True]
+
+
+def test_what_replaces_the_host_s_function_later_is_counted_as_well(prefetch: Any) -> None:
+    count_pauses()
+    original = prefetch.pause_malloc_graph
+    prefetch.pause_malloc_graph = lambda sync=False: original(sync)
+    with prefetch.pause_malloc_graph(), paused():
+        pass
+    with paused():
+        with prefetch.pause_malloc_graph():
+            pass
+        assert prefetch.record().paused
+
+
+def test_errors_inside_end_a_pause_and_one_that_fails_is_none(prefetch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError), paused():
+        raise KeyError
+    assert not prefetch.record().paused
+    prefetch.fails = True
+    with paused():
+        prefetch.malloc_graph_begin("cuda")
+    assert prefetch.record().begun == 0 and "could not be paused" in caplog.text
+    prefetch.malloc_graph_begin("cuda")
+    assert prefetch.record().begun == 1
+
+
+@pytest.mark.parametrize("missing", ["pause_malloc_graph", "malloc_graph_enabled", None])
+def test_a_host_that_lacks_it(prefetch: Any, missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing is None:
+        monkeypatch.delitem(sys.modules, "comfy.model_prefetch")
+    else:
+        delattr(prefetch, missing)
+    with paused():
+        pass
