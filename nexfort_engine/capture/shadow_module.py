@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..guards.module_guards import METHOD
 from ..guards.option_recorder import MISSING
 from ..guards.scalar_inputs import Place, Strength, put
-from ..modules.tree import ABSENT, INTERNAL, Hidden, WeightSlots
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -60,6 +61,8 @@ class Shadow:
             _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
             own = copies[id(sub)].__dict__
             own.update(hidden.get(id(sub), {}))
+            if own.pop(CASTS_TO_INPUT, False):
+                _cast_weights_to_input(own)
             for name in [name for name, value in own.items() if value is ABSENT]:
                 del own[name]
         self._copies = {copy.__dict__[_MARK][1]: copy for copy in copies.values()}
@@ -76,6 +79,32 @@ class Shadow:
             made = self._copies[path]
             if name in made.__dict__ or name in made._buffers or name in made._parameters or name in made._modules:
                 del self.reads[path, name]
+
+
+def _cast_weights_to_input(own: dict[str, Any]) -> None:
+    """Have a layer cast its weights to the dtype of what it is given, as its host's code does where they are lent."""
+    kept: dict[str, Any] = {}
+
+    def cast(layer: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        given = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
+        if given is None:
+            return
+        for name, weight in layer._parameters.items():
+            if weight is None or is_traceable_wrapper_subclass(weight):
+                continue
+            if weight.is_floating_point() and weight.dtype != given.dtype:
+                kept[name] = weight
+        for name, weight in kept.items():
+            layer._parameters[name] = weight.to(given.dtype)
+
+    def put_back(layer: nn.Module, _args: Any, _kwargs: Any, _result: Any) -> None:
+        layer._parameters.update(kept)
+        kept.clear()
+
+    own["_forward_pre_hooks"] = collections.OrderedDict(own["_forward_pre_hooks"]) | {CASTS_TO_INPUT: cast}
+    own["_forward_pre_hooks_with_kwargs"] = {**own["_forward_pre_hooks_with_kwargs"], CASTS_TO_INPUT: True}
+    own["_forward_hooks"] = collections.OrderedDict(own["_forward_hooks"]) | {CASTS_TO_INPUT: put_back}
+    own["_forward_hooks_with_kwargs"] = {**own["_forward_hooks_with_kwargs"], CASTS_TO_INPUT: True}
 
 
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)

@@ -24,6 +24,7 @@ INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
+CASTS_TO_INPUT = "casts to input"  # among hidden attributes: the layer casts its weights to its input's dtype
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
 PLAIN = (type(None), bool, int, float, str)  # values that code cannot change in their place
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..modules.tree import ABSENT, Slot
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, Slot
 from .subclass_unwrap import is_plain
 
 StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be lent
@@ -156,7 +156,11 @@ class Layers:
         """id(submodule) -> the attributes that a capture is shown in the place of its own."""
         copies = dict.fromkeys(self.lender.copies, ABSENT)
         everywhere: dict[int, Mapping[str, Any]] = {id(sub): copies for sub in self._module.modules()}
-        return everywhere | {id(layer): {**copies, **self.lender.hidden} for layer, _ in self._all}
+        casting = {id(layer) for layer, _ in self._due}
+        return everywhere | {
+            id(layer): {**copies, **self.lender.hidden, **({CASTS_TO_INPUT: True} if id(layer) in casting else {})}
+            for layer, _ in self._all
+        }
 
     def resident(self) -> bool:
         """Whether no layer has to be borrowed. Asked on every call: flat, and without a call for each layer."""

@@ -15,6 +15,7 @@ prepared, goes to main memory (weights/offload.py, offload.py).
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -182,7 +183,10 @@ class ComfyWeights:
         return all(type(one).__module__.startswith("comfy.") for one in functions)
 
     def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
-        """The dtype that ComfyUI computes in where it is not that of the weights.
+        """The dtype that ComfyUI computes in where it is not that of the weights. A wider weight stays as it is.
+
+        ComfyUI casts to the dtype of a layer's input, which may be float32 in the middle of a network that computes in
+        less: networks make islands so, of layers whose weights are wider. The graph casts them (shadow_module.py).
 
         A weight that dynamic VRAM left in the file may have another dtype there than in the model. A layer with a
         quantised weight casts by itself what it takes.
@@ -193,7 +197,10 @@ class ComfyWeights:
             return self._dtype_of_calls()
         computing = self._computing or getattr(self._model(), "manual_cast_dtype", None)
         own = getattr(layer, f"{name}_comfy_model_dtype", None) if "_v" in layer.__dict__ else None
-        return computing or own or getattr(layer, name).dtype
+        stored = own or getattr(layer, name).dtype
+        if computing is None or (stored.is_floating_point and stored.itemsize > computing.itemsize):
+            return stored
+        return computing
 
     def _dtype_of_calls(self) -> torch.dtype:
         """The dtype that ComfyUI gives a network its inputs in."""
@@ -317,23 +324,28 @@ class _Loan:
         """Hold the same pages once more, if ComfyUI moved none and changed no weight since."""
         return self.kept and self._held.take_again()
 
+    def _take_from(self, layer: Any) -> None:
+        """End what ComfyUI prepared of a layer; its pages are this loan's."""
+        try:
+            for name in _NAMES:
+                patch = getattr(layer, f"{name}_lowvram_function", None)
+                if patch is not None:
+                    patch.clear_prepared()
+        finally:
+            if layer._prefetch["signature"] is not None:
+                self._held.took(layer)
+            del layer._prefetch
+
     def _give_back_fetched(self) -> None:
         self._finish = self._held.let_go
         if not self.pages:
             return
         import comfy.model_management as management
 
-        for layer in self.pages:
-            prefetch = layer.__dict__.get("_prefetch")
-            if prefetch is None:  # it failed before this one
-                continue
-            for name in _NAMES:
-                patch = getattr(layer, f"{name}_lowvram_function", None)
-                if patch is not None:
-                    patch.clear_prepared()
-            if prefetch["signature"] is not None:
-                self._held.took(layer)
-            del layer._prefetch
-        self._held.let_go()
+        with contextlib.ExitStack() as stack:  # each layer's turn comes, also where one before it raises
+            stack.callback(self._held.let_go)
+            for layer in reversed(self.pages):
+                if "_prefetch" in layer.__dict__:  # otherwise it failed before this one
+                    stack.callback(self._take_from, layer)
         if self.stream is not None:
             self.stream.wait_stream(management.current_stream(self.device))
