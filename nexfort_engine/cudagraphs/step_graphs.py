@@ -28,7 +28,7 @@ from torch import nn
 from ..capture.reached_names import rows_of
 from ..capture.source_hashes import walked
 from ..guards import option_recorder
-from ..guards.call_spec import Flat, flatten, flatten_call
+from ..guards.call_spec import Flat, flatten, flatten_call, holds_function
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
@@ -178,6 +178,8 @@ class StepGraphs:
         """A call taken apart. Raises Unsupported."""
         flat = Flat()
         spec = flatten_call(args, kwargs, flat)
+        if holds_function(spec):  # a replay would not call it
+            raise Unsupported("an argument of type function")
         lasting = self._lasting(flat.tensors, session)
         flat.tensors = [separate(t) for t in flat.tensors]
         return StepCall.of(spec, flat, self._fed.get(spec, []), lasting, session.modes)

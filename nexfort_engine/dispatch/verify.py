@@ -28,7 +28,7 @@ import torch
 
 from ..capture.shadow_module import Shadow
 from ..cudagraphs.step_graphs import StepGraphs
-from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
+from ..guards.call_spec import Flat, changeable, flatten_call, holds_function, of_its_own
 from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
@@ -215,7 +215,8 @@ def _wider_result(region: Region, args: Any, kwargs: Any) -> Any:
     Raises Unsupported or Ineligible with the reason where that says nothing, and whatever its code raises.
     """
     flat = Flat()
-    flatten_call(args, kwargs, flat)
+    if holds_function(flatten_call(args, kwargs, flat)):
+        raise Ineligible("it is called with a function, whose own tensors would stay as they are")
     with region.weights.resident(flat.tensors) as weights:
         if region.weights.parts is not None:
             raise Ineligible("its weights are quantised, and a wider type does not undo that")

@@ -5,6 +5,9 @@ A call `block(*args, **kwargs)` is flattened into a hashable *spec* (the structu
 the tensors, the integers (they become dynamic inputs, so that a size passed as a number costs no new artefact) and the
 mappings (`transformer_options` and its like, which are guarded by what is read from them, see option_recorder.py).
 
+Functions among the arguments are taken apart as well (function_spec.py): their code is in the spec, and what they hold
+is flattened. A mapping that is reached twice, as an argument and in a function's cell, stays one mapping.
+
 The flattening is our own, not pytree's: it needs no registration for dataclasses and plain objects that host blocks
 pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run before every call.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,25 +24,28 @@ from typing import Any
 import torch
 
 from ..modules.memory_format import Unsupported, format_of
+from .function_spec import FunctionCode, held_by, is_native, native_text
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
-
+_SAME = "M="  # a dict that was met before, by its number
+_METHOD = "method"
 
 _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
 
 
 class Flat:
-    """The leaves of one call, in order: `tensors`, `ints`, `mappings`."""
+    """The leaves of one call, in order: `tensors`, `ints`, `mappings`; each mapping once."""
 
-    __slots__ = ("ints", "mappings", "tensors")
+    __slots__ = ("inside", "ints", "mappings", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
         self.mappings: list[dict[Any, Any]] = []
+        self.inside: list[Any] = []  # the functions that are being flattened
 
 
 _PLAIN = (type(None), bool, str, float, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -64,7 +71,11 @@ def flatten(value: Any, into: Flat) -> Any:
     if isinstance(value, dict):
         if kind is not dict and not _is_read_as_dict(kind):
             raise Unsupported(f"an argument of type {kind.__qualname__}, a mapping with ways of its own to be read")
-        into.mappings.append(value.real() if type(value) is Recording else value)
+        real = value.real() if type(value) is Recording else value
+        for number, known in enumerate(into.mappings):
+            if known is real:
+                return (_SAME, number)
+        into.mappings.append(real)
         return MAPPING
     return _flatten_object(value, into)
 
@@ -92,6 +103,8 @@ def flatten_result(value: Any, into: Flat) -> Any:
     spec = flatten(value, into)
     if into.mappings:
         raise Unsupported("an object that holds a mapping")
+    if holds_function(spec):
+        raise Unsupported("a function")
     return spec
 
 
@@ -113,6 +126,10 @@ def _flatten_object(value: Any, into: Flat) -> Any:
         raise Unsupported("a number that depends on the sizes of the inputs")
     if isinstance(value, tuple):  # a namedtuple
         return (kind, *[flatten(v, into) for v in value])
+    if kind in (types.FunctionType, functools.partial, types.MethodType):
+        return _flatten_function(value, into)
+    if is_native(value):
+        return ("=", value)
     if isinstance(value, torch.nn.Module) or callable(value) or isinstance(value, (torch.Generator, Mapping)):
         raise Unsupported(f"an argument of type {kind.__qualname__}, which is neither data nor a plain value")
     fields = fields_of(value)
@@ -120,6 +137,50 @@ def _flatten_object(value: Any, into: Flat) -> Any:
         raise Unsupported(f"an argument of type {kind.__qualname__}, whose content cannot be listed")
     names = tuple(fields)
     return (kind, names, *[flatten(fields[n], into) for n in names])
+
+
+def _flatten_function(value: Any, into: Flat) -> Any:
+    if any(value is one for one in into.inside):
+        raise Unsupported("a function that holds itself")
+    into.inside.append(value)
+    try:
+        if isinstance(value, functools.partial):
+            by_name = [flatten(part, into) for part in value.keywords.values()]
+            own = flatten(value.func, into), flatten(value.args, into)
+            return (functools.partial, *own, tuple(value.keywords), *by_name)
+        if isinstance(value, types.MethodType):
+            return (_METHOD, flatten(value.__func__, into), flatten(value.__self__, into))
+        code, (defaults, keywords, fields, cells) = FunctionCode.of(value), held_by(value)
+        parts = [flatten(part, into) for part in (defaults, tuple((keywords or {}).values()), tuple(fields.values()))]
+        names = (tuple(keywords) if keywords is not None else None, tuple(fields))
+        return (code, names, *parts, *[flatten(held, into) for held in cells])
+    finally:
+        into.inside.pop()
+
+
+def _unflatten_function(spec: Any, leaves: Leaves) -> Any:
+    kind = spec[0]
+    if kind is functools.partial:
+        function, args = (unflatten(part, leaves) for part in spec[1:3])
+        by_name = [unflatten(part, leaves) for part in spec[4:]]
+        return functools.partial(function, *args, **dict(zip(spec[3], by_name, strict=True)))
+    if kind == _METHOD:
+        function, owner = (unflatten(part, leaves) for part in spec[1:])
+        return types.MethodType(function, owner)
+    (named, fields), parts = spec[1], [unflatten(part, leaves) for part in spec[2:]]
+    keywords = dict(zip(named, parts[1], strict=True)) if named is not None else None
+    return kind.made(parts[0], keywords, dict(zip(fields, parts[2], strict=True)), parts[3:])
+
+
+def holds_function(spec: Any) -> bool:
+    """Whether a function is among what a spec stands for."""
+    if not isinstance(spec, tuple) or not spec or spec[0] == "=":
+        return isinstance(spec, tuple) and len(spec) == 2 and callable(spec[1]) and is_native(spec[1])
+    return (
+        isinstance(spec[0], FunctionCode)
+        or spec[0] in (functools.partial, _METHOD)
+        or any(map(holds_function, spec[1:]))
+    )
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
@@ -144,10 +205,15 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
     if spec == INT:
         return next(leaves.ints)
     if spec == MAPPING:
-        return next(leaves.mappings)
+        leaves.given.append(next(leaves.mappings))
+        return leaves.given[-1]
     kind = spec[0]
     if kind == "=":
         return spec[1]
+    if kind == _SAME:
+        return leaves.given[spec[1]]
+    if isinstance(kind, FunctionCode) or kind in (functools.partial, _METHOD):
+        return _unflatten_function(spec, leaves)
     if kind is list:
         return [unflatten(s, leaves) for s in spec[1:]]
     if kind is tuple or kind is torch.Size:
@@ -169,6 +235,7 @@ class Leaves:
 
     def __init__(self, tensors: Any, ints: Any = (), mappings: Any = ()) -> None:
         self.tensors, self.ints, self.mappings = iter(tensors), iter(ints), iter(mappings)
+        self.given: list[Any] = []  # the mappings that were taken so far
 
 
 def of_its_own(value: Any, twice: bool = False) -> Any:
@@ -215,7 +282,7 @@ def spec_text(spec: Any) -> str:
         return spec
     if isinstance(spec, tuple) and spec:
         if spec[0] == "=":
-            return f"={spec[1]!r}"
+            return f"={native_text(spec[1]) if is_native(spec[1]) else repr(spec[1])}"
         head = f"{spec[0].__module__}.{spec[0].__qualname__}" if isinstance(spec[0], type) else repr(spec[0])
         return head + "(" + ",".join(spec_text(s) for s in spec[1:]) + ")"
     return repr(spec)

@@ -116,12 +116,12 @@ def test_a_network_without_blocks_is_one_region(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (torch.sin, "builtin_function_or_method"),
+        (type("Called", (), {"__call__": lambda self: None})(), "Called"),
         (nn.Linear(2, 2), "Linear"),
         (torch.Generator(), "Generator"),
         (torch.ones(2).to_sparse(), "sparse"),
     ],
-    ids=["a function", "a module", "a generator", "a sparse tensor"],
+    ids=["a callable object", "a module", "a generator", "a sparse tensor"],
 )
 def test_an_argument_that_is_no_data_runs_eager(pair: Pair, value: Any, reason: str) -> None:
     wanted = pair.net(x(), named=value)

@@ -187,7 +187,7 @@ def test_leaves_come_in_the_order_of_the_call() -> None:
     ("value", "named"),
     [
         (torch.nn.Linear(1, 1), "Linear"),
-        (lambda: None, "function"),
+        (torch.nn.Linear(1, 1).forward, "Linear"),
         (torch.Generator(), "Generator"),
         (object(), "object"),
         (iter([]), "list_iterator"),

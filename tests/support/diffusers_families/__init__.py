@@ -22,7 +22,7 @@ _CHUNKS: dict[str, Any] = {  # a list of the last frames of all layers, which ea
 }
 _SHORT: dict[str, dict[str, Any]] = {
     "anyflow": {"apart": ("the options answer differently",)},  # sizes in a dict that it is given
-    "anyflow_far": {"eager": {"blocks.": "an argument of type function"}, "apart": ("the options answer differently",)},
+    "anyflow_far": {"eager": {"blocks.": "Unsupported method call"}, "apart": ("the options answer differently",)},
     "chroma": {"bound": ("time_text_embed",)},  # a list of one number a row
     "chronoedit": {"bound": ("rope",)},  # two frames are another branch than more
     "framepack": {"apart": _FORMATS},  # one row has no mask
