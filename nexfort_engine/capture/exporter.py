@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
@@ -37,11 +36,12 @@ from ..modules.tree import Hidden, foreign
 from ..system.process_settings import tracing_scope
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
-from .shape_recorder import check, computes_with_chosen_scale, conditions_of, counted, noted, settle
+from .shape_recorder import check, computes_with_chosen_scale, conditions_of, noted, settle
 from .side_effects import mapping_writes, refuse_random, take_out_kept
 from .source_hashes import hashes, operator_modules
 from .trace import Lifted, Trace
 from .types import LOCK, Captured, Example
+from .whole_numbers import Numbers, positive_sizes
 
 _MAX_ADMISSIONS = 64
 _MANY_LAYERS = 6  # of equal ones in a block; the same sizes come so often then that it pays to remember results' sizes
@@ -89,31 +89,49 @@ def _captured(
     told: bool,
 ) -> Captured:
     begin = functools.partial(Trace, module, example, weights, hidden, images, told, device)
-    trace = begin()
+    trace, numbers = begin(), Numbers()
     try:
         # under inference mode the trace's tensors would be inference tensors, which refuse in-place code
         with LOCK, torch.inference_mode(False):
-            program: torch.export.ExportedProgram | None = None
-            try:
-                program = _export(trace, dynamic, dynamic)
-            except (AttributeError, TypeError):  # what stands for a number has not all that a number has
-                if not (dynamic and example.ints):
-                    raise
+            program = _export(trace, dynamic, numbers)
             if dynamic and example.ints:
                 # a number that may vary is no `int` to code that asks `isinstance`: see what it does with the number
-                other = begin()
-                fixed = _export(other, dynamic, False)
-                if program is None or not _alike(_tensor_ops(program), _tensor_ops(fixed)):
-                    program, trace = fixed, other
-        assert program is not None, "what failed was raised"
-        return _finish(program, trace)
+                fixed = _tensor_ops(program)
+                for wanted in dict.fromkeys((Numbers.all_free(example.ints), Numbers.sizes_free(example.ints))):
+                    found = _with_numbers(begin, wanted) if wanted.free else None
+                    if found is not None and _alike(_tensor_ops(found[0]), fixed):
+                        program, trace, numbers = found
+                        break
+        return _finish(program, trace, numbers)
     except Exception as error:
         # what the failure depended on
         error.guards, error.names = _guards_so_far(trace), _names_so_far(trace)  # type: ignore[attr-defined]
         raise
 
 
-def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.ExportedProgram:
+def _with_numbers(
+    begin: Callable[[], Trace], numbers: Numbers
+) -> tuple[torch.export.ExportedProgram, Trace, Numbers] | None:
+    """The program in which these numbers are free, traced anew where it shows more of them; None where code objects."""
+    try:
+        for _ in range(2):
+            trace = begin()
+            program = _export(trace, True, numbers)
+            before, numbers = numbers, numbers.told_by(program, _inputs(program, trace).ints)
+            if numbers == before:
+                return program, trace, numbers
+        trace = begin()
+        return _export(trace, True, numbers), trace, numbers
+    except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # what stands for a number has not all that a number has
+
+
+def _inputs(program: torch.export.ExportedProgram, trace: Trace) -> Placeholders:
+    example = trace.example
+    return Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
+
+
+def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.ExportedProgram:
     example = trace.example
     tensors = [_without_data(*meta) for meta in example.tensors]
     scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
@@ -122,7 +140,12 @@ def _export(trace: Trace, dynamic: bool, numbers: bool) -> torch.export.Exported
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
-            with _hooks_taken_out(), tracing_scope(alike=alike), counted(), noted(scales) as trace.answers:
+            with (
+                _hooks_taken_out(),
+                tracing_scope(alike=alike),
+                positive_sizes(numbers),
+                noted(scales) as trace.answers,
+            ):
                 program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
             if not (scales and computes_with_chosen_scale(program)):
                 return program
@@ -208,7 +231,7 @@ def _names_so_far(trace: Trace) -> list[Row]:
 
 
 def _names(trace: Trace) -> tuple[list[Row], str]:
-    return rows_of(trace.block, trace.codes, trace.reads)
+    return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread)
 
 
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:
@@ -219,13 +242,20 @@ def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:
     """The operators on tensors with their arguments.
 
-    Indexing with plain numbers leaves slices of everything and aliases behind, others do not.
+    Indexing with plain numbers leaves slices of everything and aliases behind, others do not. A slice that ends where
+    its tensor ends is an operator where the end is a number that may vary, and nothing where it is fixed.
     """
     aten = torch.ops.aten
     nodes = [n for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    whole = {n for n in nodes if n.target is aten.slice.Tensor and n.args[2:] == (0, sys.maxsize)}
+    whole = {n for n in nodes if n.target is aten.slice.Tensor and _shape_at_example(n) == _shape_at_example(n.args[0])}
     kept = [n for n in nodes if n not in whole and n.target is not aten.alias.default]
     return [(str(n.target), [*n.args, *n.kwargs.values()]) for n in kept]
+
+
+def _shape_at_example(node: Any) -> list[int]:
+    """The sizes of a node's tensor in the call that is captured; of what a tensor holds, its symbol."""
+    sizes = node.meta["val"].shape
+    return [s if isinstance(s, int) else s.node.hint if s.node.has_hint() else s.node.expr for s in sizes]
 
 
 def _alike(one: list[tuple[str, Sequence[Any]]], other: list[tuple[str, Sequence[Any]]]) -> bool:
@@ -242,24 +272,24 @@ def _same(one: Any, other: Any) -> bool:
     return computed or one == other
 
 
-def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: bool) -> Any:
+def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: Numbers) -> Any:
     auto = torch.export.Dim.AUTO
 
     def of(tensor: torch.Tensor) -> Any:
         return {i: auto for i, size in enumerate(tensor.shape) if size > 1} if dynamic else {}
 
     weights, tensors, extra, ints, factors = args
-    free = [auto if numbers and number > 1 else None for number in ints]
+    free = [auto if i in numbers.free else None for i in range(len(ints))]
     return [{} for _ in weights], [of(t) for t in tensors], [of(t) for t in extra], free, [{} for _ in factors]
 
 
-def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
+def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Numbers) -> Captured:
     graph, example = program.graph_module, trace.example
     refuse_random(graph)
     settle(program)
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
-    inputs = Placeholders.of(program, len(trace.weights), len(example.tensors), len(trace.paths), len(example.ints))
+    inputs = _inputs(program, trace)
     own = {w.data_ptr() for w in trace.weights if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
@@ -273,7 +303,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace) -> Captured:
         raise Refused("it writes to a tensor of its options, whose caller would not see it")
     # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
     sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
-    conditions = conditions_of(program, sized, inputs.ints, trace.answers)
+    conditions = conditions_of(program, sized, inputs.ints, trace.answers, numbers)
     paths = [trace.paths[i] for i in options]
     check(
         conditions,

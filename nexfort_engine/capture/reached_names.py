@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,16 @@ _TENSOR: Address = ("torch", ((CLASS, "Tensor"),))
 
 
 def rows_of(
-    module: nn.Module, codes: Iterable[types.CodeType], reads: Mapping[tuple[str, str], Any] | None = None
+    module: nn.Module,
+    codes: Iterable[types.CodeType],
+    reads: Mapping[tuple[str, str], Any] | None = None,
+    elsewhere: Callable[..., Any] | None = None,
 ) -> tuple[list[Row], str]:
     """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
 
     module: the block. codes: the code objects that ran. reads: the attributes of the block that they read
-    (shadow_module.py); None for code that ran as it is, and was not captured.
+    (shadow_module.py); None for code that ran as it is, and was not captured. elsewhere: calls a function on the thread
+    on which the code ran, where that is another one.
     Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
     of_capture, reads = reads is not None, reads or {}
@@ -47,7 +51,7 @@ def rows_of(
     methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
     walk.run(methods, [value for value in reads.values() if value is not METHOD], of_capture=of_capture)
     if of_capture:
-        walk.refuse_what_a_capture_sees_otherwise()
+        walk.refuse_attributes_of_weights()
     resolver, only_here = Resolver(classes_in(module), deep=of_capture), ""
     rows: list[Row] = []
     for address in walk.addresses:
@@ -59,6 +63,10 @@ def rows_of(
         text, whole = digest(ends, deep=of_capture)
         rows.append([address[0], [list(step) for step in address[1]], text])
         only_here = only_here or ("" if whole else text_of(rows[-1]))
+    if of_capture and elsewhere is not None:
+        locals_ = list({id(one): one for one in resolver.thread_locals}.values())
+        if digest(locals_) != elsewhere(digest, locals_):
+            raise Refused("its code reads a threading.local that has other values in the thread that captures it")
     return rows, only_here
 
 
@@ -152,12 +160,8 @@ class _Walk:
             if not name.startswith("__"):
                 self.addresses[_TENSOR[0], (*_TENSOR[1], (ATTRIBUTE, name))] = None
 
-    def refuse_what_a_capture_sees_otherwise(self) -> None:
-        """Raise Refused where code asks for an attribute that somebody put on a weight (what stands for it has none) or
-        for what each thread has of its own.
-        """
-        if self._resolver.thread_locals:
-            raise Refused("its code reads a threading.local, and another thread captures it")
+    def refuse_attributes_of_weights(self) -> None:
+        """Raise Refused where code asks for an attribute that somebody put on a weight: what stands for it has none."""
         for path, weight in (*self._module.named_parameters(), *self._module.named_buffers()):
             if type(weight) not in (torch.Tensor, nn.Parameter):
                 continue  # its attributes are part of what it is described by (subclass_unwrap.py)

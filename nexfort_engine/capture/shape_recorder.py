@@ -24,6 +24,7 @@ from ..guards.option_recorder import Refused
 from ..guards.shape_guards import Conditions, Dim
 from ..system.process_settings import replaced
 from .operator_sizes import taken_for_granted
+from .whole_numbers import Numbers
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")  # with a separator: torchvision is another package
 # the way from a comparison in the block's code to the shape environment
@@ -87,27 +88,6 @@ def _unasked(choose: Callable[..., Any], scales: bool) -> Callable[..., Any]:
         return real_callable(*args)
 
     return chosen
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[None]:
-    """Inside the block whole numbers that may vary, which a block is called with, are more than nothing to torch.
-
-    They are sizes nearly always. Where one may be less, strides have `max(1, size)` in them: a kernel that found its
-    places by those took 238 microseconds, and 35 otherwise (2 x 640 channels at 128x128 laid out anew, H200, torch
-    2.11, 2026-11). `conditions_of` has it checked. The caller holds the capture's lock.
-    """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    original = ShapeEnv.create_unspecified_symbol
-
-    def create(self: Any, val: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(val) is not int or val < 1:
-            return original(self, val, *args, **kwargs)
-        return self.create_symbol(val, *args, **kwargs, positive=True, do_not_specialize_zero_one=True)
-
-    with replaced(ShapeEnv, "create_unspecified_symbol", create):
-        yield
 
 
 def computes_with_chosen_scale(program: torch.export.ExportedProgram) -> bool:
@@ -204,7 +184,11 @@ def _told(env: Any) -> list[Any]:
 
 
 def conditions_of(
-    program: torch.export.ExportedProgram, tensors: list[Node], ints: list[Node], answers: list[tuple[Any, Any, Any]]
+    program: torch.export.ExportedProgram,
+    tensors: list[Node],
+    ints: list[Node],
+    answers: list[tuple[Any, Any, Any]],
+    numbers: Numbers,
 ) -> Conditions:
     """What must hold for a call with these tensors and numbers; `answers` are what `noted` gave.
 
@@ -213,10 +197,11 @@ def conditions_of(
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     shapes = [[_dim_text(s) for s in node.meta["val"].shape] for node in tensors]
-    numbers: list[Dim] = []
+    values: list[Dim] = []
     for node in ints:
         value = node.meta["val"]
-        numbers.append(value if isinstance(value, int) else _dim_text(value))
+        values.append(value if isinstance(value, int) else _dim_text(value))
+    data = {values[i] for i in numbers.free - numbers.sizes}
     env = _shape_env(program)
     ranges: dict[str, list[int | None]] = {}
     guards: list[str] = []
@@ -225,9 +210,10 @@ def conditions_of(
             if free_unbacked_symbols(symbol):
                 continue  # what a tensor will hold
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
-            ranges[str(symbol)] = [_least(env, symbol, bound), high]
+            least = _asked_least(bound) if str(symbol) in data else _least(env, symbol, bound)
+            ranges[str(symbol)] = [least, high]
         guards = _guards(env, relations(env, answers) + taken_for_granted(program, env))
-    conditions = Conditions(shapes, numbers, ranges, guards)
+    conditions = Conditions(shapes, values, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")
     return conditions
@@ -271,6 +257,11 @@ def _equalities(env: Any) -> list[Any]:
     import sympy
 
     return [expr for guard in env.guards if isinstance(expr := env.replace(guard.expr), sympy.Eq)]
+
+
+def _asked_least(bound: Any) -> int | None:
+    """The least value of a number that is no size: what the code asked for alone."""
+    return int(bound.lower) if getattr(bound.lower, "is_Integer", False) and bound.lower > -(2**62) else None
 
 
 def _least(env: Any, symbol: Any, bound: Any) -> int:

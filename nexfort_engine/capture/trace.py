@@ -8,7 +8,9 @@ The block's own code runs on a shadow (shadow_module.py) with recording mappings
 from __future__ import annotations
 
 import copy
+import functools
 import types
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from ..guards import option_recorder, scalar_inputs
 from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatten_call
 from ..guards.callback_sites import Sites, Substitute
+from ..guards.function_spec import held_by
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..modules.channels_last import innermost, shown
@@ -24,6 +27,7 @@ from ..modules.memory_format import Unsupported
 from ..modules.tree import ABSENT, Hidden, WeightSlots
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
+from .backend_operators import backends_by_operators
 from .shadow_module import Reads, Shadow
 from .shape_recorder import SizesKeptFree
 from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
@@ -111,6 +115,12 @@ def contents(value: Any) -> Any:
         value, (torch.Tensor, option_recorder.Recording)
     ):
         return id(value)
+    if isinstance(value, types.FunctionType):
+        return list(map(contents, held_by(value)))
+    if isinstance(value, functools.partial):
+        return [contents(value.func), contents(value.args), contents(value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [contents(value.__func__), contents(value.__self__)]
     fields = fields_of(value)
     return id(value) if fields is None else [(k, contents(v)) for k, v in fields.items()]
 
@@ -145,7 +155,10 @@ class Lifted(nn.Module):
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads, held = shadow.reads, tensors_held(shadow.module)
-            with walked() as trace.codes, SizesKeptFree(), own_operators(), default_device(trace.device):
+            scopes = (SizesKeptFree(), own_operators(), backends_by_operators(), default_device(trace.device))
+            with walked() as trace.codes, ExitStack() as stack:
+                for scope in scopes:
+                    stack.enter_context(scope)
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()

@@ -192,6 +192,7 @@ class Builder:
 
     def may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
+        Where a size of 1 was taken for a constant, each region gets one that takes more.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
 
@@ -203,7 +204,7 @@ class Builder:
             return False
         if misfit is None or not misfit.sizes or not self.state.config.dynamic:
             return True
-        return self._table.is_block(wanted.region) and (first or misfit.narrow or self.state.report.calls == 0)
+        return misfit.narrow or (self._table.is_block(wanted.region) and (first or self.state.report.calls == 0))
 
     def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
         """One artefact of its own for this very call."""

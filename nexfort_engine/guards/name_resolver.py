@@ -43,7 +43,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.OrderedDict, colle
 class Resolver:
     """Finds the values of addresses, as the code of some classes would, and notes where it looked.
 
-    places: what was looked at; values: what was there. thread_locals: whether some of it is the thread's own.
+    places: what was looked at; values: what was there. thread_locals: the objects of which each thread has its own.
     """
 
     def __init__(self, classes: Iterable[type], *, deep: bool = True) -> None:
@@ -51,7 +51,7 @@ class Resolver:
         self._deep, self._depth = deep, _DEPTH if deep else _IN_OBJECT
         self.places: list[Place] = []
         self.values: list[Any] = []
-        self.thread_locals = False
+        self.thread_locals: list[threading.local] = []
         self._classes: dict[tuple[str, str], type] = {}
         self._globals: dict[str, list[dict[str, Any]]] = {}
         for kind in classes:
@@ -126,7 +126,7 @@ class Resolver:
             elif isinstance(value, type):
                 value = self._on_class(value, name)
             elif isinstance(value, threading.local):
-                self.thread_locals = True
+                self.thread_locals.append(value)
                 value = self._looked(FIELD, value, name, field_of(value, name))
             elif isinstance(value, (*_CONTAINERS, str, int, float, torch.Tensor)):
                 break  # a method of the value: it is the value that counts
@@ -201,7 +201,9 @@ class Resolver:
     def _note(self, value: Any, depth: int) -> None:
         """A value is passed on, called or walked over: whatever reads it reads what it holds."""
         if isinstance(value, threading.local):
-            self.thread_locals = True
+            if self._deep:
+                self.thread_locals.append(value)
+                self._note_content(value, 1)
             return
         self._note_function(value)
         if isinstance(value, _CONTAINERS):
@@ -229,7 +231,8 @@ class Resolver:
                 for name, held in list(table_of(base).items()):
                     if type(held) in PLAIN:
                         self._looked(TABLE, table_of(base), name, held)
-        return {**plain_of_class(type(value)), **plain_of(fields or {})}
+        own = {name: held for name, held in (fields or {}).items() if self._deep and isinstance(held, threading.local)}
+        return {**plain_of_class(type(value)), **plain_of(fields or {}), **own}
 
     def _note_content(self, value: Any, depth: int) -> None:
         content = content_of(value)
@@ -275,8 +278,10 @@ def is_container(value: Any) -> bool:
 
 
 def content_of(value: Any) -> tuple[Any, ...]:
-    """What a container holds, in order."""
+    """What a container holds, in order; of a `threading.local`, what this thread has."""
     try:
+        if isinstance(value, threading.local):
+            value = vars(value)
         if isinstance(value, dict):
             own = (
                 collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict

@@ -21,6 +21,7 @@ import re
 import secrets
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -120,6 +121,8 @@ class _Writer:
             return ["set", *sorted(map(each, value), key=repr)]
         if kind in _MAPPINGS:
             return ["dict", *[[each(k), each(v)] for k, v in value.items()]]
+        if isinstance(value, threading.local):  # what this thread has of it
+            return ["thread", *_name(kind), [[name, each(held)] for name, held in sorted(vars(value).items())]]
         if kind is range or kind is slice:
             return [kind.__name__, repr(value)]
         if isinstance(value, types.MethodType):

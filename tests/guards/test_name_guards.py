@@ -417,18 +417,6 @@ def test_an_attribute_that_a_weight_has_is_not_lost(form: Callable[[str], types.
         assert "attribute gain" in compiled.report.as_dict()["eager"][0]["reason"]
 
 
-def test_what_each_thread_has_of_its_own_runs_eager(form: Callable[[str], types.ModuleType]) -> None:
-    code = "import threading\nstate = threading.local()\nstate.scale = 2.0\n"
-    module = form(code + PLAIN.format("self.l(x) * getattr(state, 'scale', 1.0)"))
-    with graphs_as_they_are():
-        net = _net(module)
-        compiled = nexfort_engine.compile(net)
-        for scale in (2.0, 5.0):
-            module.state.scale = scale
-            assert _distance(_run(compiled), _run(net)) < TOLERANCE
-        assert "threading.local" in compiled.report.as_dict()["eager"][0]["reason"]
-
-
 @pytest.mark.parametrize(
     "change", ["type(self).seen.append(x.shape)", "type(self).seen[:] = [1]", "Block.seen.append(1)"]
 )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel libraries that pick a back end in Python: while a block is traced, such a call is the library's operator.
+
+comfy_kitchen has a registry of back ends. Some of its functions call an operator, which asks the registry when it
+runs. Others ask the registry at once and call the back end's Python code. A trace would walk through that code: on a
+CPU its loops bind the block to one number of tokens, on a GPU it hands tensors without data to native code. The
+operator computes the same, keeps sizes free, and picks the back end when the graph runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_LIBRARY = "comfy_kitchen"
+_PICK = "get_implementation"
+_DTYPE_CODE = "dtype_code"  # how the operators' arguments end that name a dtype by its number
+_NOTHING = (None, False, 0)  # of an argument that the operator lacks: it asks for nothing
+
+
+@contextmanager
+def backends_by_operators() -> Iterator[None]:
+    """In the block, what this thread asks the registry for is the operator of the same name, where there is one."""
+    found = sys.modules.get(f"{_LIBRARY}.registry")
+    registry = getattr(found, "registry", None)
+    original = getattr(registry, _PICK, None)
+    if registry is None or not callable(original) or _PICK in vars(registry):
+        yield
+        return
+    thread, inside = threading.get_ident(), False
+
+    def pick(name: str, backend: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        operator = None
+        if threading.get_ident() == thread and not inside and backend is None:
+            operator = getattr(getattr(torch.ops, _LIBRARY), name, None)
+        if operator is None:
+            return original(name, backend, kwargs)  # type: ignore[no-any-return]
+
+        def call(**given: Any) -> Any:
+            nonlocal inside
+            arguments = _for_operator(operator.default._schema, given)
+            if arguments is None:
+                return original(name, backend, kwargs)(**given)
+            inside = True  # the operator itself asks the registry
+            try:
+                return operator.default(**arguments)
+            finally:
+                inside = False
+
+        return call
+
+    setattr(registry, _PICK, pick)
+    try:
+        yield
+    finally:
+        delattr(registry, _PICK)
+
+
+def _for_operator(schema: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The operator's arguments that say what a call of the Python function says; None where they cannot say it."""
+    rest, found = dict(given), {}
+    for argument in schema.arguments:
+        if argument.name in rest:
+            found[argument.name] = rest.pop(argument.name)
+        elif argument.name.endswith(_DTYPE_CODE):
+            dtypes = [name for name, value in rest.items() if isinstance(value, torch.dtype)]
+            code = _codes().get(rest.pop(dtypes[0])) if len(dtypes) == 1 else None
+            if code is None:
+                return None
+            found[argument.name] = code
+        elif not argument.has_default_value():
+            return None
+    return found if all(any(value is one for one in _NOTHING) for value in rest.values()) else None
+
+
+def _codes() -> Mapping[torch.dtype, int]:
+    codes = getattr(sys.modules.get(_LIBRARY), "DTYPE_TO_CODE", None)
+    return codes if isinstance(codes, dict) else {}
