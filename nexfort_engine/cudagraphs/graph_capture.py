@@ -15,16 +15,23 @@ from .memset_nodes import editable, fills_as_kernels
 
 
 def captured(memory: GraphMemory, run: Callable[[], Any], *, fills: bool) -> tuple[Any, Any]:
-    """A graph of what is launched by `run`, and what that returns. fills: memory is filled by kernels, where it can."""
+    """A graph of what is launched by `run`, and what that returns. fills: memory is filled by kernels, where it can.
+
+    Raises what `run` raised: the end of a capture that an error has ended raises another one, which says nothing.
+    """
     edited = fills and editable()
     graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
-    # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
-    with launched_by_address() if fragile() else nullcontext(), memory.captured(graph):
-        try:
-            result = run()
-        except BaseException as error:
-            # what was made belongs to the graph: it has to go while that is captured, a cancel included
-            problem = without_frames(error)
+    try:
+        # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
+        with launched_by_address() if fragile() else nullcontext(), memory.captured(graph):
+            try:
+                result = run()
+            except BaseException as error:
+                # what was made belongs to the graph: it has to go while that is captured, a cancel included
+                problem = without_frames(error)
+    except Exception:
+        if problem is None:
+            raise
     if problem is not None:
         raise problem
     if edited:
