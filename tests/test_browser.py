@@ -234,6 +234,7 @@ def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: 
 # ---- languages ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large  # which texts there are is in test_locales.py
 def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) -> None:
     with page_of(chromium, filled, Comfy_Locale="fr") as page:
         browser.load(page, served.tiny_workflow("flux_compile_model", seed=6))

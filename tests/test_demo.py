@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from subjects import graphs_as_they_are
 
 from demo import in_diffusers
 from demo.outcome import SIZES, Outcome, Stop, first_step_s, per_step_ms
@@ -72,29 +75,32 @@ def test_steps_are_timed_without_the_first_with_gaps_and_outliers() -> None:
             per_step_ms(too_few)
 
 
-# a process of the demo, with pictures and steps enough for the table
-_SMALL = """
-from demo import in_diffusers, outcome
-outcome.SIZES[:] = [(128, 128), (160, 128), (128, 160), (144, 96)]
-in_diffusers.STEPS = 3
-in_diffusers.main()
-"""
-
-
-@pytest.mark.slow
 def test_the_embedded_pipeline_keeps_its_promises_with_small_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both roles in this process, with graphs as they are. The demo itself is the next test."""
     pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
-    run = subprocess.run
+    roles = []
 
-    def small(command: list[str], **more: Any) -> Any:
+    def in_this_process(command: list[str], **_: Any) -> Any:
         assert command[1:3] == ["-m", "demo.in_diffusers"]
-        return run([command[0], "-c", _SMALL, *command[3:]], cwd=ROOT, **more)
+        roles.append(command[3])
+        gc.collect()  # what the other role held
+        monkeypatch.setattr(sys, "argv", command[2:])
+        in_diffusers.main()
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(in_diffusers.subprocess, "run", small)
-    found = in_diffusers.run(tmp_path, tmp_path, lambda _: None)
+    monkeypatch.setattr(in_diffusers.subprocess, "run", in_this_process)
+    monkeypatch.setattr(in_diffusers, "SIZES", [(128, 128), (160, 128), (128, 160), (144, 96)])
+    monkeypatch.setattr(in_diffusers, "STEPS", 3)
+    level = logging.getLogger("nexfort").level
+    try:
+        with graphs_as_they_are():
+            found = in_diffusers.run(tmp_path, tmp_path, lambda _: None)
+    finally:
+        logging.getLogger("nexfort").setLevel(level)
+    assert roles == ["cold", "warm"]
     assert found.broken_promises() == [] and [stop.artefacts_compiled for stop in found.stops[1:]] == [0, 0, 0]
     assert len(found.images) == 2 * len(SIZES) and all((tmp_path / name).stat().st_size > 0 for name in found.images)
 

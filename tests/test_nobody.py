@@ -49,6 +49,7 @@ def told(code: str, tmp_path: Path, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.large  # below is one who has no home either
 def test_a_user_without_a_name(tmp_path: Path) -> None:
     names, root, *report = told(BEFORE + STEPS, tmp_path, HOME=str(tmp_path / "home"))
     assert names == "set()", "no name is left behind"

@@ -83,6 +83,7 @@ def test_steps_are_what_they_were_whatever_changes(kind: str, least: int) -> Non
     agrees(patcher, compiled, prompt=0, cfg=1.0)
 
 
+@pytest.mark.large  # below is one that writes to it
 def test_wrappers_of_others_see_the_prompt_as_it_was_given() -> None:
     """Then nothing is known of what the network is given, and steps are what they were."""
     from comfy.patcher_extension import WrappersMP

@@ -192,7 +192,7 @@ def test_a_weight_of_another_format_is_another_artefact(pair: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("form", ["float8_e4m3fn", "int8_tensorwise", "nvfp4"])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", *LARGE])
 def test_a_model_that_is_loaded_in_part_runs_the_same_artefacts(
     pair: Callable[[str], Pair], form: str, share: float
 ) -> None:

@@ -202,7 +202,9 @@ def picture(pipe: Any, size: tuple[int, int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [(64, 64), (72, 56)], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "first", [pytest.param((64, 64), id="even"), pytest.param((72, 56), id="odd", marks=pytest.mark.large)]
+)
 def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_the_reverse(
     first: tuple[int, int],
 ) -> None:
@@ -226,7 +228,7 @@ def _cold(compiled: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sdxl", "sd21"])
+@pytest.mark.parametrize("family", ["sdxl", pytest.param("sd21", marks=pytest.mark.large)])
 def test_a_part_is_compiled_in_one_batch_and_nothing_after_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a GPU's group norms leave images in another layout, and blocks differ in nothing but `1` and `1.0`."""
     pytest.importorskip("transformers")
@@ -266,7 +268,11 @@ def expected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "cancelled"),
-    [("sdxl", torch.float32, False), ("sdxl", torch.float32, True), ("sd21", torch.float16, False)],
+    [
+        ("sdxl", torch.float32, False),
+        pytest.param("sdxl", torch.float32, True, marks=pytest.mark.large),
+        ("sd21", torch.float16, False),
+    ],
 )
 def test_a_vae_of_float16_is_made_ready_for_what_it_decodes_in(
     family: str, dtype: torch.dtype, cancelled: bool, expected: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ KERNELS = {
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
+@pytest.mark.large  # the worker compares for every block that other tests lower; here is which kernels it came by
 @pytest.mark.parametrize("mode", KINDS)
 def test_a_kernel_writes_to_what_is_said_that_it_writes_to(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

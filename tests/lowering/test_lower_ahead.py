@@ -137,7 +137,7 @@ def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None
     assert "triton_heuristics.fixed_config" in row and "R0_BLOCK: tl.constexpr = 4096" in row and "reciprocal" in row
 
 
-@pytest.mark.parametrize(("mode", "warps"), [("O2", 2), ("O3", 1)])
+@pytest.mark.parametrize(("mode", "warps"), [pytest.param("O2", 2, marks=pytest.mark.large), ("O3", 1)])
 def test_what_a_norm_adds_up_first_is_read_once_too(mode: str, warps: int, tmp_path: Path) -> None:
     """Though it also reads one number for each row of the batch; two tensors are more registers, so two warps.
 
@@ -183,7 +183,9 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     assert code_of(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
 
 
-@pytest.mark.parametrize("before", [[], ["feed_forward"]], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "before", [pytest.param([], id="first"), pytest.param(["feed_forward"], id="second", marks=pytest.mark.large)]
+)
 def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_device(
     before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
