@@ -5,7 +5,7 @@
 lowered and are part of an artefact's primary key; a worker lowers under the same (`applied`). Libraries ask for the
 others in each call, so that only a CUDA graph keeps them. `unsupported` names what no artefact can follow.
 
-docs/design/capture_and_guards.md has the list with what is done for each.
+docs/design/names_and_modes.md has the list with what is done for each.
 """
 
 from __future__ import annotations
