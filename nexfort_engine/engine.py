@@ -315,21 +315,21 @@ class Engine:
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
-        session = Session(self.on_call, instead=instead)
+        session, root = Session(self.on_call, instead=instead), self.state.root
         placed = []
         if self.table.were_exchanged():
             self.refresh()
         for region in self.table.regions:
-            if region.module is not self.root:
+            if region.module is not root:
                 if stand_in(region.module):
                     placed.append(region.module)
                 else:
                     self.report.eager(region.path, f"it carries {region.carries()}")
         if watch_root:
-            if stand_in(self.root):
-                placed.append(self.root)
+            if stand_in(root):
+                placed.append(root)
             elif counted:
-                why = f"the network carries {own_foreign(self.root)}"
+                why = f"the network carries {own_foreign(root)}"
                 self.report.note(f"steps are not planned ahead, and are no CUDA graphs: {why}")
         began = time.perf_counter()
         self.memory.step_begins(session)
@@ -348,7 +348,7 @@ class Engine:
 
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
         """What a stand-in does when its block is called inside a session of this engine."""
-        if module is self.root and session.root is None:
+        if session.root is None and module is self.state.root:
             self._notes(session, plain, args, kwargs)
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self.table.of(module)

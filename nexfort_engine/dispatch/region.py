@@ -129,7 +129,8 @@ class Region:
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
             return self._refused(key, plain, args, kwargs, session)
-        session.trace.fetched |= loan is not None and not loan.kept
+        if loan is not None and not loan.kept:
+            session.trace.fetched = True
         try:
             try:
                 return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
@@ -163,26 +164,26 @@ class Region:
         kwargs: Any,
         session: Session,
     ) -> Any:
-        if binding.artefact.mutated and _shared(flat.tensors, binding.artefact):
+        artefact, trace = binding.artefact, session.trace
+        if artefact.mutated and _shared(flat.tensors, artefact):
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
         self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
-        trace = session.trace
         trace.used.append(binding)
-        session.images |= binding.artefact.images
-        if binding.artefact.sites:
+        session.images |= artefact.images
+        if artefact.sites:
             trace.others = session.others_ran = True
-        if binding.artefact.options:
-            trace.looked_up += [look(flat.mappings, path) for path in binding.artefact.options]
-        tensors = list(map(as_taken if binding.artefact.images else normalised, flat.tensors))
+        if artefact.options:
+            trace.looked_up += [look(flat.mappings, path) for path in artefact.options]
+        tensors = list(map(as_taken if artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
                 kept = prepared(self, binding, weights, session)
             run = partial(self._ran, binding, weights, flat, tensors, kept, session)
-            if session.watching is None or binding.artefact.sites:
+            if session.watching is None or artefact.sites:
                 return run()
-            with session.watching.around(binding.artefact, partial(getattr, session.asides, "answered", 0)):
+            with session.watching.around(artefact, partial(getattr, session.asides, "answered", 0)):
                 return run()
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
@@ -196,7 +197,7 @@ class Region:
                 return self.call(plain, args, kwargs, session)
             reason = f"its artefact failed: {named(error)}"
             whole = self.module is self.state.root
-            if not whole and fallback.has_to_begin_anew(self.state, binding.artefact, flat, tensors, session):
+            if not whole and fallback.has_to_begin_anew(self.state, artefact, flat, tensors, session):
                 self.latched = reason
                 session.doubted.add(self)
                 raise HalfDone(reason) from error

@@ -45,7 +45,8 @@ class RegionTable:
 
     def of(self, module: nn.Module) -> Region | None:
         """The region of a module, None where it is none."""
-        return self._found().get(id(module))
+        found = self._by_module  # asked for each call of a block: no further call of our own
+        return (found if found is not None else self._found()).get(id(module))
 
     def modules(self) -> list[nn.Module]:
         """The module of each region."""
