@@ -201,9 +201,9 @@ def import_comfyui(root: Path) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """How many processes `-n auto` means: each may start a compiler of its own, with a gigabyte or two.
 
-    Two more than there are processors, because tests wait for servers, browsers and restarted processes.
+    One more than there are processors, because tests wait for servers, browsers and restarted processes.
     """
-    return min((os.cpu_count() or 1) + 2, MOST_PROCESSES)
+    return min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
 
 
 @pytest.hookimpl(optionalhook=True)

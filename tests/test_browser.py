@@ -33,6 +33,7 @@ REPORT = browser.REPORT
 # ---- the badge and the report ------------------------------------------------------------------------------
 
 
+@pytest.mark.large  # below it does so in the first minute
 def test_the_badge_goes_through_its_states(page: Any) -> None:
     said = browser.run_and_watch(page)
     assert said[0] == "waiting"
@@ -212,7 +213,8 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
         page.locator(BADGE, has_text="compiled").wait_for()
 
 
-@pytest.mark.parametrize("vue", [False, pytest.param(True, marks=pytest.mark.large)], ids=["canvas", "vue_nodes"])
+@pytest.mark.large  # above are tabs that the same badge tells apart
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
 def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer, vue: bool) -> None:
     with page_of(chromium, filled, Comfy_VueNodes_Enabled=vue) as page:
         browser.load(page, renumbered(served.tiny_workflow("flux_compile_model", seed=70 + vue), "703"))

@@ -30,6 +30,7 @@ from nexfort_engine.system import torch_modes
 pytestmark = pytest.mark.usefixtures("threads")
 TOLERANCE = 1e-5
 STEPS = 2
+FEW = (errno.ENOSPC, errno.EMFILE, errno.EROFS)  # no room, no descriptor, no right
 
 
 class Products(nn.Module):
@@ -119,7 +120,10 @@ def each_refused(
         assert not sound["eager"] and not sound["notes"] and len(sound["artefacts"]) == 1, (number, sound)
 
 
-@pytest.mark.parametrize("code", CODES, ids=lambda code: errno.errorcode[code])
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(code, id=errno.errorcode[code], marks=() if code in FEW else pytest.mark.large) for code in CODES],
+)
 def test_a_system_that_refuses_from_some_write_on(
     tmp_path: Path, system: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

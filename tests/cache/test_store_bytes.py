@@ -15,7 +15,7 @@ from stores import KEY, loaded, put, quick_folder, snapshot
 
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
-FEW, MUTATIONS = 1_000, 21_000  # in all, by `make test` and by `make test-large`; the shares of the files add up to 1
+FEW, MUTATIONS = 400, 21_000  # in all, by `make test` and by `make test-large`; the shares of the files add up to 1
 SHARES = {"index.json": 0.3, "manifest.json": 0.35, "payload": 0.2, "last_used": 0.1, "pinned": 0.05}
 TOKENS = [
     *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"null", b"true", b"-1", b"1e999", b"NaN", b"1" * 5000, b"[" * 2000),

@@ -63,6 +63,7 @@ def unet() -> tuple[Any, Any]:
 
 
 UNIONS: dict[str, Callable[[], tuple[Any, Any]]] = {"flux": flux, "unet": unet}
+NAMES = ["flux", pytest.param("unet", marks=pytest.mark.large)]
 
 
 class Union:
@@ -127,7 +128,7 @@ def unlike_eager(at: Union, model: Any, control: Any) -> list[str]:
 
 
 @pytest.mark.large  # about the rows, not about what is compiled
-@pytest.mark.parametrize("name", UNIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_row_makes_another_picture_than_the_one_before(begun: Callable[[str], Union], name: str) -> None:
     at = begun(name)
     rows = [*at.wanted.values(), at.wanted["depth"]]
@@ -137,7 +138,7 @@ def test_every_row_makes_another_picture_than_the_one_before(begun: Callable[[st
 
 
 @pytest.mark.parametrize("compiled", ["model", "control net", "both"])
-@pytest.mark.parametrize("name", UNIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_type_start_and_end_are_followed_and_compile_nothing(
     begun: Callable[[str], Union], name: str, compiled: str
 ) -> None:
@@ -157,7 +158,7 @@ def test_type_start_and_end_are_followed_and_compile_nothing(
     assert torch.equal(at.picture(at.model, at.control, ROWS["depth"]), at.wanted["depth"])
 
 
-@pytest.mark.parametrize("name", UNIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_type_that_is_set_in_front_of_our_node_acts(begun: Callable[[str], Union], name: str) -> None:
     at, typed = begun(name), []
 
@@ -172,7 +173,7 @@ def test_a_type_that_is_set_in_front_of_our_node_acts(begun: Callable[[str], Uni
     assert controlnet.report_of(typed[0]) is at.reports[1] and not at.new(marks)[1]["artefacts"]
 
 
-@pytest.mark.parametrize("name", UNIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_type_at_all(begun: Callable[[str], Union], name: str) -> None:
     """What a type went through is called in another way, or not at all."""
     at, row = begun(name), (("auto", 0.0, 1.0),)
@@ -187,7 +188,7 @@ def test_no_type_at_all(begun: Callable[[str], Union], name: str) -> None:
     assert not any(new["artefacts"] for new in at.new(marks))
 
 
-@pytest.mark.parametrize("name", UNIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_type_that_the_network_lacks_is_refused_in_the_same_words(begun: Callable[[str], Union], name: str) -> None:
     at, said = begun(name), []
     for model, control in ((at.model, at.control), (at.model_of_ours, at.ours)):

@@ -46,8 +46,9 @@ def test_the_kernel_that_inductor_reads_gives_what_plain_torch_gives() -> None:
     run("interpreted_unpadded_attention.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_the_kernel_is_compiled_for_its_card(tmp_path: Path) -> None:
-    run("compiled_unpadded_attention.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("kinds", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_is_compiled_for_its_card(kinds: str, tmp_path: Path) -> None:
+    run("compiled_unpadded_attention.py", kinds, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("order", [PLAIN, BEHIND, OUTERMOST])

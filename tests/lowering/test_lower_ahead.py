@@ -280,6 +280,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return lowered_ahead(tmp_path_factory.mktemp("measured"), ["transformer", *MASKED, *STACKS], MEASURED)
 
 
+@pytest.mark.large  # that graphs call it is in passes/test_tuned_attention.py
 def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str, Path]) -> None:
     """On tensors as they lie in memory; a mask for all heads and rows is not spread out for it."""
     plain, masked = code_of(measured["transformer"]), code_of(measured["masked"])
@@ -292,6 +293,7 @@ def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str
     assert masked.partition("def call(")[2].count(".run(") == 1, "the sum at the end"
 
 
+@pytest.mark.large
 def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Path]) -> None:
     told = json.loads((measured["stack"] / "folded.json").read_text())
     calls = [

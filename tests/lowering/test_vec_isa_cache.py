@@ -131,6 +131,7 @@ print(report["artefacts_loaded"], report["artefacts_compiled"], report["eager"])
 """
 
 
+@pytest.mark.large  # above is one process
 def test_processes_with_other_limits_share_a_cache(tmp_path: Path) -> None:
     """torch's own variable limits what its code and compiled code may use."""
 

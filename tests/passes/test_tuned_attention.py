@@ -179,8 +179,7 @@ ON = {"options": {"attention.measure": True}}
     "name",
     [
         "torch_dit",
-        pytest.param("comfy_flux", marks=pytest.mark.comfy),
-        pytest.param("comfy_unet", marks=[pytest.mark.comfy, pytest.mark.large]),
+        *(pytest.param(name, marks=[pytest.mark.comfy, pytest.mark.large]) for name in ("comfy_flux", "comfy_unet")),
     ],
 )
 @torch.inference_mode()
