@@ -141,6 +141,7 @@ def test_the_workflows_are_in_the_template_browser(server: ComfyServer) -> None:
 # ---- loader, compile, sampler, VAE, save -----------------------------------------------------------------
 
 
+@pytest.mark.large  # nothing of it is compiled
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_plain_workflow_gives_an_image(server: ComfyServer, base: Path, name: str) -> None:
     history = server.run(served.tiny_workflow(name), timeout=120)

@@ -44,7 +44,9 @@ def test_a_backbone_takes_images_that_lie_otherwise(name: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("build", [taesd(4), kl_vae(4)], ids=["taesd", "kl"])
+@pytest.mark.parametrize(
+    "build", [pytest.param(taesd(4), id="taesd"), pytest.param(kl_vae(4), id="kl", marks=pytest.mark.large)]
+)
 def test_an_autoencoder_takes_them(build: Any) -> None:
     made = vae(build)
     compiled = host.attach_vae(made, CONFIG)
