@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..guards import module_guards, option_recorder
-from ..guards.call_spec import Flat, spec_text
+from ..guards.call_spec import Flat, functions_in, spec_text
 from ..guards.callback_sites import settled
 from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
@@ -231,7 +231,8 @@ def _names_so_far(trace: Trace) -> list[Row]:
 
 
 def _names(trace: Trace) -> tuple[list[Row], str]:
-    return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread)
+    functions = functions_in(trace.example.spec)
+    return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread, functions)
 
 
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..guards.bytecode_names import ATTRIBUTE, CELL, GLOBAL, IMPORT, KEY, Chain, names_in
+from ..guards.function_spec import FunctionCode
 from ..guards.module_guards import METHOD
 from ..guards.name_resolver import CLASS, Address, Resolver, Row, classes_in, function_in, is_container, text_of
 from ..guards.option_recorder import Refused
@@ -38,18 +39,19 @@ def rows_of(
     codes: Iterable[types.CodeType],
     reads: Mapping[tuple[str, str], Any] | None = None,
     elsewhere: Callable[..., Any] | None = None,
+    functions: Iterable[FunctionCode] = (),
 ) -> tuple[list[Row], str]:
     """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
 
     module: the block. codes: the code objects that ran. reads: the attributes of the block that they read
     (shadow_module.py); None for code that ran as it is, and was not captured. elsewhere: calls a function on the thread
-    on which the code ran, where that is another one.
+    on which the code ran, where that is another one. functions: those that the block was called with.
     Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
     of_capture, reads = reads is not None, reads or {}
     walk = _Walk(module, {code for code in codes if is_host_code(code)})
     methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
-    walk.run(methods, [value for value in reads.values() if value is not METHOD], of_capture=of_capture)
+    walk.run(methods, [v for v in reads.values() if v is not METHOD], functions, of_capture=of_capture)
     if of_capture:
         walk.refuse_attributes_of_weights()
     resolver, only_here = Resolver(classes_in(module), deep=of_capture), ""
@@ -108,11 +110,19 @@ class _Walk:
         self._by_text: set[str] = set()
         self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
 
-    def run(self, methods: Iterable[tuple[type, str]], objects: Iterable[Any], *, of_capture: bool) -> None:
+    def run(
+        self,
+        methods: Iterable[tuple[type, str]],
+        objects: Iterable[Any],
+        functions: Iterable[FunctionCode],
+        *,
+        of_capture: bool,
+    ) -> None:
         """Find all addresses.
 
-        methods: what code read of the class of a module that is no plain value. of_capture: what ran is the block's
-        code alone. In a step the host's and libraries' code ran too, which keeps count of many things.
+        methods: what code read of the class of a module that is no plain value. functions: as for `rows_of`, some of
+        which may lie in no file. of_capture: what ran is the block's code alone. In a step the host's and libraries'
+        code ran too, which keeps count of many things.
         """
         for kind in classes_in(self._module):
             self._class(kind)
@@ -124,15 +134,23 @@ class _Walk:
         # code that nobody reached by name: an attribute's function, or one that was computed
         for code in sorted(self._ran - self._visited, key=lambda code: (code.co_filename, code.co_firstlineno)):
             if code not in self._visited and (found := module_of_code(code)) is not None:
-                if of_capture and (owner := _class_of(code, found)) is not None:
-                    self._class(owner)
-                self._function(None, types.FunctionType(code, vars(found), closure=_empty_cells(code)))
+                self._found(code, vars(found), of_capture)
+        for one in functions:
+            if one.code in self._ran:
+                self._found(one.code, one.globals, of_capture)
         self._follow()
         known = -1
         while of_capture and known != len(self.addresses):
             known = len(self.addresses)
             self._by_use()
             self._follow()
+
+    def _found(self, code: types.CodeType, in_module: dict[str, Any], of_capture: bool) -> None:
+        """Code of a module ran that no name led to."""
+        module = sys.modules.get(in_module["__name__"])
+        if of_capture and module is not None and (owner := _class_of(code, module)) is not None:
+            self._class(owner)
+        self._function(None, types.FunctionType(code, in_module, closure=_empty_cells(code)))
 
     def _by_use(self) -> None:
         """What the code that ran has no written way to, but asks for by this name: attributes of modules that it passes

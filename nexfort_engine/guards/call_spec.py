@@ -6,7 +6,8 @@ the tensors, the integers (they become dynamic inputs, so that a size passed as 
 mappings (`transformer_options` and its like, which are guarded by what is read from them, see option_recorder.py).
 
 Functions among the arguments are taken apart as well (function_spec.py): their code is in the spec, and what they hold
-is flattened. A mapping that is reached twice, as an argument and in a function's cell, stays one mapping.
+is flattened. A mapping that is reached twice, as an argument and in a function's cell, stays one mapping, and a
+function that is reached twice stays one function.
 
 The flattening is our own, not pytree's: it needs no registration for dataclasses and plain objects that host blocks
 pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run before every call.
@@ -24,14 +25,15 @@ from typing import Any
 import torch
 
 from ..modules.memory_format import Unsupported, format_of
-from .function_spec import FunctionCode, held_by, is_native, native_text
+from .function_spec import FunctionCode, NamedFunction, held_by, is_named, is_native, names_of, native_text
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
 _SAME = "M="  # a dict that was met before, by its number
-_METHOD = "method"
+_SAME_FUNCTION = "F="
+_METHOD, _NAMED = "method", "named"
 
 _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
 
@@ -39,12 +41,13 @@ _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ _
 class Flat:
     """The leaves of one call, in order: `tensors`, `ints`, `mappings`; each mapping once."""
 
-    __slots__ = ("inside", "ints", "mappings", "tensors")
+    __slots__ = ("functions", "inside", "ints", "mappings", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
         self.mappings: list[dict[Any, Any]] = []
+        self.functions: list[Any] = []  # those that are done
         self.inside: list[Any] = []  # the functions that are being flattened
 
 
@@ -142,45 +145,80 @@ def _flatten_object(value: Any, into: Flat) -> Any:
 def _flatten_function(value: Any, into: Flat) -> Any:
     if any(value is one for one in into.inside):
         raise Unsupported("a function that holds itself")
+    for number, known in enumerate(into.functions):
+        if known is value:
+            return (_SAME_FUNCTION, number)
     into.inside.append(value)
     try:
         if isinstance(value, functools.partial):
-            by_name = [flatten(part, into) for part in value.keywords.values()]
-            own = flatten(value.func, into), flatten(value.args, into)
-            return (functools.partial, *own, tuple(value.keywords), *by_name)
-        if isinstance(value, types.MethodType):
-            return (_METHOD, flatten(value.__func__, into), flatten(value.__self__, into))
-        code, (defaults, keywords, fields, cells) = FunctionCode.of(value), held_by(value)
-        parts = [flatten(part, into) for part in (defaults, tuple((keywords or {}).values()), tuple(fields.values()))]
-        names = (tuple(keywords) if keywords is not None else None, tuple(fields))
-        return (code, names, *parts, *[flatten(held, into) for held in cells])
+            parts = (value.func, value.args, *value.keywords.values(), *vars(value).values())
+            spec = (functools.partial, (tuple(value.keywords), tuple(vars(value))), *[flatten(p, into) for p in parts])
+        elif isinstance(value, types.MethodType):
+            spec = (_METHOD, flatten(value.__func__, into), flatten(value.__self__, into))
+        else:
+            spec = (is_named(value) and _flatten_named(value, into)) or _flatten_python(value, into)
     finally:
         into.inside.pop()
+    into.functions.append(value)
+    return spec
+
+
+def _flatten_python(value: types.FunctionType, into: Flat) -> tuple[Any, ...]:
+    code, (defaults, keywords, fields, cells) = FunctionCode.of(value), held_by(value)
+    parts = (defaults, tuple((keywords or {}).values()), tuple(fields.values()), *cells)
+    names = (tuple(keywords) if keywords is not None else None, tuple(fields), names_of(value))
+    return (code, names, *[flatten(part, into) for part in parts])
+
+
+def _flatten_named(value: types.FunctionType, into: Flat) -> tuple[Any, ...] | None:
+    """A function as itself, with the numbers that it holds; None where it holds what varies or is guarded."""
+    own = Flat()
+    own.inside = into.inside
+    spec = _flatten_python(value, own)
+    return None if own.tensors or own.mappings else (_NAMED, NamedFunction(value), spec, ("=", tuple(own.ints)))
 
 
 def _unflatten_function(spec: Any, leaves: Leaves) -> Any:
     kind = spec[0]
-    if kind is functools.partial:
-        function, args = (unflatten(part, leaves) for part in spec[1:3])
-        by_name = [unflatten(part, leaves) for part in spec[4:]]
-        return functools.partial(function, *args, **dict(zip(spec[3], by_name, strict=True)))
-    if kind == _METHOD:
+    if kind == _SAME_FUNCTION:
+        return leaves.functions[spec[1]]
+    if kind == _NAMED:
+        made: Any = spec[1].function
+    elif kind is functools.partial:
+        (named, fields), (function, args, *rest) = spec[1], [unflatten(part, leaves) for part in spec[2:]]
+        made = functools.partial(function, *args, **dict(zip(named, rest, strict=False)))
+        vars(made).update(zip(fields, rest[len(named) :], strict=True))
+    elif kind == _METHOD:
         function, owner = (unflatten(part, leaves) for part in spec[1:])
-        return types.MethodType(function, owner)
-    (named, fields), parts = spec[1], [unflatten(part, leaves) for part in spec[2:]]
-    keywords = dict(zip(named, parts[1], strict=True)) if named is not None else None
-    return kind.made(parts[0], keywords, dict(zip(fields, parts[2], strict=True)), parts[3:])
+        made = types.MethodType(function, owner)
+    else:
+        (named, fields, names), parts = spec[1], [unflatten(part, leaves) for part in spec[2:]]
+        keywords = dict(zip(named, parts[1], strict=True)) if named is not None else None
+        made = kind.made(parts[0], keywords, dict(zip(fields, parts[2], strict=True)), parts[3:])
+        made.__name__, made.__qualname__, made.__module__ = names
+    leaves.functions.append(made)
+    return made
+
+
+def _is_of_function(kind: Any) -> bool:
+    """Whether a spec that begins so stands for a function."""
+    return isinstance(kind, FunctionCode) or kind in (functools.partial, _METHOD, _NAMED, _SAME_FUNCTION)
+
+
+def functions_in(spec: Any) -> Iterator[FunctionCode]:
+    """The code of each Python function among what a spec stands for, those that functions hold included."""
+    if isinstance(spec, tuple) and spec and spec[0] != "=":
+        if isinstance(spec[0], FunctionCode):
+            yield spec[0]
+        for part in spec[1:]:
+            yield from functions_in(part)
 
 
 def holds_function(spec: Any) -> bool:
     """Whether a function is among what a spec stands for."""
     if not isinstance(spec, tuple) or not spec or spec[0] == "=":
         return isinstance(spec, tuple) and len(spec) == 2 and callable(spec[1]) and is_native(spec[1])
-    return (
-        isinstance(spec[0], FunctionCode)
-        or spec[0] in (functools.partial, _METHOD)
-        or any(map(holds_function, spec[1:]))
-    )
+    return _is_of_function(spec[0]) or any(map(holds_function, spec[1:]))
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
@@ -212,7 +250,7 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
         return spec[1]
     if kind == _SAME:
         return leaves.given[spec[1]]
-    if isinstance(kind, FunctionCode) or kind in (functools.partial, _METHOD):
+    if _is_of_function(kind):
         return _unflatten_function(spec, leaves)
     if kind is list:
         return [unflatten(s, leaves) for s in spec[1:]]
@@ -236,6 +274,7 @@ class Leaves:
     def __init__(self, tensors: Any, ints: Any = (), mappings: Any = ()) -> None:
         self.tensors, self.ints, self.mappings = iter(tensors), iter(ints), iter(mappings)
         self.given: list[Any] = []  # the mappings that were taken so far
+        self.functions: list[Any] = []  # and the functions
 
 
 def of_its_own(value: Any, twice: bool = False) -> Any:

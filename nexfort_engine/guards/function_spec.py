@@ -3,19 +3,21 @@
 
 A block may be called with a function that was defined in the step, such as an attention with its masks in closure
 cells. It is another object in each step and the same code. `FunctionCode` stands for the code: equal where module,
-name and the digest of the code are equal, in this process and in others.
+name and the digest of the code are equal, in this process and in others. A function that its module's names lead to
+is itself, since code may ask whether it was given that one.
 """
 
 from __future__ import annotations
 
 import dis
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from ..modules.memory_format import Unsupported
 from .option_recorder import MISSING
-from .value_digests import cell_contents, code_digest, native_name
+from .value_digests import cell_contents, class_named, code_digest, native_name
 
 _known: dict[tuple[int, int], FunctionCode] = {}  # by the ids of a code object and its globals, which it keeps alive
 _MOST_KNOWN = 4096
@@ -24,10 +26,10 @@ _MOST_KNOWN = 4096
 class FunctionCode:
     """A function without its defaults and closure cells."""
 
-    __slots__ = ("_globals", "_hash", "code", "text")
+    __slots__ = ("_hash", "code", "globals", "text")
 
     def __init__(self, code: types.CodeType, in_module: dict[str, Any]) -> None:
-        self.code, self._globals = code, in_module
+        self.code, self.globals = code, in_module
         name = getattr(code, "co_qualname", code.co_name)
         self.text = f"{in_module.get('__name__')}.{name}:{code_digest(code)}"
         self._hash = hash(self.text)
@@ -43,7 +45,12 @@ class FunctionCode:
 
     @classmethod
     def of(cls, function: types.FunctionType) -> FunctionCode:
-        """That of a function. Raises Unsupported where it assigns variables that it shares with its maker."""
+        """That of a function. Raises Unsupported where it assigns variables that it shares with its maker, and where
+        its globals are no loaded module's: no name leads to them.
+        """
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if getattr(module, "__dict__", None) is not function.__globals__:
+            raise Unsupported("a function whose globals are those of no loaded module")
         key = (id(function.__code__), id(function.__globals__))
         found = _known.get(key)
         if found is None:
@@ -58,10 +65,28 @@ class FunctionCode:
     def made(self, defaults: Any, keywords: Any, fields: dict[str, Any], cells: Sequence[Any]) -> types.FunctionType:
         """A function of this code that holds these values."""
         closure = tuple(map(types.CellType, cells))
-        new = types.FunctionType(self.code, self._globals, self.code.co_name, defaults, closure)
+        new = types.FunctionType(self.code, self.globals, self.code.co_name, defaults, closure)
         new.__kwdefaults__ = keywords
         new.__dict__.update(fields)
         return new
+
+
+class NamedFunction:
+    """A function that its module's names lead to."""
+
+    __slots__ = ("function", "text")
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function, self.text = function, f"{function.__module__}.{function.__qualname__}"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is NamedFunction and self.function is other.function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def held_by(function: types.FunctionType) -> tuple[Any, Any, dict[str, Any], list[Any]]:
@@ -70,6 +95,22 @@ def held_by(function: types.FunctionType) -> tuple[Any, Any, dict[str, Any], lis
     if any(held is MISSING for held in cells):
         raise Unsupported("a function with a variable that has no value yet")
     return function.__defaults__, function.__kwdefaults__, vars(function), cells
+
+
+def is_named(function: types.FunctionType) -> bool:
+    """Whether the names of a function and of its module lead to it."""
+    name = function.__qualname__
+    if function.__module__ is None or "<" in name:
+        return False
+    try:
+        return class_named(function.__module__, name) is function
+    except Exception:  # the code of a module or a class that computes its attributes
+        return False
+
+
+def names_of(function: types.FunctionType) -> tuple[str, ...]:
+    """The names that a function has as attributes, `functools.wraps` gives it those of another one."""
+    return function.__name__, function.__qualname__, function.__module__
 
 
 def is_native(value: Any) -> bool:
@@ -81,7 +122,7 @@ def is_native(value: Any) -> bool:
 
 def native_text(value: Any) -> str:
     """A native function as text that is the same in every process."""
-    return ".".join(native_name(value)[:2])
+    return " ".join(native_name(value))
 
 
 def _assigned_outside(code: types.CodeType) -> str | None:

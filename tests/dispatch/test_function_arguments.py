@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,3 +158,56 @@ def test_a_function_that_keeps_count_is_called_as_often_as_without() -> None:
         assert far(compiled(*inputs()), wanted) < TOLERANCE
         assert len(net.calls) == count == 3
     assert "changes a list" in compiled.report.as_dict()["eager"][0]["reason"]
+
+
+class Asking(nn.Module):
+    """A block that asks which function it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: T, activation: Callable[[T], T]) -> T:
+        return x + activation(self.linear(x)) * {functional.silu: 3.0}.get(activation, 1.0)
+
+
+class AskingNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asking() for _ in range(2))
+
+    def forward(self, x: T, activation: Callable[[T], T]) -> T:
+        for block in self.blocks:
+            x = block(x, activation)
+        return x
+
+
+def asking() -> AskingNetwork:
+    torch.manual_seed(0)
+    return AskingNetwork().eval().requires_grad_(False)
+
+
+def test_code_that_asks_which_function_it_was_given_is_answered() -> None:
+    net = asking()
+    compiled, x = nexfort_engine.compile(net), torch.randn(1, 5, WIDTH)
+    for activation in (functional.silu, functional.relu, functional.silu, torch.tanh):
+        assert far(compiled(x, activation), net(x, activation)) < TOLERANCE
+    assert compiled.report.as_dict()["artefacts_compiled"] == 3
+
+
+FACTOR = 1.0
+
+
+def scaled(x: T) -> T:
+    return x * FACTOR
+
+
+def test_names_that_a_function_of_no_file_reads_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("of_no_file")
+    monkeypatch.setitem(sys.modules, "of_no_file", module)
+    module.scaled = types.FunctionType(scaled.__code__, vars(module))
+    net = asking()
+    compiled, x = nexfort_engine.compile(net), torch.randn(1, 5, WIDTH)
+    for module.FACTOR in (2.0, 5.0):
+        assert far(compiled(x, module.scaled), net(x, module.scaled)) < TOLERANCE
+    assert compiled.report.as_dict()["artefacts_compiled"] == 2

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,57 @@ def test_a_mapping_in_a_cell_and_among_the_arguments_stays_one() -> None:
     assert first is second and function(2) == 10
     first["a"] = 7
     assert function(2) == 14
+
+
+def two_of_each(a: T, b: T) -> functools.partial[T]:
+    return functools.partial(lambda x, y, *, less, more: x * y - less + more, a, less=b, more=a + b)
+
+
+def test_a_partial_s_arguments_keep_their_places() -> None:
+    a, b, x = torch.randn(3), torch.randn(3), torch.randn(3)
+    made = two_of_each(a, b)
+    made.level = 4.0  # type: ignore[attr-defined]
+    again = together(*taken_apart(made))
+    assert torch.equal(again(x), made(x)) and again.level == 4.0
+    made.level = 5.0  # type: ignore[attr-defined]
+    assert taken_apart(made)[0] != taken_apart(two_of_each(a, b))[0]
+
+
+def test_a_function_that_names_lead_to_is_itself() -> None:
+    """Code may ask `is`, or look it up in a dict."""
+    for named in (closure, functional.relu, Scale.of):
+        spec, flat = taken_apart([named, functools.partial(named)])
+        first, second = together(spec, flat)
+        assert first is second.func is named and spec_text(spec) == spec_text(taken_apart([named, second])[0])
+    assert together(*taken_apart(Scale(2.0).of)).__func__ is Scale.of
+
+
+def test_a_function_that_is_given_twice_stays_one() -> None:
+    one, other = (closure(torch.ones(2), 1, 1.0) for _ in range(2))
+    spec, flat = taken_apart([one, one, functools.partial(one), other])
+    first, second, held, third = together(spec, flat)
+    assert first is second is held.func is not third
+    assert spec != taken_apart([one, other, functools.partial(one), other])[0]
+
+
+def test_names_of_a_function_are_kept() -> None:
+    def inner(x: T) -> T:
+        return x
+
+    @functools.wraps(inner)
+    def outer(x: T) -> T:
+        return inner(x)
+
+    again = together(*taken_apart(outer))
+    assert (again.__name__, again.__qualname__, again.__module__) == ("inner", inner.__qualname__, __name__)
+    assert again.__wrapped__.__name__ == "inner" and list(inspect.signature(again).parameters) == ["x"]
+
+
+def test_globals_of_no_module_are_refused() -> None:
+    """Nothing would see that they change, or that they are others."""
+    for name in ("no_module", __name__):
+        with pytest.raises(Unsupported, match="of no loaded module"):
+            taken_apart(types.FunctionType(closure.__code__, {"__name__": name}))
 
 
 def counting() -> Callable[[], int]:
