@@ -34,6 +34,8 @@ log = logging.getLogger("nexfort")
 WHOLE = "(whole module)"
 LEAST = 0.1  # of the weights that a call passes through: what is compiled of less saves less than looking costs
 _ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
+_MUCH = 0.5  # of the blocks' weights: more than a network leaves out in a step of its own accord
+_NOT_CALLED = "{} to {} are not called as modules; if the network calls their parts, those run uncompiled"
 
 
 class Worth:
@@ -43,6 +45,7 @@ class Worth:
         self._state, self._table, self._memory = state, table, memory
         self._off: dict[Hashable, Any] = state.known.off  # kinds of call that are not, each with how that is checked
         self._weights: dict[int, int] = {}
+        self._has_told = False
 
     def anew(self) -> None:
         """Everything is worth a try again."""
@@ -120,17 +123,34 @@ class Worth:
         return False
 
     def judge(self, session: Session) -> None:
-        """See what a step ran that has ended, if a region of it ran eager for good."""
+        """See what a step ran that has ended: if a region ran eager for good; in the first one, what was left out."""
+        if not self._has_told and session.trace.used:
+            self._has_told = True
+            self._tell_of_blocks_that_are_not_called(session)
         if not session.trace.lost or session.behind or session.aside:
             return
-        of = {id(binding): region for region in self._table.regions for binding in region.bindings}
-        ran = [(of[id(binding)], None) for binding in session.trace.used if id(binding) in of]
+        ran = [(region, None) for region in self._used(session)]
         try:
             self.pays([*ran, *session.trace.lost], session)
         except Exception as error:  # an argument's own code; the step has its result
             if is_passed_on(error, self._state.hooks.stops()):
                 raise
             self._state.report.note(UNSEEN.format(named(error)))
+
+    def _used(self, session: Session) -> list[Region]:
+        of = {id(binding): region for region in self._table.regions for binding in region.bindings}
+        return [of[id(binding)] for binding in session.trace.used if id(binding) in of]
+
+    def _tell_of_blocks_that_are_not_called(self, session: Session) -> None:
+        """A network may call parts of its blocks by other methods than `forward`: nothing of them is a region then."""
+        call = session.asked[0] if session.asked is not None else None
+        if session.behind or getattr(getattr(call, "func", call), "__name__", "forward") != "forward":
+            return  # one of several methods passes by what the others call
+        called = {id(region) for region in [*self._used(session), *(region for region, _ in session.trace.lost)]}
+        blocks = [region for region in self._table.regions if self._table.is_block(region)]
+        left = [region for region in blocks if id(region) not in called]
+        if sum(map(self.weight, left)) > _MUCH * sum(map(self.weight, blocks)):
+            self._state.report.note(_NOT_CALLED.format(left[0].path, left[-1].path))
 
     def weight(self, region: Region) -> int:
         """How many numbers the weights of a region have."""

@@ -15,6 +15,7 @@ import torch
 from subjects import graphs_as_they_are
 from torch import nn
 
+import nexfort_engine
 from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compilation import builder as build
@@ -305,3 +306,43 @@ def test_a_verification_that_was_asked_for_is_made(tmp_path: Path, work: Work) -
         stood = work.stand_ins
         ours(x)
     assert len(ours.report.as_dict()["verifications"]) == 1 and work.stand_ins == stood
+
+
+class _CallsParts(nn.Module):
+    """Its blocks are called by their parts, but for `whole`."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(_Parts() for _ in range(3))
+
+    def forward(self, x: T) -> T:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.whole else block.part(x)
+        return x
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def part(self, x: T) -> T:
+        return x + self.linear(x)
+
+    def forward(self, x: T) -> T:
+        return self.part(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_that_are_called_by_their_parts_have_a_line(whole: bool, tmp_path: Path) -> None:
+    net = _CallsParts(whole).eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(net)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(compiled(x := torch.randn(2, 5, 8)), net(x), atol=1e-5)
+    told = [note for note in compiled.report.as_dict()["notes"] if "not called as modules" in note]
+    assert len(told) == (not whole), told
+    assert whole or ("blocks.0 to blocks.2" in told[0])
