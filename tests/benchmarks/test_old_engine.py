@@ -123,8 +123,23 @@ def test_eager_on_a_slow_machine_flatters_nobody(ran: list[Any], tmp_path: Path)
     rows = old_table.read(file)
     slow = [{**row, "rate": "10.0", "commit": "later"} for row in rows if row["way"] == "eager"]
     assert old_table.table([], rows + slow) == old_table.table([], slow + rows) == old_table.table([], rows)
+    assert "| **3.00** |" in old_table.table([], rows)
     elsewhere = [{**row, "gpu": "Another card"} for row in slow]
     assert old_table.table([], rows + elsewhere) == old_table.table([], rows)
+
+
+def test_a_ratio_is_of_one_run_and_of_no_slow_eager(ran: list[Any], tmp_path: Path) -> None:
+    """Figures of two runs stand beside each other without a ratio, as the hosts of such a card differ."""
+    file = tmp_path / "found.csv"
+    old_engine.main(["sd21", "--csv", str(file)])
+    rows = old_table.read(file)
+    for name, other in (("commit", "later"), ("command", "python -m benchmarks.old_engine sd21 --ways eager")):
+        apart = [{**row, name: other} if row["way"] == "eager" else row for row in rows]
+        assert "| none: two runs | 51.23 → **153.7** |" in old_table.table([], apart)
+    for rate, expected in (("10.0", "| none: two runs | 51.23 → "), ("51.0", "| **3.01** | 51.0 → ")):
+        own = [{**row, "rate": rate} if row["way"] == "eager" else row for row in rows]
+        fastest = [{**row, "commit": "before"} for row in rows if row["way"] == "eager"]
+        assert expected in old_table.table([], own + fastest)
 
 
 def test_a_tiny_run_stays_out_of_the_table(ran: list[Any], tmp_path: Path) -> None:
