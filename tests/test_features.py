@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/design/features.md names every option, and files that are there; tools/feature_costs.py counts their lines.
 
-The pages that tools/catalogue_pages.py writes are as it would write them.
+The pages that tools/catalogue_pages.py writes are as it would write them. Each gain is one of benchmarks/history.md.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import by_path
@@ -17,6 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 catalogue = by_path.load("catalogue_pages", ROOT / "tools" / "catalogue_pages.py")
 tool = by_path.load("feature_costs", ROOT / "tools" / "feature_costs.py")
 TEXT = tool.PAGE.read_text(encoding="utf-8")
+HISTORY = re.split(r"\n(?:\s*\n|(?=- ))", (ROOT / "benchmarks" / "history.md").read_text(encoding="utf-8"))
+PARTS = re.compile(r"; (?![^(]*\))|, (?=cold )")  # history has cold first steps in an entry of their own
+NOT_FIGURES = re.compile(r"\([^()]*\)|`[^`]*`|\b[A-Z]\w*[\d.-]+[\w.-]*|\d+x\d+|Wan 2\.1")
+MODELS = re.compile(r"SDXL|SD2\.1|SD(?='s)|PixArt|Flux|Wan|VAE")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 WITHOUT_CODE = ("overrides.", "inductor.", "triton.fuse", "cuda.fuse")  # torch's own, or without an effect
 
 
@@ -31,6 +37,25 @@ def test_gains_of_options_are_those_of_the_catalogue() -> None:
     assert tool.with_gains(TEXT) == TEXT, "run python3 tools/feature_costs.py"
     changed = TEXT.replace("H200", "H100")
     assert tool.with_gains(changed) not in (changed, TEXT)
+
+
+def unproven(gain: str) -> list[str]:
+    """The parts of a gain whose model and numbers no one entry of history has together."""
+
+    def has(entry: str, part: str) -> bool:
+        numbers = set(NUMBER.findall(NOT_FIGURES.sub("", part)))
+        return numbers <= set(NUMBER.findall(entry)) and all(name in entry for name in MODELS.findall(part))
+
+    return [part for part in PARTS.split(gain) if not any(has(entry, part) for entry in HISTORY)]
+
+
+def test_each_gain_is_one_of_history() -> None:
+    """Those of options too: the catalogue copies them."""
+    found = {cells[0]: parts for cells in tool.rows(TEXT) if (parts := unproven(cells[2]))}
+    assert found == {}, "benchmarks/history.md has no entry with these figures"
+    assert unproven("SDXL 28.0 ms, 28.41 without; none (H200)") == ["SDXL 28.0 ms, 28.41 without"]
+    assert unproven("Latte 28.0 ms, 28.4 without (H200, 2026-11-26)") == []
+    assert unproven("Flux-dev 76.3 it/s, 68.5 without (H200, 2026-11-24)") != []
 
 
 def test_the_pages_of_the_catalogue_are_as_they_would_be_written(

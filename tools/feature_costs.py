@@ -3,7 +3,8 @@
 
 The page is docs/design/features.md. A feature's row names its files of code and of tests; a folder stands for all
 Python files below it, and `without` takes a file out. Empty lines do not count. Where the cell of the switch begins
-with an option or a mode token, the gain is that of the catalogue. Others are copied from `benchmarks/history.md`.
+with an option or a mode token, the gain is that of the catalogue. Others are copied from `benchmarks/history.md`, and
+`tests/test_features.py` looks each up there.
 """
 
 from __future__ import annotations
