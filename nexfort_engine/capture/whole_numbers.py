@@ -10,15 +10,18 @@ that ends in no size is data, such as a row's index, and 0 and 1 are values of i
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..guards.value_digests import table_of
 from ..system.process_settings import replaced
+from .source_hashes import is_host_code
 
 _SOURCE = re.compile(r"\['ints'\]\[(\d+)\]$")  # what export calls a number, by the parameter's name of Lifted.forward
 
@@ -64,11 +67,12 @@ class Numbers:
 def positive_sizes(numbers: Numbers) -> Iterator[None]:
     """Inside the block numbers that are sizes are more than 0 to torch, and others may be any. 1 is not fixed.
 
-    `conditions_of` has it checked. The caller holds the capture's lock.
+    `conditions_of` has it checked. The caller holds the capture's lock. A block's code that asks `isinstance` is told
+    that they are ints, and a number whose text it takes is fixed.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    original = ShapeEnv.create_unspecified_symbol
+    original, symbols = ShapeEnv.create_unspecified_symbol, set[Any]()
 
     def create(self: Any, val: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         name = source.name if isinstance(source.name, str) else source.name()
@@ -76,10 +80,38 @@ def positive_sizes(numbers: Numbers) -> Iterator[None]:
         if type(val) is not int or place is None:
             return original(self, val, source, *args, **kwargs)
         positive = True if int(place[1]) in numbers.sizes else None
-        return self.create_symbol(val, source, *args, **kwargs, positive=positive, do_not_specialize_zero_one=True)
+        made = self.create_symbol(val, source, *args, **kwargs, positive=positive, do_not_specialize_zero_one=True)
+        symbols.update(made.free_symbols)
+        return made
 
-    with replaced(ShapeEnv, "create_unspecified_symbol", create):
+    asked = _ints_to_blocks(symbols) if numbers.free else nullcontext()
+    with replaced(ShapeEnv, "create_unspecified_symbol", create), asked:
         yield
+
+
+@contextmanager
+def _ints_to_blocks(symbols: set[Any]) -> Iterator[None]:
+    """Numbers of these symbols are to a block's code what they are in eager, where code can tell."""
+    kind, original = torch.SymInt, torch.SymInt.__repr__
+
+    def is_asked_by_block(number: Any, frame: Any) -> bool:
+        expr = getattr(number.node, "_expr", None)
+        return expr is not None and not symbols.isdisjoint(expr.free_symbols) and is_host_code(frame.f_code)
+
+    def class_of(self: Any) -> type:
+        return int if is_asked_by_block(self, sys._getframe(1)) else kind
+
+    def text_of(self: Any) -> str:
+        return repr(int(self)) if is_asked_by_block(self, sys._getframe(1)) else original(self)
+
+    # `isinstance` asks for it where the type is not the one that it is asked for; no assignment puts it there, and the
+    # assignments of the other one have the class forget what it remembers of its table
+    table_of(kind)["__class__"] = property(class_of)
+    with replaced(kind, "__repr__", text_of):
+        try:
+            yield
+        finally:
+            del table_of(kind)["__class__"]
 
 
 def _symbols_in_sizes(program: torch.export.ExportedProgram) -> set[Any]:

@@ -52,6 +52,21 @@ def test_code_that_wants_an_int_gets_one() -> None:
     assert probe.agrees(x(5), 1, 4) and not probe.agrees(x(5), 2, 4)
 
 
+def test_a_number_is_an_int_to_code_that_asks() -> None:
+    """What code finds out at another number, the captured one does not show."""
+    block = block_of(lambda b, h, row: b.linear(h) * (3.0 if isinstance(row, int) and row < 1 else 1.0))
+    probe = Probe(block, x(5), 3)
+    assert probe.agrees(x(5), 7) and not probe.agrees(x(5), 0)
+    assert not isinstance(torch.SymInt.__dict__.get("__class__"), property), "torch's class is as it was"
+
+
+def test_a_number_whose_text_is_taken_is_fixed() -> None:
+    for text in (str, repr, "{}".format, lambda row: f"{row}"):
+        block = block_of(lambda b, h, row: b.linear(h) * {"0": 3.0, "1": 5.0}.get(text(row + 0), 1.0))  # noqa: B023
+        probe = Probe(block, x(5), 3)
+        assert probe.agrees(x(7), 3) and not probe.agrees(x(5), 1)
+
+
 def segments(ends: tuple[tuple[int, int, T | None], ...]) -> Any:
     """Attention by segments: each looks at all keys up to its own end."""
 
