@@ -29,7 +29,7 @@ from ..dispatch.recovery import without_images
 from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
-from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own
+from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
 from ..modules.channels_last import as_taken, innermost, is_of_order
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
@@ -71,6 +71,9 @@ class Planner:
             return []
         call, args, kwargs = session.root
         args, kwargs = self._state.hooks.plain_call(args, kwargs)
+        if reason := _stateful(args, kwargs):
+            self._state.report.note(f"regions are compiled one by one: {reason}")
+            return []
         self.lost, found = [], None
         device = device_of([*(t.device for t in tensors_in((args, kwargs))), torch.device("cpu")])
         if memory_budget.is_counted(device) and _batch_of(_by_name(args, kwargs)) == 1:
@@ -229,6 +232,14 @@ class Planner:
         yield
         if contents((args, kwargs)) != before:
             self.refusals.add(wanted, None, CHANGES_GIVEN)
+
+
+def _stateful(args: Any, kwargs: Any) -> str | None:
+    """Why a plan's runs would change what the call is given, as far as that can be seen."""
+    try:
+        return stateful(flatten_call(args, kwargs, Flat()))
+    except Unsupported:
+        return None
 
 
 def _as_taken(value: Any) -> Any:

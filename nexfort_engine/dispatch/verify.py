@@ -28,7 +28,7 @@ import torch
 
 from ..capture.shadow_module import Shadow
 from ..cudagraphs.step_graphs import StepGraphs
-from ..guards.call_spec import Flat, changeable, flatten_call, holds_function, of_its_own
+from ..guards.call_spec import Flat, flatten_call, holds_function, of_its_own, stateful
 from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
@@ -289,11 +289,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _stateful(args: Any, kwargs: Any) -> str | None:
     """Why a call cannot be made again: it is handed an object, such as a cache, that it may change. Or None."""
     try:
-        spec = flatten_call(args, kwargs, Flat())
+        return stateful(flatten_call(args, kwargs, Flat()))
     except Unsupported as reason:
         return f"it is called with {reason}"
-    kind = next((kind for kind in changeable(spec) if kind is not list), None)  # lists are copied
-    return None if kind is None else f"it is called with a {kind.__qualname__}, which it may change"
 
 
 def _in_fp8(artefact: Artefact) -> bool:

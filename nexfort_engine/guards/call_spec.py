@@ -223,6 +223,9 @@ def holds_function(spec: Any) -> bool:
 
 def fields_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object, those in slots too; None if it may hold what cannot be seen from Python."""
+    made_by = type(value).__new__
+    if made_by not in (object.__new__, types.SimpleNamespace.__new__) and not isinstance(made_by, types.FunctionType):
+        return None  # such as a random.Random
     own = getattr(value, "__dict__", None)
     kinds = [kind for kind in type(value).__mro__[:-1] if "__slots__" in vars(kind)]
     if own is None and len(kinds) < len(type(value).__mro__) - 1:
@@ -313,6 +316,14 @@ def changeable(spec: Any) -> Iterator[type]:
         yield kind
     for part in spec[1:]:
         yield from changeable(part)
+
+
+def stateful(spec: Any) -> str | None:
+    """Why a call cannot be made again: it is handed what it may change and `of_its_own` does not copy. Or None."""
+    if holds_function(spec):
+        return "it is called with a function, which may change what it holds"
+    kind = next((kind for kind in changeable(spec) if kind is not list), None)
+    return None if kind is None else f"it is called with a {kind.__qualname__}, which it may change"
 
 
 def spec_text(spec: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import subprocess
 import sys
 import types
@@ -233,6 +234,11 @@ def too_early() -> Callable[[], Any]:
     return found
 
 
+def drawing() -> Callable[[], float]:
+    numbers = random.Random(0)
+    return lambda: numbers.random()
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -240,6 +246,7 @@ def too_early() -> Callable[[], Any]:
         (counting_inside(), "a function that assigns count"),
         (itself(), "a function that holds itself"),
         (wrapped(torch.ones(2), 1, 1.0), "a function that holds itself"),
+        (drawing(), "Random, whose content cannot be listed"),
         (too_early(), "a variable that has no value yet"),
         (torch.nn.Linear(1, 1).forward, "Linear"),
         (functools.partial(torch.nn.Linear(1, 1)), "Linear"),
