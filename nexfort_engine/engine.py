@@ -48,7 +48,7 @@ from .runtime.forward_context import Instead, Session, entered
 from .runtime.shared_state import Known
 from .system import heap_trim
 from .system.process_settings import backend_scope
-from .weights.lease import Lender
+from .weights.lease import WeightProvider
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
 
     name: what the report calls it; the backbone's class if the host has no name.
     whole: it is called through its forward alone, so it may be one region.
-    lender: where the host keeps weights elsewhere; they are borrowed for each call.
+    provider: where the host keeps weights elsewhere; they are leased for each call.
     known: what engines of networks alike share, where a host makes its network anew for each run.
     report: one that exists already, for the same networks.
     hooks: what is asked of the host.
@@ -70,12 +70,14 @@ class Engine:
         *,
         name: str = "",
         whole: bool = True,
-        lender: Lender | None = None,
+        provider: WeightProvider | None = None,
         known: Known | None = None,
         report: Report | None = None,
         hooks: HostHooks | None = None,
     ) -> None:
-        self.state = EngineState(root, config, store, name=name, lender=lender, known=known, report=report, hooks=hooks)
+        self.state = EngineState(
+            root, config, store, name=name, provider=provider, known=known, report=report, hooks=hooks
+        )
         self.table = RegionTable(self.state, self._region, whole=whole)
         self.graphs = StepGraphs(self.state, self.table.modules, self.table.spared) if config.step_graphs else None
         self.memory = MemoryReclaim(self.state, self.table, self.graphs)
@@ -155,10 +157,10 @@ class Engine:
         self.table.find_anew()
         self._innermost = None
 
-    def look(self, run: object) -> None:
+    def poll_versions(self, run: object) -> None:
         """Have the host see whether weights changed without a word, once for each run; None: it has no name."""
-        if self.state.lender is not None:
-            self.state.lender.look(run)
+        if self.state.provider is not None:
+            self.state.provider.poll_versions(run)
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""

@@ -148,7 +148,7 @@ def test_packed_weights_are_kept_in_graphs_for_as_long_as_the_host_says_that_the
     module = on_gpu(nn.Sequential(Wide(), Wide()).bfloat16())
     compiled, host = nexfort_engine.compile(module, options="O3"), Host()
     engine = compiled._nexfort_engine
-    engine.state.lender = host
+    engine.state.provider = host
     h = torch.randn(2, 4096, 2048, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
 
     def kept() -> list[int]:

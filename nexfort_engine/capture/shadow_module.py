@@ -82,7 +82,7 @@ class Shadow:
 
 
 def _cast_weights_to_input(own: dict[str, Any]) -> None:
-    """Have a layer cast its weights to the dtype of what it is given, as its host's code does where they are lent."""
+    """Have a layer cast its weights to the dtype of what it is given, as its host's code does where they are leased."""
     kept: dict[str, Any] = {}
 
     def cast(layer: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

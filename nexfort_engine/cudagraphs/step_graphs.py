@@ -256,9 +256,9 @@ class StepGraphs:
                 self._refused[key] = reason
                 return result
         if trace.spares:
-            return result  # the next step borrows less; it is the one to look at
+            return result  # the next step leases less; it is the one to look at
         kept = serials_of(trace.used)  # before it is asked what they spare: another thread may let go of them
-        residence = Residence(self.state.root, self.state.lender, self._spared(trace.used))
+        residence = Residence(self.state.root, self.state.provider, self._spared(trace.used))
         if trace.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.state.report.note("no CUDA graph: a region ran eager")

@@ -29,7 +29,7 @@ def _may_need_gradients(state: EngineState, args: tuple[Any, ...], kwargs: dict[
 
     Where a host attaches functions to weights, what trains may be anywhere in these.
     """
-    if state.lender is not None:
+    if state.provider is not None:
         return True
     held = (*state.root.parameters(), *tensors_held(state.root).values())
     return any(tensor.requires_grad for tensor in (*held, *tensors_in((args, kwargs))))

@@ -19,7 +19,7 @@ from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import Session
 from ..system.cuda_graph_pool import is_capturing
-from ..weights.lease import Lender, layers_in
+from ..weights.lease import WeightProvider, layers_in
 from .prepack_cache import is_in_vain, kept_of
 from .region_table import RegionTable
 
@@ -46,8 +46,8 @@ class MemoryReclaim:
 
     def release(self) -> bool:
         """Give back what is held of the device between steps, to be made again when wanted. Whether there was any."""
-        if self._state.lender is not None:
-            self._state.lender.stay()
+        if self._state.provider is not None:
+            self._state.provider.stop_releasing()
         graphs = self._graphs is not None and bool(self._graphs.release())
         return self._table.release() or graphs
 
@@ -68,38 +68,38 @@ class MemoryReclaim:
     def hold_once(self) -> None:
         """Have the host give back what it holds for weights that are kept prepared, after a step that left both.
 
-        Between steps, when nothing is on loan; a graph asks for what it reads, and finds out if that went.
+        Between steps, when nothing is on lease; a graph asks for what it reads, and finds out if that went.
         """
         state = self._state
-        if state.lender is None or not (state.held_twice or state.lender.unsettled):
+        if state.provider is None or not (state.held_twice or state.provider.has_pending_release):
             return
         if is_capturing():  # giving back waits for the device, which no capture bears: after another step
             return
         if not self._is_busy_elsewhere():  # another thread would read what goes
-            self._give_back(state.lender)
+            self._give_back(state.provider)
 
     def _is_busy_elsewhere(self) -> bool:
         """Whether the backbone is in another step than this thread's, of whichever engine."""
         others = [other for other in list(_alive) if other._state.root is self._state.root and other is not self]
         return len(self._steps) > 1 or any(other._steps for other in others)
 
-    def _give_back(self, lender: Lender) -> None:
+    def _give_back(self, provider: WeightProvider) -> None:
         state = self._state
         state.hold_twice(False)
         try:
             if not state.lowering.keeps:
-                self._keep_what_pays(lender)
+                self._keep_what_pays(provider)
         except Exception as error:  # of the host; all of it stays kept
             state.report.note(f"what is kept of weights was not compared with what makes room for it ({named(error)})")
         found = [(region, binding) for region in self._table.regions for binding in region.bindings]
         kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
         without = self._table.spared([binding for _, binding in found if binding.kept is not None])
         layers = layers_in(state.root, without)
-        if lender.unsettled and self._graphs is not None:
+        if provider.has_pending_release and self._graphs is not None:
             self._graphs.release()  # captured with weights at places where they will not be
         try:
             instead = [it.tensors for _, it in kept]
-            given = lender.do_without(layers, instead) if layers or lender.unsettled else 0
+            given = provider.release(layers, instead) if layers or provider.has_pending_release else 0
         except Exception as error:  # of the host; the step has its result
             state.report.note(f"memory of prepacked weights was not given back ({named(error)})")
             return
@@ -107,16 +107,16 @@ class MemoryReclaim:
             log.debug("Nexfort: %s: the host gave back %d MiB of weights kept prepared", state.name, given >> 20)
             for region, it in kept:
                 it.moved(region.weights.slots.read())
-        if kept and not state.lowering.keeps and not state.frees(kept[0][1].tensors[0].device):
+        if kept and not state.lowering.keeps and not state.can_release(kept[0][1].tensors[0].device):
             for _, binding in found:  # the weights stay after all, and this is not worth it beside them
                 binding.let_go()
 
-    def _keep_what_pays(self, lender: Lender) -> None:
+    def _keep_what_pays(self, provider: WeightProvider) -> None:
         """Let go of what is kept in the place of weights that would stay all the same, as long as they lie so.
 
         Only once each region that can keep something does: what makes room does it together with what lies beside it.
         """
-        layout, rows = lender.layout, list[tuple[Binding, list[nn.Module]]]()
+        layout, rows = provider.layout, list[tuple[Binding, list[nn.Module]]]()
         for region in self._table.regions if layout is not None else ():
             preparing = [one for one in region.bindings if one.prepares and not is_in_vain(self._state, one)]
             held = [(binding, kept) for binding in preparing if (kept := kept_of(region, binding)) is not None]
@@ -125,7 +125,7 @@ class MemoryReclaim:
             for binding, kept in held:
                 places = [region.weights.slots.slots[i] for i in kept.stand_ins]
                 rows.append((binding, layers_in(region.module, places)))
-        answers = lender.pays([layers for _, layers in rows]) if rows else []
+        answers = provider.is_release_profitable([layers for _, layers in rows]) if rows else []
         for (binding, _), pays in zip(rows, answers, strict=True):
             if not pays:
                 binding.rule_out(layout)

@@ -50,7 +50,7 @@ def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], se
     device = weights[0].device
     if session.trace.fetched and not state.room(device):
         return None  # where not even the weights stay, there is no room for more
-    if not state.lowering.keeps and (is_in_vain(state, binding) or not state.frees(device)):
+    if not state.lowering.keeps and (is_in_vain(state, binding) or not state.can_release(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with state.hooks.apart():
         tensors = _made(binding, weights)
@@ -100,14 +100,14 @@ def _has_room(region: Prepares, tensors: list[torch.Tensor], more: Callable[[tor
 
 
 def stand_ins(region: Prepares, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
-    """What lets a binding do without most of the weights that are lent, now or later, now that it has them prepared."""
+    """What lets a binding do without most of the weights that are leased, now or later, since it has them prepared."""
     held, due, layers = region.weights, region.weights.due(), region.weights.layers
     if layers is None or held.parts is not None:
         return NO_STAND_INS
-    if not due and region.state.frees(weights[0].device):
+    if not due and region.state.can_release(weights[0].device):
         due = layers.all
     found, own = layers.stand_ins(due, weights, binding.needed), held.slots.read()
-    for other in region.bindings:  # one for all, or what one borrowed could not be had again by the next
+    for other in region.bindings:  # one for all, or what one leased could not be had again by the next
         kept = other.kept
         if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(held.version(), own):
             return kept.stand_ins
@@ -115,11 +115,11 @@ def stand_ins(region: Prepares, binding: Binding, weights: list[torch.Tensor]) -
 
 
 def spared(region: Prepares, used: Collection[int]) -> Collection[int]:
-    """Places of weights that no artefact of those used (by id) has to be lent any more."""
+    """Places of weights that no artefact of those used (by id) has to be leased any more."""
     found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in region.bindings if id(b) in used]
     return set.intersection(*found) if found else set()
 
 
 def is_in_vain(state: EngineState, binding: Binding) -> bool:
     """Whether keeping was found to make no room, where the weights are now."""
-    return binding.in_vain is not None and state.lender is not None and binding.in_vain == state.lender.layout
+    return binding.in_vain is not None and state.provider is not None and binding.in_vain == state.provider.layout

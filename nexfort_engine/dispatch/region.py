@@ -97,7 +97,7 @@ class Region:
             modes = current_modes()
         elif self._modal:
             modes = current_modes()
-        held, flat, loan, unseen = self.weights, Flat(), None, ""
+        held, flat, lease, unseen = self.weights, Flat(), None, ""
         try:
             spec = flatten_call(args, kwargs, flat)
             due = held.due()
@@ -115,7 +115,7 @@ class Region:
                 weights = [] if due else held.read()
             kept = kept_of(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
-                weights, loan = held.borrow(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
+                weights, lease = held.acquire(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
@@ -129,7 +129,7 @@ class Region:
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
             return self._refused(key, plain, args, kwargs, session)
-        if loan is not None and not loan.kept:
+        if lease is not None and not lease.kept:
             session.trace.fetched = True
         try:
             try:
@@ -140,8 +140,8 @@ class Region:
             self._declined.setdefault(key, []).append((still_there(flat.mappings, path), why))
             return self._eager(plain, args, kwargs, session, why)
         finally:
-            if loan is not None:
-                loan.give_back()
+            if lease is not None:
+                lease.release()
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in dict.get(self.known, key) or self.known.get(key, ()):  # the first takes half the time
@@ -227,7 +227,7 @@ class Region:
         for binding in held:
             binding.let_go()
         if held:
-            self.weights.forget_loans()
+            self.weights.forget_leases()
         return bool(held)
 
     def latch(self, reason: str) -> None:

@@ -2,7 +2,7 @@
 """RegionWeights: the weights of one region as its module has them now, and what artefacts may take of them.
 
 Looked at for each call, and inspected only where something differs. Where the host keeps weights elsewhere, they are
-borrowed for the call.
+leased for the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..modules.tree import Hidden, Seen, WeightSlots, structure
 from ..runtime.artifact import Artefact
 from ..runtime.devices import device_of, weight_problem
 from ..runtime.engine_state import EngineState
-from ..weights.lease import NO_STAND_INS, Layers, Loan, NotLent, StandIns
+from ..weights.lease import NO_STAND_INS, Layers, NotLeased, StandIns, WeightLease
 from ..weights.subclass_unwrap import Parts
 
 _DTYPE = attrgetter("dtype")  # `map` over it takes less than a comprehension, and there are dozens of weights
@@ -46,71 +46,74 @@ class RegionWeights:
         self._problem: str | None = None
         self._layers: Layers | None = None
         self._due: list[Any] = []
-        self._sound: Loan | None = None  # what it lends is as artefacts want it, with the other weights as they are
-        self._lent: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on loan
+        self._sound: WeightLease | None = None  # as artefacts want it, with the other weights as they are
+        self._leased: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on lease
 
     @property
     def layers(self) -> Layers | None:
-        """The layers whose weights the host may lend; None without such a host."""
-        if self._layers is None and self._state.lender is not None:
-            self._layers = Layers(self._state.lender, self._module, self.slots.names)
+        """The layers whose weights the host may lease; None without such a host."""
+        if self._layers is None and self._state.provider is not None:
+            self._layers = Layers(self._state.provider, self._module, self.slots.names)
         return self._layers
 
     def due(self) -> list[Any]:
-        """The layers whose weights have to be borrowed now. Raises Ineligible where no artefact may see them."""
+        """The layers whose weights have to be leased now. Raises Ineligible where no artefact may see them."""
         layers = self.layers
         try:
             due = layers.due() if layers is not None else []
-        except NotLent as reason:
+        except NotLeased as reason:
             raise Ineligible(str(reason)) from None
-        if not due and not self._lent:
+        if not due and not self._leased:
             return due
         raw = self.slots.read()
         changed = not self._seen.again(raw) or list(map(_DTYPE, raw)) != self._dtypes
         if changed or due is not self._due:
             self._sound = None
-            lent = layers.dtypes(due, raw) if layers is not None else {}
+            leased = layers.dtypes(due, raw) if layers is not None else {}
             self._due = due
-            if lent != self._lent:
-                self._lent, self._structure = lent, None
+            if leased != self._leased:
+                self._leased, self._structure = leased, None
                 self._changed()
         if changed and due and layers is not None:
             layers.forget()
             self._inspect(raw)
         return due
 
-    def borrow(
+    def acquire(
         self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS
-    ) -> tuple[list[torch.Tensor], Loan]:
-        """The block's weights for a call with these tensors, those of the layers `due` on loan. Raises Ineligible."""
+    ) -> tuple[list[torch.Tensor], WeightLease]:
+        """The block's weights for a call with these tensors, those of the layers `due` on lease. Raises Ineligible."""
         raw, layers = self.slots.read(), self.layers
         assert layers is not None, "layers are due"
         device = device_of(t.device for t in itertools.chain(tensors, raw))
-        kept = layers.again(due, device, stand_ins)
-        if kept is not None and kept.loan is self._sound:
-            return kept.given, kept.loan
+        kept = layers.reacquire(due, device, stand_ins)
+        if kept is not None and kept.lease is self._sound:
+            return kept.given, kept.lease
         try:
-            weights, loan = (kept.given, kept.loan) if kept is not None else layers.borrow(due, raw, device, stand_ins)
-        except NotLent as reason:
+            if kept is None:
+                weights, lease = layers.acquire(due, raw, device, stand_ins)
+            else:
+                weights, lease = kept.given, kept.lease
+        except NotLeased as reason:
             raise Ineligible(str(reason)) from None
         plain = self.parts.take(weights) if self.parts is not None else weights
         problem = weight_problem(plain) if plain is not None else "a weight comes back from the host as another kind"
         if problem is not None or plain is None:
-            loan.give_back()
+            lease.release()
             raise Ineligible(problem)
-        self._sound = loan if plain is weights else None
-        return plain, loan
+        self._sound = lease if plain is weights else None
+        return plain, lease
 
     @contextlib.contextmanager
     def resident(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The block's weights, those on loan included, for a call with these tensors. Raises Ineligible."""
+        """The block's weights, those on lease included, for a call with these tensors. Raises Ineligible."""
         due = self.due()
-        weights, loan = self.borrow(due, tensors) if due else (self.read(), None)
+        weights, lease = self.acquire(due, tensors) if due else (self.read(), None)
         try:
             yield weights
         finally:
-            if loan is not None:
-                loan.give_back()
+            if lease is not None:
+                lease.release()
 
     def hidden(self) -> Hidden:
         """What a copy of the block shows in the place of its own attributes, so that it is taken for resident."""
@@ -158,7 +161,7 @@ class RegionWeights:
             self.parts, self._problem = None, str(reason)
         before = self._structure
         self._structure = None
-        if self._problem is None or self._state.lender is not None:
+        if self._problem is None or self._state.provider is not None:
             self._seen, self._dtypes = Seen(weights), [w.dtype for w in weights]
             self._device = weights[0].device if weights else None
             if before is not None and self.structure() != before:
@@ -187,7 +190,7 @@ class RegionWeights:
             weights = self.slots.read()
             plain = (self.parts.take(weights) if self.parts is not None else None) or weights
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
-            self._structure = [structure(self._module, self._lent, self._state.besides), strides]
+            self._structure = [structure(self._module, self._leased, self._state.besides), strides]
             if self.parts is not None:
                 self._structure.append(self.parts.text)
         return self._structure
@@ -204,8 +207,8 @@ class RegionWeights:
         lasting = own if self.parts is None else self.parts.each(own)
         return not artefact.strengths and all(lasting[place] for place in artefact.weights)
 
-    def forget_loans(self) -> None:
-        """Let go of what was borrowed last, which holds on to what stood in for weights."""
+    def forget_leases(self) -> None:
+        """Let go of what was leased last, which holds on to what stood in for weights."""
         if self._layers is not None:
             self._layers.forget()
             self._sound = None

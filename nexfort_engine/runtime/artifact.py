@@ -156,7 +156,7 @@ class Binding:
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
         self.kept: Kept | None = None  # prepared weights of the module
-        self.in_vain: Hashable = None  # the `Lender.layout` in which keeping them was found to make no room
+        self.in_vain: Hashable = None  # the `WeightProvider.layout` in which keeping them was found to make no room
         self.state, self.names = ModuleState(module, artefact.reads, hidden), names
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
@@ -196,7 +196,7 @@ class Binding:
         self.kept = None
 
     def rule_out(self, layout: Hashable) -> None:
-        """Keep no prepared weights while the `Lender.layout` is this one: keeping them makes no room."""
+        """Keep no prepared weights while the `WeightProvider.layout` is this one: keeping them makes no room."""
         self.kept, self.in_vain = None, layout
 
     @property

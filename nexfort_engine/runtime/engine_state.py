@@ -18,7 +18,7 @@ from torch import nn
 from ..cache.store import Store
 from ..config.compile_config import CompileConfig
 from ..reporting.report import Report, named
-from ..weights.lease import Lender
+from ..weights.lease import WeightProvider
 from ..weights.prepack_entry import Version
 from .fault_attribution import UNSEEN
 from .shared_state import Known
@@ -61,8 +61,8 @@ class HostHooks:
 class EngineState:
     """One backbone under one config.
 
-    lowering: the config that artefacts are lowered with. besides: names of tensors that are no weights. lender: where
-    the host keeps weights elsewhere; they are borrowed for each call. known: what engines of networks alike share.
+    lowering: the config that artefacts are lowered with. besides: names of tensors that are no weights. provider: where
+    the host keeps weights elsewhere; they are leased for each call. known: what engines of networks alike share.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class EngineState:
         store: Store,
         *,
         name: str = "",
-        lender: Lender | None = None,
+        provider: WeightProvider | None = None,
         known: Known | None = None,
         report: Report | None = None,
         hooks: HostHooks | None = None,
     ) -> None:
-        self.root, self.config, self.store, self.lender = root, config, store, lender
+        self.root, self.config, self.store, self.provider = root, config, store, provider
         self.name, self.hooks = name or type(root).__name__, hooks or HostHooks()
         self.known = known if known is not None else Known()
-        self.besides = lender.copies if lender is not None else frozenset()
+        self.besides = provider.copies if provider is not None else frozenset()
         # nothing is kept where nobody says that weights changed
-        self.lowering = config if lender is not None and lender.says else config.untold()
+        self.lowering = config if provider is not None and provider.reports_versions else config.untold()
         self.report = report if report is not None else Report(self.lowering, str(store.root))
         # the flags; each is changed by its method below, and by nothing else
         self.images = config.lays_out and self.known.images  # they lie with channels innermost, where regions hold some
@@ -107,15 +107,15 @@ class EngineState:
 
     def version(self) -> Version:
         """What tells that no weight was changed since; None where nobody can say."""
-        return self.lender.version() if self.lender is not None else None
+        return self.provider.weights_version() if self.provider is not None else None
 
     def room(self, device: torch.device) -> int:
         """Bytes of a device that the host would give up at once to who asks for memory, besides what is free."""
-        return self.lender.room(device) if self.lender is not None else 0
+        return self.provider.room(device) if self.provider is not None else 0
 
-    def frees(self, device: torch.device) -> bool:
+    def can_release(self, device: torch.device) -> bool:
         """Whether weights that the host keeps on a device make room there once they are kept prepared."""
-        return self.lender is not None and self.lender.frees(device)
+        return self.provider is not None and self.provider.can_release(device)
 
     def unquiet(self, mappings: list[dict[Any, Any]]) -> str | None:
         """Why a whole step cannot be replayed with these options: code of others would run in it."""

@@ -27,7 +27,7 @@ class StepTrace:
     used: the bindings that ran. looked_up: the tensors of options that they took. ran_eager: a region did. lost: the
     regions that ran eager, for each of their calls, and why. others: an artefact called code of others. fetched: a
     region ran on weights that the host fetched for this call alone. spares: weights were prepared and kept, so that
-    from now on a region borrows fewer.
+    from now on a region leases fewer.
     """
 
     used: list[Any] = field(default_factory=list)

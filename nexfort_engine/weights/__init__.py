@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where weights are and how one gets at them: borrowed from the host, moved away, kept prepared, unwrapped."""
+"""Where weights are and how one gets at them: leased from the host, moved away, kept prepared, unwrapped."""

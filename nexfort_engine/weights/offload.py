@@ -4,9 +4,9 @@
 A host that takes no memory back by itself would hold a model twice, as it is and prepared. So weights that no artefact
 reads any more are copied to main memory, on a thread and beside the steps; once all of them are there, they leave the
 device between two steps (`Offload.without`). What is kept and as large as one of them moves into its place, or the
-device's memory would be left in pieces. Their layers are marked (`AWAY`), by which the host's lender knows that they
-have to be lent. Whoever runs a layer's own code, be it a block that runs eager or a clone without Nexfort, finds its
-weights where they were: its forward takes them back first (`take_back`).
+device's memory would be left in pieces. Their layers are marked (`AWAY`), by which the host's weight provider knows
+that they have to be leased. Whoever runs a layer's own code, be it a block that runs eager or a clone without Nexfort,
+finds its weights where they were: its forward takes them back first (`take_back`).
 
 Weights may be changed in their place without a word. Some numbers of each are compared before they leave, and whenever
 the host asks for it (`Offload.edits`).
@@ -167,7 +167,7 @@ class Offload:
             self._copies = _Copies(left)
         return 0
 
-    def look(self) -> None:
+    def poll_versions(self) -> None:
         """Count weights that are away and were changed in their place as an edit."""
         self._gone = [(layer, numbers) for layer, numbers in self._gone if is_away(layer)]
         if any(not torch.equal(_compared([layer]), numbers) for layer, numbers in self._gone):

@@ -31,7 +31,7 @@ _serials = itertools.count(1)
 class Kept:
     """Prepared tensors of one module, and of what they were made. serial: no two have the same.
 
-    stand_ins: for weights that the host lends, and need not lend again while these are kept. at: places of the weights
+    stand_ins: for leased weights, which need not be leased again while these are kept. at: places of the weights
     that these are made of or stand for; None for all.
     """
 

@@ -2,8 +2,8 @@
 """Residence: where the weights of a whole network are for the length of a step, whoever keeps them.
 
 A whole step can be replayed only while every weight stays at its address. Weights that the network itself holds do so
-by themselves. Those that a host keeps elsewhere do if what it lent last can be had again for asking; they are then held
-until the step is issued, in one go rather than region by region.
+by themselves. Those that a host keeps elsewhere do if what was leased last can be had again for asking; they are then
+held until the step is issued, in one go rather than region by region.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 from torch import nn
 
 from ..modules.tree import Seen, Slot, WeightSlots
-from .lease import Layers, Lender, NotLent
+from .lease import Layers, NotLeased, WeightProvider
 
 
 class Residence:
     """The weights of one network.
 
-    root: the network. lender: the host's, where it may keep weights elsewhere. spared: those that a step does not need
+    root: the network. provider: the host's, if it may keep weights elsewhere. spared: those that a step does not need
     where they are kept, since it has them prepared; the host is not asked for them.
     """
 
-    def __init__(self, root: nn.Module, lender: Lender | None, spared: Collection[Slot] = ()) -> None:
-        besides = lender.copies if lender is not None else frozenset()
+    def __init__(self, root: nn.Module, provider: WeightProvider | None, spared: Collection[Slot] = ()) -> None:
+        besides = provider.copies if provider is not None else frozenset()
         self._slots = WeightSlots(root, besides)
-        self._layers = Layers(lender, root, self._slots.names) if lender is not None else None
+        self._layers = Layers(provider, root, self._slots.names) if provider is not None else None
         mine = {(id(table), name) for table, name in spared}
         self._spared = [i for i, (table, name) in enumerate(self._slots.slots) if (id(table), name) in mine]
         self._seen = Seen()
-        self._lent = False  # whether those held last are the host's
+        self._leased = False  # whether those held last are the host's
 
     @contextmanager
     def held(self, device: torch.device) -> Iterator[list[torch.Tensor] | None]:
@@ -42,8 +42,8 @@ class Residence:
         Says where they are, and not yet that nothing else is to be done with them: that is `sound`.
         """
         weights, layers = self._slots.read(), self._layers
-        self._lent = layers is not None and layers.kept
-        if layers is None or not self._lent:
+        self._leased = layers is not None and layers.kept
+        if layers is None or not self._leased:
             yield weights
             return
         kept = layers.still(device)
@@ -53,15 +53,15 @@ class Residence:
         try:
             yield kept.given
         finally:
-            kept.loan.give_back()
+            kept.lease.release()
 
     def sound(self) -> bool:
         """Whether the weights that were held are those which the network's layers would use, as they are."""
         due = self._due(self._slots.read())
         if due is None or self._layers is None:
             return due is not None
-        is_lent = bool(due) and self._layers.kept
-        if is_lent == self._lent and (is_lent or not due):
+        is_leased = bool(due) and self._layers.kept
+        if is_leased == self._leased and (is_leased or not due):
             return True
         self._layers.forget()  # what was held is not what would be used
         return False
@@ -76,14 +76,14 @@ class Residence:
         if due is None or self._layers is None or not due:
             return due is not None
         try:
-            _, loan = self._layers.borrow(due, weights, device, {i: weights[i] for i in self._spared})
-        except (NotLent, torch.OutOfMemoryError):  # a picture is not lost for want of a graph
+            _, lease = self._layers.acquire(due, weights, device, {i: weights[i] for i in self._spared})
+        except (NotLeased, torch.OutOfMemoryError):  # a picture is not lost for want of a graph
             return False
-        loan.give_back()
+        lease.release()
         return self._layers.kept
 
     def _due(self, weights: list[Any]) -> list[Any] | None:
-        """The layers that are on loan; None where one is of a kind that the host does not lend, or not now."""
+        """The layers that are on lease; None where one is of a kind that the host does not lease, or not now."""
         layers = self._layers
         if layers is None:
             return []
@@ -92,6 +92,6 @@ class Residence:
             layers.forget()
         try:
             due = layers.due()
-        except NotLent:
+        except NotLeased:
             return None
         return None if due and layers.strangers() else due

@@ -56,7 +56,7 @@ class Steps:
         self.device, self.host = device, Host()
         self.root = Network(own).eval().requires_grad_(False).to(device)
         config = CompileConfig.parse({"options": options})
-        self.engine = Engine(self.root, config, store, lender=self.host)  # type: ignore[arg-type]
+        self.engine = Engine(self.root, config, store, provider=self.host)  # type: ignore[arg-type]
         self.seeds = itertools.count()
 
     def __call__(self, prompt: int, *, tokens: int = 6, text: int = TEXT, named: bool = True) -> None:
@@ -298,7 +298,7 @@ def test_what_a_caller_is_given_is_his(store: Store) -> None:
 
 
 class OneBuffer(Host):
-    """A lender that has every block's weights in the same memory, one after another."""
+    """A weight provider that has every block's weights in the same memory, one after another."""
 
     signs, copies, hidden = ("away",), frozenset(), {"away": ABSENT}  # type: ignore[assignment]
 
@@ -306,22 +306,22 @@ class OneBuffer(Host):
         super().__init__()
         self.buffer = torch.empty(1 << 22)
 
-    def lends(self, layer: nn.Module) -> bool:
+    def can_lease(self, layer: nn.Module) -> bool:
         return isinstance(layer, nn.Linear)
 
-    due = tells = lends
+    needs_host_forward = covers = can_lease
 
     def dtype(self, layer: nn.Module, name: str) -> torch.dtype:
         return getattr(layer, name).dtype
 
-    def lend(self, layers: list[nn.Module], _: torch.device) -> Any:
+    def acquire(self, layers: list[nn.Module], _: torch.device) -> Any:
         at, rows = 0, []
         for layer in layers:
             rows.append({})
             for name, weight in layer.named_parameters():
                 rows[-1][name] = self.buffer[at : at + weight.numel()].view(weight.shape).copy_(weight)
                 at += weight.numel()
-        return SimpleNamespace(tensors=rows, kept=False, give_back=lambda: None, again=lambda: False)
+        return SimpleNamespace(tensors=rows, kept=False, release=lambda: None, reacquire=lambda: False)
 
 
 def test_weights_that_are_fetched_where_others_were_are_no_others(

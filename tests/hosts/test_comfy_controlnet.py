@@ -410,7 +410,7 @@ def test_a_copy_for_another_device_has_an_engine_of_its_own_that_knows_comfyui()
     clone = pair.compiled.deepclone_multigpu(torch.device("cpu"))
     mine, other = pair.compiled.control_model, clone.control_model
     assert other.uncompiled() is not mine.uncompiled() and other._nexfort_engine is not mine._nexfort_engine
-    assert other._nexfort_engine.state.lender is not None
+    assert other._nexfort_engine.state.provider is not None
     assert other._nexfort_engine.state.store is mine._nexfort_engine.state.store
     with counting() as counted:
         assert distance(picture(pair.patcher, clone), pair.eager()) < TOLERANCE

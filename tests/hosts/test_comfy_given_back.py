@@ -19,7 +19,7 @@ from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy import offload as comfy_offload
 from nexfort_engine.hosts.comfy import weights as comfy_weights
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
-from nexfort_engine.weights import lease as loans
+from nexfort_engine.weights import lease
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
@@ -85,7 +85,7 @@ def test_what_makes_no_room_is_laid_out_in_each_step(monkeypatch: pytest.MonkeyP
         asked_of.append(groups)
         return [kind.one not in {layer.seed_key.removeprefix("diffusion_model.") for layer in g} for g in groups]
 
-    monkeypatch.setattr(ComfyWeights, "pays", pays)
+    monkeypatch.setattr(ComfyWeights, "is_release_profitable", pays)
     first, _ = roomy.sampled(steps=2)
     serials, (groups, *_) = kept(roomy.clone), asked_of
     assert serials.count(0) == 1 and len(groups) == len(serials) and all(groups)
@@ -101,7 +101,7 @@ def test_what_makes_room_is_judged_with_all_that_is_kept_and_where_it_lies(monke
     _, roomy = _laid_out(monkeypatch)
     _make_dynamic(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(ComfyWeights, "pays", lambda _, groups: [False] * len(groups))
+        patch.setattr(ComfyWeights, "is_release_profitable", lambda _, groups: [False] * len(groups))
         room = iter([False])
         patch.setattr(prepack_cache, "_has_room", lambda *_: next(room, True))
         first, _ = roomy.sampled(steps=1)  # there is no room for what the first region keeps
@@ -120,11 +120,11 @@ def test_which_layers_pay_goes_by_the_pages_of_their_own_memory(monkeypatch: pyt
     kind, roomy = _laid_out(monkeypatch)
     _make_dynamic(monkeypatch)
     roomy.sampled(steps=1)
-    lender = engine_of(roomy.clone).state.lender
+    provider = engine_of(roomy.clone).state.provider
     groups = [[layer] for layer in roomy.layers if layer.seed_key.removeprefix("diffusion_model.") in roomy.kept]
     roomy.memory.resident = set(range(roomy.memory._next // PAGE + 1))
-    pays = lender.pays(groups)
-    assert True in pays and lender.layout == id(roomy.memory)
+    pays = provider.is_release_profitable(groups)
+    assert True in pays and provider.layout == id(roomy.memory)
     for (layer,), going in zip(groups, pays, strict=True):
         _, at, size = layer._v
         own = sum(byte // PAGE not in roomy.others for byte in range(at, at + size))
@@ -173,7 +173,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     elif why == "memory was short":
         host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).state.stop_keeping()
     else:
-        monkeypatch.setattr(loans.Layers, "stand_ins", lambda *_: {})
+        monkeypatch.setattr(lease.Layers, "stand_ins", lambda *_: {})
     roomy.sampled(steps=3)
     assert not roomy.memory.given_back and roomy.memory.resident == roomy.pages_of(set(roomy.asked))
 

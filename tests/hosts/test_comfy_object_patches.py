@@ -94,7 +94,7 @@ def test_a_function_of_a_weight(pair: MakePair, share: float) -> None:
     at.is_left_by(plain, before)
 
 
-# Wan gives this one float32 whatever the rest computes in; which dtype a layer is called with the lender cannot know
+# Wan gives this one float32 whatever the rest computes in; the weight provider cannot know with which dtype
 CALLED_IN_FLOAT = {"comfy_wan": {"patch_embedding"}}
 
 

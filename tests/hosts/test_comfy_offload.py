@@ -52,7 +52,7 @@ class Offloaded(Elsewhere):
 
     @property
     def offload(self) -> Any:
-        return engine_of(self.clone).state.lender._offload
+        return engine_of(self.clone).state.provider._offload
 
     @property
     def away(self) -> set[str]:
@@ -67,7 +67,7 @@ class Offloaded(Elsewhere):
 
     def spoiled(self, patch: pytest.MonkeyPatch) -> None:
         """Nobody is to read what is away, but for those who see whether it changed."""
-        patch.setattr(offload.Offload, "look", lambda _: None)
+        patch.setattr(offload.Offload, "poll_versions", lambda _: None)
         for name in self.away:
             for weight in self.network.get_submodule(name).parameters():
                 weight.data.fill_(torch.nan)
@@ -384,7 +384,7 @@ def test_weights_that_change_all_the_time_stay(offloaded: Offloaded, kind: Kind)
 
 def test_weights_with_gaps_stay(offloaded: Offloaded, kind: Kind) -> None:
     layer = offloaded.network.get_submodule(kind.one)
-    home = engine_of(offloaded.clone).state.lender._home
+    home = engine_of(offloaded.clone).state.provider._home
     assert home.resident([layer], lambda _: True) == [layer]
     layer.weight = nn.Parameter(layer.weight.data[:1].expand_as(layer.weight), requires_grad=False)
     assert home.resident([layer], lambda _: True) == []
@@ -422,10 +422,10 @@ def test_what_is_away_already_is_no_reason_for_others_to_stay(
 ) -> None:
     """With a card that is none: there weights lie on another device than those that are away."""
     offloaded.settled()
-    lender, network = engine_of(offloaded.clone).state.lender, offloaded.network
+    provider, network = engine_of(offloaded.clone).state.provider, offloaded.network
     names = sorted(offloaded.away)
     offload.take_back(network.get_submodule(names[-1]))
     network.get_submodule(names[-1]).to("meta")
     monkeypatch.setattr(comfy_offload, "FROM", ("meta",))
-    found = lender._home.resident([network.get_submodule(name) for name in names], lender.lends)
+    found = provider._home.resident([network.get_submodule(name) for name in names], provider.can_lease)
     assert [network.get_submodule(name) for name in names] == found

@@ -161,16 +161,16 @@ def test_a_layer_that_cannot_be_tried_is_not_lent(break_it: Any) -> None:
     network = packed_flux()
     patcher = patcher_around(network, flux=True)
     layer = matrices(network.double_blocks)[0]
-    assert ComfyWeights(patcher.model).lends(layer)
+    assert ComfyWeights(patcher.model).can_lease(layer)
     break_it(layer)
-    assert not ComfyWeights(patcher.model).lends(layer)
+    assert not ComfyWeights(patcher.model).can_lease(layer)
 
 
 def test_a_cancel_while_a_layer_is_tried_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     from comfy.model_management import InterruptProcessingException
 
     network = packed_flux()
-    lender, layer = ComfyWeights(patcher_around(network, flux=True).model), matrices(network.double_blocks)[0]
+    provider, layer = ComfyWeights(patcher_around(network, flux=True).model), matrices(network.double_blocks)[0]
 
     def cancelled(*_: Any, **__: Any) -> Any:
         raise InterruptProcessingException
@@ -178,8 +178,8 @@ def test_a_cancel_while_a_layer_is_tried_is_not_lost(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(type(layer), "cast_bias_weight", cancelled)
         with pytest.raises(InterruptProcessingException):
-            lender.lends(layer)
-    assert lender.lends(layer)
+            provider.can_lease(layer)
+    assert provider.can_lease(layer)
 
 
 def test_a_method_that_the_layer_s_forward_does_not_use_makes_no_weights() -> None:
@@ -190,10 +190,10 @@ def test_a_method_that_the_layer_s_forward_does_not_use_makes_no_weights() -> No
         def cast_bias_weight(self, *_: Any, **__: Any) -> Any:
             raise AssertionError("nobody asks it")
 
-    lender = ComfyWeights(patcher_around(packed_flux(), flux=True).model)
+    provider = ComfyWeights(patcher_around(packed_flux(), flux=True).model)
     layer = Linear(8, 4).requires_grad_(False)
     layer.weight.normal_(generator=torch.Generator().manual_seed(0))
     layer.bias.zero_()
-    assert lender.lends(layer)
-    (lent,) = lender.lend([layer], torch.device("cpu")).tensors
-    assert torch.equal(lent["weight"], layer.weight)
+    assert provider.can_lease(layer)
+    (leased,) = provider.acquire([layer], torch.device("cpu")).tensors
+    assert torch.equal(leased["weight"], layer.weight)

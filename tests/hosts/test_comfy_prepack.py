@@ -20,7 +20,7 @@ from patchers import CONFIG, distance, sample
 from nexfort_engine.dispatch import prepack_cache
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
-from nexfort_engine.weights import lease as loans
+from nexfort_engine.weights import lease
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
@@ -78,7 +78,7 @@ def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
 
 
 def test_hooks_that_change_weights_between_calls_keep_nothing(patcher: Any, kind: Kind) -> None:
-    version = ComfyWeights(patcher.model).version
+    version = ComfyWeights(patcher.model).weights_version
     import comfy.model_management as management
 
     management.load_models_gpu([patcher])
@@ -131,7 +131,7 @@ def test_the_host_is_not_asked_again_for_what_is_kept(paged: Paged, kind: Kind) 
 
 def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loans.Layers, "stand_ins", lambda *_: {})
+        patch.setattr(lease.Layers, "stand_ins", lambda *_: {})
         wanted, _ = paged.sampled()
         assert torch.equal(paged.sampled()[0], wanted)
         made = kept(paged.clone)
@@ -191,14 +191,14 @@ def test_what_is_fetched_for_each_call_is_not_kept_where_nothing_gives_way(
 ) -> None:
     """Without dynamic VRAM a model that does not fit leaves no more room than a step needs."""
     found = Elsewhere(patcher, monkeypatch, kind)
-    lend = ComfyWeights.lend
+    acquire = ComfyWeights.acquire
 
     def for_this_call(*args: Any) -> Any:
-        loan = lend(*args)
-        loan.kept = False
-        return loan
+        taken = acquire(*args)
+        taken.kept = False
+        return taken
 
-    monkeypatch.setattr(ComfyWeights, "lend", for_this_call)
+    monkeypatch.setattr(ComfyWeights, "acquire", for_this_call)
     with loaded_in_part(0.0):
         first, _ = found.sampled()
         again, asked = found.sampled()
@@ -226,7 +226,7 @@ def test_only_layers_that_code_can_do_without_are_left_out(flux: Any, monkeypatc
             layer = next(set(at.values()) for _, at in due if one in at.values())
             assert layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
         region.weights.parts = object()  # places would be those of the plain tensors that weights consist of
-        assert prepack_cache.stand_ins(region, binding, weights) is loans.NO_STAND_INS
+        assert prepack_cache.stand_ins(region, binding, weights) is lease.NO_STAND_INS
 
 
 def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +310,6 @@ def test_another_model_gives_way(patcher: Any, kind: Kind, monkeypatch: pytest.M
 def test_pages_that_are_asked_for_in_each_call_are_no_room(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     offered: list[int] = []
     monkeypatch.setattr(prepack_cache, "room_for", lambda _, more: offered.append(more(torch.device("cpu"))) or True)
-    monkeypatch.setattr(prepack_cache, "stand_ins", lambda *_: loans.NO_STAND_INS)  # as for quantised weights
+    monkeypatch.setattr(prepack_cache, "stand_ins", lambda *_: lease.NO_STAND_INS)  # as for quantised weights
     paged.sampled(steps=1)
     assert offered and not any(offered)

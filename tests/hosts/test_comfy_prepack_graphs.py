@@ -34,7 +34,7 @@ class Watched(Paged):
         read: set[int] = set()
         self.lent_in_a_capture: list[Any] = []
         self.observed = 0
-        run, replay, lend = dispatch.Binding.run, Graph.replay, ComfyWeights.lend
+        run, replay, acquire = dispatch.Binding.run, Graph.replay, ComfyWeights.acquire
         observe = step_graphs.StepGraphs._observe
 
         def ran(binding: Any, weights: list[torch.Tensor], flat: Any, tensors: Any, kept: Any = None) -> Any:
@@ -51,11 +51,11 @@ class Watched(Paged):
             replay(graph)
             self.replays.append((set(read), held))
 
-        def lent(lender: Any, layers: list[Any], device: Any) -> Any:
+        def leased(provider: Any, layers: list[Any], device: Any) -> Any:
             session = current.get()
             if session is not None and session.capturing:
                 self.lent_in_a_capture.append(layers)
-            return lend(lender, layers, device)
+            return acquire(provider, layers, device)
 
         def looked(*args: Any) -> Any:
             self.observed += 1
@@ -63,7 +63,7 @@ class Watched(Paged):
 
         patch.setattr(dispatch.Binding, "run", ran)
         patch.setattr(Graph, "replay", replayed)
-        patch.setattr(ComfyWeights, "lend", lent)
+        patch.setattr(ComfyWeights, "acquire", leased)
         patch.setattr(step_graphs.StepGraphs, "_observe", looked)
 
     def fetched_anew(self) -> None:
@@ -202,7 +202,7 @@ def test_a_kind_of_call_that_is_not_packed_any_more_keeps_no_pages(watched: Watc
 def test_a_graph_whose_pages_were_given_back_is_not_replayed_on_others(watched: Watched) -> None:
     first = sample(watched.clone, steps=4)
     before = len(watched.replays)
-    assert engine_of(watched.clone).state.lender.do_without(watched.layers) and not watched.memory.resident
+    assert engine_of(watched.clone).state.provider.release(watched.layers) and not watched.memory.resident
     assert torch.equal(sample(watched.clone, steps=4), first)
     assert len(watched.replays) == before + 3, "not in the first step"
     watched.check()
@@ -220,7 +220,7 @@ def test_a_lora_has_a_graph_made_after_pages_were_given_back(watched: Watched, m
 
 
 def test_kinds_of_calls_share_what_stands_in(watched: Watched) -> None:
-    """Or what one of them borrowed could not be had again by the next."""
+    """Or what one of them leased could not be had again by the next."""
     sample(watched.clone, steps=4, edit=masked)
     both = [region for region in engine_of(watched.clone).regions if sum(bool(b.kept) for b in region.bindings) == 2]
     assert both

@@ -195,13 +195,13 @@ def test_layers_are_told_apart_by_their_memory() -> None:
         layer._v = memory.place(2 * PAGE)
         assert memory.fault(layer._v)
         memory.unpin(layer._v)
-    lender = ComfyWeights(model)
-    assert lender.do_without([model[3]]) == 0, "it has no place"
-    assert lender.do_without([model[0]]) == 2 * PAGE, "its neighbour stays, and so does what lies elsewhere"
+    provider = ComfyWeights(model)
+    assert provider.release([model[3]]) == 0, "it has no place"
+    assert provider.release([model[0]]) == 2 * PAGE, "its neighbour stays, and so does what lies elsewhere"
     assert memories[0].resident == {2, 3} and memories[1].resident == {0, 1} and not memories[1].given_back
-    assert lender.do_without(list(model)) == 4 * PAGE
+    assert provider.release(list(model)) == 4 * PAGE
     del model, layer
-    assert lender.do_without([]) == 0, "the model is gone"
+    assert provider.release([]) == 0, "the model is gone"
 
 
 @pytest.mark.parametrize(("idle", "goes"), [(0, False), (4, False), (5, True), (100, True)])

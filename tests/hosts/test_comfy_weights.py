@@ -133,9 +133,9 @@ def test_weights_stored_in_another_dtype_are_cast_as_in_eager() -> None:
 def test_an_artefact_without_a_lender_is_the_one_with_a_lender_and_is_not_used_where_a_layer_would_patch() -> None:
     """One store serves `nexfort_engine.compile` and the node; the former runs the layers' own code and must see it."""
     with graphs_as_they_are():
-        lent = host.attach(patcher_around(make("comfy_flux").module, flux=True), CONFIG)
-        sample(lent)
-        made = {row["key"] for row in reported(lent)["artefacts"]}
+        leased = host.attach(patcher_around(make("comfy_flux").module, flux=True), CONFIG)
+        sample(leased)
+        made = {row["key"] for row in reported(leased)["artefacts"]}
         alone = Subject(make("comfy_flux"))
         alone.run()
         assert made & {row["key"] for row in alone.report.as_dict()["artefacts"]}, "nothing was shared"
@@ -149,8 +149,8 @@ def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
     import comfy.ops
 
     patcher = patcher_around(make("comfy_flux").module, flux=True)
-    lender = ComfyWeights(patcher.model)
-    layers = [m for m in patcher.model.diffusion_model.modules() if lender.lends(m)][:2]
+    provider = ComfyWeights(patcher.model)
+    layers = [m for m in patcher.model.diffusion_model.modules() if provider.can_lease(m)][:2]
     buffer, given_back = torch.zeros(1 << 16), []
 
     def through_a_buffer(layer: Any, **_: Any) -> Any:
@@ -161,9 +161,9 @@ def test_what_went_over_a_stream_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(comfy.ops, "uncast_bias_weight", lambda layer, *_: given_back.append(layer))
     for layer in layers:
         layer.comfy_cast_weights = True
-    monkeypatch.setattr(lender, "dtype", lambda layer, name: torch.bfloat16)  # so that they have to be cast
-    lent = lender.lend(layers, torch.device("cpu")).tensors
-    assert all(torch.equal(tensors["weight"], layer.weight) for tensors, layer in zip(lent, layers, strict=True))
+    monkeypatch.setattr(provider, "dtype", lambda layer, name: torch.bfloat16)  # so that they have to be cast
+    leased = provider.acquire(layers, torch.device("cpu")).tensors
+    assert all(torch.equal(tensors["weight"], layer.weight) for tensors, layer in zip(leased, layers, strict=True))
     assert given_back == layers
 
 
@@ -171,12 +171,12 @@ def test_room_is_what_pages_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.model_management
 
     patcher = patcher_around(make("comfy_flux").module, flux=True)
-    lender, card = ComfyWeights(patcher.model), torch.device("cuda", 0)
-    assert lender.room(card) == 0, "nobody runs it"
+    provider, card = ComfyWeights(patcher.model), torch.device("cuda", 0)
+    assert provider.room(card) == 0, "nobody runs it"
     patcher.model.current_patcher = patcher
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 3 << 30)
     monkeypatch.setattr(type(patcher), "get_free_memory", lambda *_: 5 << 30)  # with what dynamic VRAM could give
-    assert lender.room(card) == 2 << 30 and lender.room(torch.device("cpu")) == 0
+    assert provider.room(card) == 2 << 30 and provider.room(torch.device("cpu")) == 0
     patcher.model.current_patcher = None
 
 
@@ -223,8 +223,8 @@ def test_what_lies_in_pages_is_no_weight_of_a_block(monkeypatch: pytest.MonkeyPa
         memory = PagedMemory(1 << 20)
         layers = page(patcher, memory, monkeypatch)
         clone = host.attach(patcher, CONFIG)
-        fetched = [layer for layer in layers if ComfyWeights(patcher.model).lends(layer)][::2]
-        ComfyWeights(patcher.model).lend(fetched, torch.device("cpu")).give_back()
+        fetched = [layer for layer in layers if ComfyWeights(patcher.model).can_lease(layer)][::2]
+        ComfyWeights(patcher.model).acquire(fetched, torch.device("cpu")).release()
         assert all(isinstance(vars(layer)["_v_weight"], torch.Tensor) for layer in fetched)
         for layer in layers[1::2]:  # what has no room was made ready in main memory, as ComfyUI 0.20 does it
             layer._pin = torch.zeros(8, dtype=torch.uint8)

@@ -153,7 +153,7 @@ class OlderPagedMemory(PagedMemory):
 def page(patcher: Any, memory: PagedMemory, patch: pytest.MonkeyPatch) -> list[Any]:
     """Put the layers of a patcher's network under dynamic VRAM, as its patcher's `load` does, and give them.
 
-    With no device but the CPU, layers look for the device of their weights: a layer on loan counts as paged anyway.
+    With no device but the CPU, layers look for the device of their weights: a layer on lease counts as paged anyway.
     """
     import comfy.memory_management
     import comfy.pinned_memory

@@ -25,7 +25,7 @@ from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.modules import channels_last
 from nexfort_engine.passes import low_precision
 from nexfort_engine.quant import matmul
-from nexfort_engine.weights import lease as loans
+from nexfort_engine.weights import lease
 
 aten = torch.ops.aten
 FP8_ERROR = 0.2
@@ -69,7 +69,7 @@ def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
 def _as_on_a_card(patch: pytest.MonkeyPatch) -> None:
     """Have weights prepared that are small too."""
     patch.setattr(const_subgraph, "LEAST", 1)
-    patch.setattr(loans, "_SMALL", 256)  # biases, not the weights of products
+    patch.setattr(lease, "_SMALL", 256)  # biases, not the weights of products
     patch.setenv("NEXFORT_WORKERS", "0")
 
 
@@ -133,13 +133,14 @@ class Elsewhere:
         self.clone = host.attach(patcher, kind.config)
         self.kept = {n for n, sub in patcher.model.diffusion_model.named_modules() if kind.is_kept(n, sub)}
         self.asked: list[str] = []
-        lend, names = ComfyWeights.lend, {id(sub): name for name, sub in patcher.model.diffusion_model.named_modules()}
+        acquire = ComfyWeights.acquire
+        names = {id(sub): name for name, sub in patcher.model.diffusion_model.named_modules()}
 
-        def noted(lender: ComfyWeights, layers: list[Any], device: torch.device) -> Any:
+        def noted(provider: ComfyWeights, layers: list[Any], device: torch.device) -> Any:
             self.asked += [names[id(layer)] for layer in layers if id(layer) in names]
-            return lend(lender, layers, device)
+            return acquire(provider, layers, device)
 
-        patch.setattr(ComfyWeights, "lend", noted)
+        patch.setattr(ComfyWeights, "acquire", noted)
 
     def sampled(self, clone: Any = None, **how: Any) -> tuple[torch.Tensor, set[str]]:
         """The latent, and the layers that were asked for meanwhile."""

@@ -45,27 +45,27 @@ def x(rows: int = 5, seed: int = 0) -> torch.Tensor:
 
 
 class Host:
-    """A lender that lends nothing, and says what its weights are."""
+    """A weight provider that leases nothing, and says what its weights are."""
 
-    signs, copies, hidden, says, unsettled = (), frozenset(), {}, True, False
+    signs, copies, hidden, reports_versions, has_pending_release = (), frozenset(), {}, True, False
 
     def __init__(self) -> None:
         self.said: Any = "one"
 
-    def version(self) -> Any:
+    def weights_version(self) -> Any:
         return self.said
 
     def room(self, _: torch.device) -> int:
         return 0
 
-    def lends(self, _: nn.Module) -> bool:
+    def can_lease(self, _: nn.Module) -> bool:
         return False
 
     layout = None
 
-    def stay(self) -> None: ...
+    def stop_releasing(self) -> None: ...
 
-    def look(self, run: object) -> None: ...
+    def poll_versions(self, run: object) -> None: ...
 
-    def frees(self, _: torch.device) -> bool:
+    def can_release(self, _: torch.device) -> bool:
         return False

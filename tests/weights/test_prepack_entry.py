@@ -76,7 +76,7 @@ def made(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Engine, Host, l
         return prepare(self, weights)
 
     monkeypatch.setattr(Binding, "prepare", counted)
-    return Engine(root, CompileConfig.parse("freezing"), store, lender=host), host, made  # type: ignore[arg-type]
+    return Engine(root, CompileConfig.parse("freezing"), store, provider=host), host, made  # type: ignore[arg-type]
 
 
 def agrees(engine: Engine, seed: int = 0) -> bool:
@@ -97,13 +97,13 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     engine, host, _ = made
     asked = []
 
-    def do_without(layers: list[nn.Module], _: object) -> int:
+    def release(layers: list[nn.Module], _: object) -> int:
         asked.append(layers)
         raise RuntimeError("Fault failed")
 
     monkeypatch.setattr(module, "layers_in", lambda root, _: [root])
     monkeypatch.setattr(module, "is_capturing", lambda: capturing)
-    monkeypatch.setattr(host, "do_without", do_without, raising=False)
+    monkeypatch.setattr(host, "release", release, raising=False)
     engine.state.hold_twice()
     assert agrees(engine)
     assert engine.state.held_twice is capturing and len(asked) == (not capturing)
@@ -117,9 +117,9 @@ def test_where_nobody_says_when_weights_change_the_artefact_is_what_it_is_withou
     host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if host is not None:
-        monkeypatch.setattr(host, "says", False, raising=False)
+        monkeypatch.setattr(host, "reports_versions", False, raising=False)
     kept = Store(tmp_path)
-    frozen, plain = (Engine(Both(), CompileConfig.parse(mode), kept, lender=host) for mode in ("freezing", "O2"))
+    frozen, plain = (Engine(Both(), CompileConfig.parse(mode), kept, provider=host) for mode in ("freezing", "O2"))
     assert agrees(frozen) and not any(binding.prepares for region in frozen.regions for binding in region.bindings)
     assert [row["token"] for row in frozen.report.as_dict()["inactive"]] == ["freezing"]
     assert agrees(plain) and plain.report.as_dict()["artefacts_compiled"] == 0

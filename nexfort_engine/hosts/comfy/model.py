@@ -157,7 +157,7 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             is_last = _is_last(executor)  # a wrapper behind this one may write to what it is given
             dtype = executor.class_obj.get_dtype_inference() if is_last else None
             run = _run(args, kwargs)
-            engine.look(run)
+            engine.poll_versions(run)
             args, kwargs, lasting = _engines(network).conds.sent(
                 args, kwargs, args[0].device, dtype, run if is_last else None
             )
@@ -249,8 +249,8 @@ def new_engine(
         plain_call=planned_as or plain_call,
         others_code=_others_code,
     )
-    name, lender = name or type(model).__name__, ComfyWeights(model, computing)
-    return Engine(network, config, store_at(cache_root()), name=name, lender=lender, hooks=hooks, **given)
+    name, provider = name or type(model).__name__, ComfyWeights(model, computing)
+    return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)
 
 
 def tell_of(told: Told) -> None:

@@ -45,10 +45,10 @@ class ComfyHome:
 
         return bool(management.get_free_memory(torch.device("cpu")) > self.patcher.model_size())
 
-    def resident(self, layers: list[nn.Module], lends: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    def resident(self, layers: list[nn.Module], can_lease: Callable[[nn.Module], bool]) -> list[nn.Module]:
         """Those of some layers whose weights lie on the device as they are, each in a place of its own, or are away.
 
-        lends: whether a layer's weights can be lent. A layer that is a region has no place for another forward.
+        can_lease: whether a layer's weights can be leased. A layer that is a region has no place for another forward.
         """
         model = self._model()
         tables = [sub._parameters for sub in (model.modules() if model is not None else ())]
@@ -58,7 +58,7 @@ class ComfyHome:
             own = [weight for weight in layer._parameters.values() if weight is not None]
             alone = all(is_plain(weight) and shared[id(weight)] == 1 and _is_dense(weight) for weight in own)
             there = not any(map(layer.__dict__.get, (*SIGNS, "forward"))) and all(w.device.type in FROM for w in own)
-            if own and alone and (there or is_away(layer)) and lends(layer):
+            if own and alone and (there or is_away(layer)) and can_lease(layer):
                 found.append(layer)
         return found
 

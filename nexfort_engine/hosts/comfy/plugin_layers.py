@@ -40,8 +40,8 @@ class OwnCasts:
         self._hidden = hidden
         self._tried: dict[Any, bool] = {}
 
-    def lends(self, layer: Any, dtype: torch.dtype) -> bool:
-        """Whether this layer's weights can be borrowed for calls in `dtype`. Tried with data where its kind is new.
+    def can_lease(self, layer: Any, dtype: torch.dtype) -> bool:
+        """Whether this layer's weights can be leased for calls in `dtype`. Tried with data where its kind is new.
 
         A cancel that comes meanwhile (no Exception), and memory that is not there, are for ComfyUI to deal with.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComfyUI's weights on loan: offloaded, cast and patched by its own code, layer by layer, just before a region's call.
+"""ComfyUI's weights on lease: offloaded, cast and patched by its own code, layer by layer, just before a region's call.
 
 ComfyUI's layers (comfy.ops) decide on every call: where `comfy_cast_weights` is set or functions are attached, they
 copy their weights to the device of their input, cast them, and run LoRA patches over them (`cast_bias_weight`). That
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ...modules.tree import ABSENT
-from ...weights.lease import NotLent
+from ...weights.lease import NotLeased
 from ...weights.offload import AWAY, Offload, is_away, take_back
 from . import offload as comfy_offload
 from .offload import ComfyHome, is_dynamic
@@ -37,7 +37,7 @@ _NAMES = ("weight", "bias")
 
 
 class ComfyWeights:
-    """The lender of one network.
+    """The weight provider of one network.
 
     model: what ComfyUI holds it in, and may say on what dtype to compute in. computing: that dtype where it says so
     elsewhere.
@@ -54,9 +54,9 @@ class ComfyWeights:
         self._home = ComfyHome(self._model)
         self._offload = Offload(self._home)
         self._run: object = None  # that looked at weights last
-        self.says = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
+        self.reports_versions = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
-    def version(self) -> Hashable:
+    def weights_version(self) -> Hashable:
         """What ComfyUI notes of the patches that the weights were loaded with, and how often they were found changed.
 
         None where hooks change them as well.
@@ -77,38 +77,38 @@ class ComfyWeights:
 
         return int(max(0, patcher.get_free_memory(device) - management.get_free_memory(device)))
 
-    def frees(self, device: torch.device) -> bool:
+    def can_release(self, device: torch.device) -> bool:
         """Whether weights make room: dynamic VRAM gives pages back, and without it weights may go to main memory."""
         patcher = self._home.patcher
         if patcher is None or device.type not in comfy_offload.FROM:
             return False
         if is_dynamic(patcher):
             return True
-        version = self.version()
+        version = self.weights_version()
         if not self._home.may_go() or self._offload.stays(version):
             return False
         return self._offload.begun(version) or self._home.fits()
 
     @property
-    def unsettled(self) -> bool:
+    def has_pending_release(self) -> bool:
         """Whether weights were copied to main memory and may leave the device."""
         return self._offload.ready
 
-    def stay(self) -> None:
+    def stop_releasing(self) -> None:
         """Drop what is being copied to main memory."""
         self._offload.forget()
 
-    def look(self, run: object) -> None:
+    def poll_versions(self, run: object) -> None:
         """Once for each run, see whether weights in main memory were changed in their place. None: it has no name."""
         if run is None or run is not self._run:
-            self._offload.look()
+            self._offload.poll_versions()
             self._run = run
 
-    def do_without(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
+    def release(self, layers: list[nn.Module], kept: Iterable[list[torch.Tensor]] = ()) -> int:
         """Give back the pages in which no other layer of the model has its place, or have weights go to main memory."""
-        version, given = self.version(), 0
+        version, given = self.weights_version(), 0
         if self._home.may_go() and (self._offload.begun(version) or self._home.fits()):
-            given = self._offload.without(self._home.resident(layers, self.lends), version, kept)
+            given = self._offload.without(self._home.resident(layers, self.can_lease), version, kept)
         else:
             self._offload.forget()
         given = given or self._give_back(layers)
@@ -123,7 +123,7 @@ class ComfyWeights:
         """Under dynamic VRAM the memory in whose pages the layers have their places."""
         return next((id(sub._v[0]) for sub in self._paged()), None) if is_dynamic(self._home.patcher) else None
 
-    def pays(self, groups: list[list[nn.Module]]) -> list[bool]:
+    def is_release_profitable(self, groups: list[list[nn.Module]]) -> list[bool]:
         """Those whose places are for the most part in pages that no other layer needs. All, in several memories."""
         own = {id(layer) for layers in groups for layer in layers}
         needed = [sub._v for sub in self._paged() if id(sub) not in own]
@@ -144,7 +144,7 @@ class ComfyWeights:
         needed = [sub._v for sub in paged if id(sub) not in idle]
         return sum(give_back(one, [place for place in needed if place[0] is one]) for one in memories.values())
 
-    def lends(self, layer: nn.Module) -> bool:
+    def can_lease(self, layer: nn.Module) -> bool:
         """Layers of comfy.ops that cast in the plain way, and those for quantised weights, which ask the same code.
 
         Of others those that make their weights by a method of their own. The rest is traced as it is.
@@ -158,24 +158,26 @@ class ComfyWeights:
                 if "Embedding" in base.__qualname__ or kind.forward is not base.forward:  # type: ignore[attr-defined]
                     return False
                 if casts_itself(layer):
-                    return self._own_casts.lends(layer, self._dtype_of_calls())
+                    return self._own_casts.can_lease(layer, self._dtype_of_calls())
                 cast = "forward_comfy_cast_weights"
                 return getattr(kind, cast) is getattr(base, cast)
         return False
 
-    def due(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks, or because its weights are in main memory. Raises NotLent."""
+    def needs_host_forward(self, layer: nn.Module) -> bool:
+        """As the layer's own forward asks, or because its weights are in main memory. Raises NotLeased."""
         own = layer.__dict__
         if is_away(layer):
             return True
         if own.get("weight_function") or own.get("bias_function"):
             if _is_quantised(layer):
                 # it would compute with the weight in full, which is other code than that of its quantised self
-                raise NotLent("a quantised weight is patched on its way to the GPU, as not all of the model fits there")
+                raise NotLeased(
+                    "a quantised weight is patched on its way to the GPU, as not all of the model fits there"
+                )
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
 
-    def tells(self, layer: nn.Module) -> bool:
+    def covers(self, layer: nn.Module) -> bool:
         """Whether nothing but ComfyUI's own patches changes the layer's weights on their way."""
         if casts_itself(layer):
             return False
@@ -209,33 +211,33 @@ class ComfyWeights:
         own = getattr(model, "get_dtype", torch.get_default_dtype)
         return computing or own()
 
-    def lend(self, layers: list[nn.Module], device: torch.device) -> _Loan:
-        """Copy, cast and patch as ComfyUI does. Raises NotLent."""
+    def acquire(self, layers: list[nn.Module], device: torch.device) -> _Lease:
+        """Copy, cast and patch as ComfyUI does. Raises NotLeased."""
         for layer in filter(is_away, layers):
             take_back(layer)
-        loan = _Loan()
+        lease = _Lease()
         paged = [layer for layer in layers if _is_paged(layer, device)]
         try:
-            fetched = dict(zip(map(id, paged), self._fetched(paged, device, loan), strict=True))
+            fetched = dict(zip(map(id, paged), self._fetched(paged, device, lease), strict=True))
             for layer in layers:
-                loan.tensors.append(fetched.get(id(layer)) or self._cast(layer, device, loan))
+                lease.tensors.append(fetched.get(id(layer)) or self._cast(layer, device, lease))
         except BaseException:
-            loan.give_back()
+            lease.release()
             raise
-        return loan
+        return lease
 
-    def _cast(self, layer: Any, device: torch.device, loan: _Loan) -> dict[str, torch.Tensor]:
+    def _cast(self, layer: Any, device: torch.device, lease: _Lease) -> dict[str, torch.Tensor]:
         """One layer by the function that it calls itself."""
         import comfy.ops
 
         if casts_itself(layer):
-            loan.kept = False
+            lease.kept = False
             return self._own_casts.cast(layer, self._dtype_of_calls(), device)
         own = {name: value for name in _NAMES if (value := getattr(layer, name, None)) is not None}
         functions = layer.weight_function or layer.bias_function
         if not functions and all(t.device == device and t.dtype == self.dtype(layer, n) for n, t in own.items()):
             return own
-        loan.kept = False
+        lease.kept = False
         dtypes = {name: self.dtype(layer, name) for name in own}
         weight, bias, ticket = comfy.ops.cast_bias_weight(
             layer,
@@ -252,7 +254,7 @@ class ComfyWeights:
             comfy.ops.uncast_bias_weight(layer, weight, bias, ticket)
         return found
 
-    def _fetched(self, layers: list[Any], device: torch.device, loan: _Loan) -> list[dict[str, torch.Tensor]]:
+    def _fetched(self, layers: list[Any], device: torch.device, lease: _Lease) -> list[dict[str, torch.Tensor]]:
         """Layers under dynamic VRAM, all at once."""
         if not layers:
             return []
@@ -262,16 +264,16 @@ class ComfyWeights:
         cast = getattr(comfy.ops, "cast_modules_with_vbar", None)
         resolve = getattr(comfy.ops, "resolve_cast_module_with_vbar", None)
         if cast is None or resolve is None:
-            raise NotLent(
+            raise NotLeased(
                 "its weights are kept by a dynamic VRAM that this version of Nexfort does not know; to compile, start "
                 "ComfyUI with --disable-dynamic-vram"
             )
         # what ComfyUI fetched ahead is there already, and is ComfyUI's to give back
-        loan.pages = [layer for layer in layers if not hasattr(layer, "_prefetch")]
-        if loan.pages:
-            loan.device = device
-            loan.stream = cast(loan.pages, None, device, None, management.device_supports_non_blocking(device))
-            management.sync_stream(device, loan.stream)
+        lease.pages = [layer for layer in layers if not hasattr(layer, "_prefetch")]
+        if lease.pages:
+            lease.device = device
+            lease.stream = cast(lease.pages, None, device, None, management.device_supports_non_blocking(device))
+            management.sync_stream(device, lease.stream)
         found = []
         for layer in layers:
             dtypes = [self.dtype(layer, name) if getattr(layer, name, None) is not None else None for name in _NAMES]
@@ -279,9 +281,9 @@ class ComfyWeights:
             weight, bias = resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], **words)
             found.append({n: value for n, value in zip(_NAMES, (weight, bias), strict=True) if value is not None})
             # a copy was cast or patched for this call, and what has no place of its own goes with the call
-            loan.kept &= weight is getattr(layer, "_v_weight", None) and bias is getattr(layer, "_v_bias", None)
-            loan.kept &= layer._prefetch["signature"] is not None
-        loan.kept &= len(loan.pages) == len(layers)
+            lease.kept &= weight is getattr(layer, "_v_weight", None) and bias is getattr(layer, "_v_bias", None)
+            lease.kept &= layer._prefetch["signature"] is not None
+        lease.kept &= len(lease.pages) == len(layers)
         return found
 
 
@@ -301,10 +303,10 @@ def _is_paged(layer: nn.Module, device: torch.device) -> bool:
     return "_v" in layer.__dict__ and device.type != "cpu" and layer.weight.device != device
 
 
-class _Loan:
+class _Lease:
     """Weights of some layers, taken out.
 
-    kept: every tensor lies where the next call would find it. pages: the layers whose pages this loan holds.
+    kept: every tensor lies where the next call would find it. pages: the layers whose pages this lease holds.
     """
 
     def __init__(self) -> None:
@@ -316,16 +318,16 @@ class _Loan:
         self._held = Pages()
         self._finish: Callable[[], None] = self._give_back_fetched
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let go of the pages; ComfyUI waits for the device before it uses them for something else."""
         self._finish()
 
-    def again(self) -> bool:
+    def reacquire(self) -> bool:
         """Hold the same pages once more, if ComfyUI moved none and changed no weight since."""
         return self.kept and self._held.take_again()
 
     def _take_from(self, layer: Any) -> None:
-        """End what ComfyUI prepared of a layer; its pages are this loan's."""
+        """End what ComfyUI prepared of a layer; its pages are this lease's."""
         try:
             for name in _NAMES:
                 patch = getattr(layer, f"{name}_lowvram_function", None)
