@@ -140,7 +140,7 @@ class Clock:
         return run
 
     def _stood_in(self, forward: Any, kind: str | None) -> Any:
-        """A stand-in with a clock; one that stands for no region, the network itself, is left as it is."""
+        """A shim with a clock; one that stands for no region, the network itself, is left as it is."""
         if kind is None:
             return forward
 

@@ -79,7 +79,9 @@ class Engine:
             root, config, store, name=name, provider=provider, known=known, report=report, hooks=hooks
         )
         self.table = RegionTable(self.state, self._region, whole=whole)
-        self.graphs = StepGraphs(self.state, self.table.modules, self.table.spared) if config.step_graphs else None
+        self.graphs = (
+            StepGraphs(self.state, self.table.modules, self.table.released_weights) if config.step_graphs else None
+        )
         self.memory = MemoryReclaim(self.state, self.table, self.graphs)
         self.worth = Worth(self.state, self.table, self.memory)
         self.promise = Promise(self.state, graphs=config.step_graphs)
@@ -213,7 +215,7 @@ class Engine:
             session.asked = (plain, args, kwargs) if counted else None
             self._notes(session, plain, args, kwargs)
             named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
-            session.lasting = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
+            session.step_invariant = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
     def _notes(self, session: Session, plain: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -290,7 +292,7 @@ class Engine:
         quiet = self.state.is_quiet(args, kwargs)
         try:
             args, kwargs = self.state.hooks.plain_call(args, kwargs)
-            names = [session.lasting.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
+            names = [session.step_invariant.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
             return of_its_own(args), of_its_own(kwargs), quiet, names
         except Exception as error:
             # no memory for copies, or an argument that has none: the step itself needs neither
@@ -349,7 +351,7 @@ class Engine:
                 worker_pool.dismiss()
 
     def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
-        """What a stand-in does when its block is called inside a session of this engine."""
+        """What a shim does when its block is called inside a session of this engine."""
         if session.root is None and module is self.state.root:
             self._notes(session, plain, args, kwargs)
             return self._step(self._through(plain, session), args, kwargs, session)

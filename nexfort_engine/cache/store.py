@@ -223,7 +223,7 @@ class Store:
         `manifest` is JSON-able and identifies the artefact together with `primary`, but for its key "info",
         where anything readable may stand. Where the store cannot be written, the entry is not persistent: it
         lives in the staged directory until the process ends, and `problem` says why. So does one that depends on
-        what no other process can compare (`lasts` is False).
+        what no other process can compare (`is_step_invariant` is False).
         """
         if not is_key(primary):
             raise ValueError(f"found {primary!r} as the primary key, expected 16 to 64 hex digits")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asides: what a step computes of inputs that stay the same from step to step, kept beside its CUDA graph.
+"""Step-invariant values: what a step computes of inputs that stay the same in all steps, kept beside its CUDA graph.
 
 A host may say of a prompt that it is the last step's. What is computed of it and of weights alone is then the same too:
 keys and values that blocks make of it (lowering/prompt_subgraph.py), whole regions such as the one that projects it,
@@ -28,7 +28,7 @@ from ..guards.call_spec import Flat
 from ..lowering.loaded_code import Answer, Run, answered_by
 from ..runtime.artifact import Binding
 from ..system.kernel_launches import noted_triton_launches
-from ..weights.prepack_entry import Kept
+from ..weights.prepack_entry import PrepackEntry
 from .host_constants import Watch, is_function, tensors_in, written
 from .step_call import StepCall, empty_as, overlaps
 
@@ -36,15 +36,15 @@ Call = Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass
-class _Aside:
+class _StepInvariant:
     """A call on what lasts alone, and what it gave, which is nobody else's to write to."""
 
     again: Call
     results: Sequence[torch.Tensor]
 
 
-class Asides(Watch, TorchDispatchMode):
-    """Inside the block operators run as they do anyway, but for asides that are known: those are answered.
+class StepInvariants(Watch, TorchDispatchMode):
+    """Inside the block operators run as they do anyway; those that give a known step-invariant value are answered.
 
     slots: copies of the call's tensors that last, by their places; the step is run on them. most: bytes of results that
     are kept. apart: entered where memory is taken that outlives the call.
@@ -63,7 +63,7 @@ class Asides(Watch, TorchDispatchMode):
         self.graph: Any = None  # torch.cuda.CUDAGraph of the program
         self.bytes, self._most, self._apart = 0, most, apart
         self.answered = 0  # calls that were not run, since their results were known
-        self._known: dict[Hashable, _Aside] = {}
+        self._known: dict[Hashable, _StepInvariant] = {}
         self._observes, self._inside = True, False
         self._watching = ExitStack()
         self._held: dict[int, Any] = {}  # storages of what lasts, so that no other has their place
@@ -72,14 +72,14 @@ class Asides(Watch, TorchDispatchMode):
             self._hold(slot)
 
     @classmethod
-    def of(cls, call: StepCall, most: int, apart: Callable[[], AbstractContextManager[Any]]) -> Asides:
+    def of(cls, call: StepCall, most: int, apart: Callable[[], AbstractContextManager[Any]]) -> StepInvariants:
         """For a call some of whose tensors last."""
-        lasting = [call.tensors[place] for place in call.lasting]
+        lasting = [call.tensors[place] for place in call.step_invariant]
         with apart():
             slots = empty_as(lasting, lasting[0].device)
             for slot, tensor in zip(slots, lasting, strict=True):
                 slot.copy_(tensor)
-        return cls(dict(zip(call.lasting, slots, strict=True)), most, apart)
+        return cls(dict(zip(call.step_invariant, slots, strict=True)), most, apart)
 
     @property
     def count(self) -> int:
@@ -96,12 +96,12 @@ class Asides(Watch, TorchDispatchMode):
 
     def program(self) -> Callable[[], None]:
         """What makes all results anew, in the order in which they need each other; from now on it alone can."""
-        asides = list(self._known.values())
-        self._known = {key: _Aside(list, aside.results) for key, aside in self._known.items()}
+        invariants = list(self._known.values())
+        self._known = {key: _StepInvariant(list, invariant.results) for key, invariant in self._known.items()}
 
         def compute() -> None:
-            for aside in asides:
-                for result, made in zip(aside.results, aside.again(), strict=True):
+            for invariant in invariants:
+                for result, made in zip(invariant.results, invariant.again(), strict=True):
                     result.copy_(made)
 
         return compute
@@ -118,7 +118,7 @@ class Asides(Watch, TorchDispatchMode):
 
     # -- what lasts --------------------------------------------------------------------------------------
 
-    def lasts(self, tensor: torch.Tensor) -> bool:
+    def is_step_invariant(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is, or looks at, what stays the same."""
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         return plain and tensor.untyped_storage()._cdata in self._held
@@ -138,29 +138,29 @@ class Asides(Watch, TorchDispatchMode):
         weights: list[torch.Tensor],
         flat: Flat,
         tensors: list[torch.Tensor],
-        kept: Kept | None,
+        kept: PrepackEntry | None,
         *,
         parts: bool,
         whole: bool,
     ) -> Any:
         """Run a region's artefact.
 
-        parts, whole: whether what it makes of a prompt may be an aside, and all of it: its weights are where they are
-        between steps, and the host says when any of them changes.
+        parts, whole: whether what it makes of a prompt may be a step-invariant value, and all of it: its weights are
+        where they are between steps, and the host says when any of them changes.
         """
         artefact = binding.artefact
         again = partial(binding.run, weights, flat, tensors, kept)
-        if any(self.lasts(tensors[artefact.tensors[place]]) for place in artefact.mutated):
+        if any(self.is_step_invariant(tensors[artefact.tensors[place]]) for place in artefact.mutated):
             self._spoil("a region writes to it")
         with self._inside_an_artefact(partial(self._of_prompt, id(binding)) if parts else None):
-            if whole and tensors and all(map(self.lasts, tensors)):
+            if whole and tensors and all(map(self.is_step_invariant, tensors)):
                 with answered_by(None):
                     return self._answered((id(binding), *flat.ints, _places(tensors)), lambda: [again()])[0]
             return again()
 
     def _of_prompt(self, of_whom: int, part: Run, inputs: tuple[Any, ...], of: int) -> Sequence[torch.Tensor]:
         """What a part of an artefact gives, which is given weights and a prompt."""
-        if not self.lasts(inputs[of]):
+        if not self.is_step_invariant(inputs[of]):
             return part(*inputs)
         return self._answered((of_whom, id(part), _places(inputs)), lambda: part(*inputs))
 
@@ -202,12 +202,12 @@ class Asides(Watch, TorchDispatchMode):
 
     def _operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         taken = tensors_in((args, kwargs))
-        lasting = [tensor for tensor in taken if self.lasts(tensor)]
+        lasting = [tensor for tensor in taken if self.is_step_invariant(tensor)]
         if not lasting:
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             self._spoil(f"the operator {func} takes it, of which nothing is known")
-        elif any(map(self.lasts, written(func, args, kwargs))):
+        elif any(map(self.is_step_invariant, written(func, args, kwargs))):
             self._spoil(f"its code writes to it ({func._schema.name})")
         elif len(lasting) == len(taken) and _makes(func) and is_function(func, kwargs):
             key = _key(func, args, kwargs)
@@ -223,7 +223,7 @@ class Asides(Watch, TorchDispatchMode):
             if not self._observes:
                 return again()
             with self._apart():
-                known = _Aside(again, list(again()))
+                known = _StepInvariant(again, list(again()))
             size = sum(result.nbytes for result in known.results)
             if self.bytes + size > self._most or any(map(overlaps, known.results)):
                 return known.results

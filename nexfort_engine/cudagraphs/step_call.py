@@ -25,7 +25,7 @@ class StepCall:
     flat: Flat
     fed: list[Path]
     tensors: list[torch.Tensor]
-    lasting: dict[int, Hashable]
+    step_invariant: dict[int, Hashable]
     modes: Hashable = None
 
     @classmethod
@@ -34,24 +34,24 @@ class StepCall:
         spec: Any,
         flat: Flat,
         fed: list[Path],
-        lasting: dict[int, Hashable] | None = None,
+        step_invariant: dict[int, Hashable] | None = None,
         modes: Hashable = None,
     ) -> StepCall:
         """Of the places `fed` only those are kept where this call has a tensor: its key says which."""
         found = [(path, look(flat.mappings, path)) for path in fed]
         there = [(path, value) for path, value in found if isinstance(value, torch.Tensor)]
         tensors = [*flat.tensors, *(separate(value) for _, value in there)]
-        return cls(spec, flat, [path for path, _ in there], tensors, lasting or {}, modes)
+        return cls(spec, flat, [path for path, _ in there], tensors, step_invariant or {}, modes)
 
     @property
     def made_of(self) -> Hashable:
         """A name for what is made of the tensors that have one."""
-        return tuple(self.lasting.values())
+        return tuple(self.step_invariant.values())
 
     def key(self) -> Any:
         """What calls that may share a graph have in common."""
         sizes = tuple(map(_laid, self.tensors)), tuple(self.flat.ints)
-        return self.spec, *sizes, tuple(self.fed), tuple(self.lasting), self.modes
+        return self.spec, *sizes, tuple(self.fed), tuple(self.step_invariant), self.modes
 
     def arguments(self, tensors: list[torch.Tensor], mappings: Sequence[dict[Any, Any]]) -> Any:
         """(args, kwargs) of the call with others in the place of its own tensors and mappings."""

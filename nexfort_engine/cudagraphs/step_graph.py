@@ -15,7 +15,7 @@ from ..runtime.artifact import Binding
 from ..weights.prepack_entry import Version
 from ..weights.residency import Residence
 from .host_constants import Sent
-from .invariant_cache import Asides
+from .invariant_cache import StepInvariants
 from .module_fingerprint import Glue
 from .step_call import StepCall
 
@@ -37,7 +37,7 @@ class StepGraph:
     slots: list[torch.Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
     version: Version = None  # of the weights that they were made of
-    asides: Asides | None = None  # what is made of inputs that last
+    invariants: StepInvariants | None = None  # what is made of inputs that last
     names: Dependence | None = None  # what the network's own code reaches by name
 
     def captured(self, graph: Any, slots: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -71,9 +71,9 @@ class StepGraph:
 
     def replay(self, call: StepCall) -> Any:
         """What the graph gives for a call."""
-        lasting = self.asides.slots if self.asides is not None else {}
-        if self.asides is not None:
-            self.asides.renew(call.tensors, call.made_of)
+        lasting = self.invariants.slots if self.invariants is not None else {}
+        if self.invariants is not None:
+            self.invariants.renew(call.tensors, call.made_of)
         for place, (slot, tensor) in enumerate(zip(self.slots, call.tensors, strict=True)):
             if place not in lasting and slot.data_ptr() != tensor.data_ptr():
                 slot.copy_(tensor)
@@ -87,9 +87,9 @@ def serials_of(bindings: Iterable[Binding]) -> list[int]:
     return [kept.serial if (kept := b.kept) is not None else 0 for b in each]
 
 
-def in_places(tensors: list[torch.Tensor], asides: Asides | None) -> list[torch.Tensor]:
+def in_places(tensors: list[torch.Tensor], invariants: StepInvariants | None) -> list[torch.Tensor]:
     """A call's tensors, with copies that last in the places of those that do."""
-    slots = asides.slots if asides is not None else {}
+    slots = invariants.slots if invariants is not None else {}
     return [slots.get(place, tensor) for place, tensor in enumerate(tensors)]
 
 

@@ -49,7 +49,7 @@ from .capture_check import Rehearsal
 from .channels_last_cat import JoinedAsRows
 from .graph_capture import captured
 from .host_constants import Answering, Remembering, Sent
-from .invariant_cache import Asides
+from .invariant_cache import StepInvariants
 from .module_fingerprint import Glue
 from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
 from .step_graph import StepGraph, in_places, metas_of, serials_of
@@ -75,7 +75,7 @@ class _Observed:
 
     reads: of its options. codes: that ran. residence: of the weights that it needs where they are. kept: its bindings'
     prepared weights by serial number, as they were before `residence` was made. sent: the constants that it copied to
-    the GPU. asides: what it made of inputs that last.
+    the GPU. invariants: what it made of inputs that last.
     """
 
     trace: StepTrace
@@ -84,7 +84,7 @@ class _Observed:
     residence: Residence
     kept: list[int]
     sent: list[Sent]
-    asides: Asides | None
+    invariants: StepInvariants | None
 
 
 class StepGraphs:
@@ -94,17 +94,17 @@ class StepGraphs:
         self,
         state: EngineState,
         blocks: Callable[[], list[nn.Module]],
-        spared: Callable[[list[Binding]], list[Slot]],
+        released_weights: Callable[[list[Binding]], list[Slot]],
     ) -> None:
         """blocks: the modules of the regions. spared: weights that a step with these bindings does not need."""
-        self.state, self._blocks, self._spared = state, blocks, spared
+        self.state, self._blocks, self._released_weights = state, blocks, released_weights
         self._steps: OrderedDict[Any, StepGraph] = OrderedDict()  # the one used longest ago first
         self._refused: Recent[Any, str] = Recent(_MOST_CALLS)
         self._failed: Recent[Any, int] = Recent(_MOST_CALLS)  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
         self._alike: Recent[Any, None] = Recent(
             _MOST_CALLS
-        )  # calls whose asides were written to: what lasts is to them as the rest
+        )  # calls whose step-invariant values were written to: what lasts is to them as the rest
         # calls whose graph grew the memory of all beyond the budget: captured alone the next time
         self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
@@ -180,9 +180,9 @@ class StepGraphs:
         spec = flatten_call(args, kwargs, flat)
         if holds_function(spec):  # a replay would not call it
             raise Unsupported("an argument of type function")
-        lasting = self._lasting(flat.tensors, session)
+        step_invariant = self._step_invariant(flat.tensors, session)
         flat.tensors = [separate(t) for t in flat.tensors]
-        return StepCall.of(spec, flat, self._fed.get(spec, []), lasting, session.modes)
+        return StepCall.of(spec, flat, self._fed.get(spec, []), step_invariant, session.modes)
 
     def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if reason:
@@ -216,12 +216,13 @@ class StepGraphs:
         before: dict[Path, torch.Tensor] = {}
         reason: str | None = None
         for _ in range(_MOST_ADMISSIONS):
-            reads, asides = ReadSet(admitted), self._asides(call)
+            reads, invariants = ReadSet(admitted), self._invariants(call)
             watching = Rehearsal() if fragile() else Remembering()
             try:
-                with asides or nullcontext(), watching, walked() as codes, session.observed(watching, asides) as trace:
+                observed = session.observed(watching, invariants)
+                with invariants or nullcontext(), watching, walked() as codes, observed as trace:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
-                    args, kwargs = call.arguments(in_places(flat.tensors, asides), recordings)
+                    args, kwargs = call.arguments(in_places(flat.tensors, invariants), recordings)
                     result = plain(*args, **kwargs)
                 break
             except ValueUsed as used:
@@ -240,8 +241,8 @@ class StepGraphs:
             reason = "the backbone uses too many options"
         if reason is not None:
             return self._refuse(key, reason, call, plain)
-        if asides is not None and asides.reason:  # what was written to may have been an answer by then
-            return self._without_asides(key, asides, call, plain)
+        if invariants is not None and invariants.reason:  # what was written to may have been an answer by then
+            return self._without_invariants(key, invariants, call, plain)
         try:
             options = used_options(trace.looked_up, flat, before)
         except Refused as refusal:
@@ -250,15 +251,15 @@ class StepGraphs:
         if not set(options) <= set(call.fed):
             known = self._fed.get(call.spec, [])  # of calls of other kinds too: each has its own of them
             self._fed[call.spec] = list(dict.fromkeys(known + options))
-            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.lasting, call.modes)
+            call = StepCall.of(call.spec, flat, self._fed[call.spec], call.step_invariant, call.modes)
             reason, key = self._unfit(call), call.key()
             if reason:
                 self._refused[key] = reason
                 return result
-        if trace.spares:
+        if trace.releases_weights:
             return result  # the next step leases less; it is the one to look at
         kept = serials_of(trace.used)  # before it is asked what they spare: another thread may let go of them
-        residence = Residence(self.state.root, self.state.provider, self._spared(trace.used))
+        residence = Residence(self.state.root, self.state.provider, self._released_weights(trace.used))
         if trace.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.state.report.note("no CUDA graph: a region ran eager")
@@ -270,21 +271,21 @@ class StepGraphs:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
         else:
-            seen = _Observed(trace, reads, codes, residence, kept, watching.sent, asides)
+            seen = _Observed(trace, reads, codes, residence, kept, watching.sent, invariants)
             self._expect(key, call, seen, result)
         return result
 
     def _expect(self, key: Any, call: StepCall, seen: _Observed, result: Any) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now."""
-        outputs, flat, asides, residence = Flat(), call.flat, seen.asides, seen.residence
+        outputs, flat, invariants, residence = Flat(), call.flat, seen.invariants, seen.residence
         try:
             rows, output = to_json(seen.reads), flatten(result, outputs)
             reached, kinds = rows_of(self.state.root, seen.codes)[0], classes_in(self.state.root)
             names = Dependence(reached, kinds, self._watched, deep=False)
             if outputs.ints or outputs.mappings or any(map(overlaps, outputs.tensors)):
                 raise Refused("the backbone returns more than tensors of their own")
-            if asides is not None and any(map(asides.lasts, outputs.tensors)):
-                asides = None  # its caller may write to what it was given
+            if invariants is not None and any(map(invariants.is_step_invariant, outputs.tensors)):
+                invariants = None  # its caller may write to what it was given
                 self._alike[key] = None
                 self.state.report.note(_MADE_ANEW.format("the backbone returns some of it"))
         except Refused as refusal:
@@ -309,7 +310,7 @@ class StepGraphs:
                 seen.sent,
                 kept=seen.kept,
                 version=self.state.version(),
-                asides=asides if asides is not None and asides.observed(call.made_of) else None,
+                invariants=invariants if invariants is not None and invariants.observed(call.made_of) else None,
                 names=names,
             )
         while len(self._steps) > MOST_GRAPHS:
@@ -342,13 +343,13 @@ class StepGraphs:
         return found
 
     def _capture(self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
-        device, asides = call.tensors[0].device, step.asides
-        slots, outputs = in_places(empty_as(call.tensors, device), asides), empty_as(step.outputs, device)
+        device, invariants = call.tensors[0].device, step.invariants
+        slots, outputs = in_places(empty_as(call.tensors, device), invariants), empty_as(step.outputs, device)
         answering, fills = Answering(step.sent), self.state.config.option("cuda.fill_kernels", True) is True
 
         def run() -> bool:
             args, kwargs = call.with_tensors(slots)
-            with asides or nullcontext(), JoinedAsRows(), answering:  # which steps aside only where it is the last
+            with invariants or nullcontext(), JoinedAsRows(), answering:  # which steps aside only where it is the last
                 return write_result(plain(*args, **kwargs), outputs, step.output)
 
         self._steps.pop(key, None)  # until it is there
@@ -356,14 +357,14 @@ class StepGraphs:
         try:
             for slot, tensor in zip(slots, call.tensors, strict=True):
                 slot.copy_(tensor)
-            if asides is not None:
-                asides.graph, _ = captured(self._memory, asides.program(), fills=fills)
-            with session.observed(answering, asides, capturing=True) as trace:
+            if invariants is not None:
+                invariants.graph, _ = captured(self._memory, invariants.program(), fills=fills)
+            with session.observed(answering, invariants, capturing=True) as trace:
                 graph, fits = captured(self._memory, run, fills=fills)
             if answering.reason:
                 raise Refused(answering.reason)
-            if asides is not None and asides.reason:
-                return self._without_asides(key, asides, call, plain)
+            if invariants is not None and invariants.reason:
+                return self._without_invariants(key, invariants, call, plain)
             if trace.ran_eager or trace.fetched or trace.others or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, trace.looked_up)) <= set(map(id, slots)):
@@ -407,28 +408,30 @@ class StepGraphs:
 
     # -- what lasts --------------------------------------------------------------------------------------
 
-    def _lasting(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
+    def _step_invariant(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
         """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
-        names = session.lasting if self.state.lowering.prompt_once else {}
+        names = session.step_invariant if self.state.lowering.prompt_once else {}
         version = self.state.version() if names else None
         if version is None:
             return {}
         return {place: (names[id(tensor)][1], version) for place, tensor in enumerate(tensors) if id(tensor) in names}
 
-    def _asides(self, call: StepCall) -> Asides | None:
+    def _invariants(self, call: StepCall) -> StepInvariants | None:
         """What keeps what a step makes of tensors that last, if any do."""
-        if not call.lasting or call.key() in self._alike:
+        if not call.step_invariant or call.key() in self._alike:
             return None
         for key, step in list(self._steps.items()):
-            if step.graph is None and step.asides is not None and step.version != self.state.version():
+            if step.graph is None and step.invariants is not None and step.version != self.state.version():
                 del self._steps[key]  # it holds on to weights that may be no more
         least = min(_LEAST_KEPT, memory_budget.beside(call.tensors[0].device))
         most = max(least, self._weights() // _PART_KEPT)
-        held = sum(step.asides.bytes for step in self._steps.values() if step.asides is not None)
-        return Asides.of(call, most - held, self.state.hooks.apart)
+        held = sum(step.invariants.bytes for step in self._steps.values() if step.invariants is not None)
+        return StepInvariants.of(call, most - held, self.state.hooks.apart)
 
-    def _without_asides(self, key: Any, asides: Asides, call: StepCall, plain: Callable[..., Any]) -> Any:
+    def _without_invariants(
+        self, key: Any, invariants: StepInvariants, call: StepCall, plain: Callable[..., Any]
+    ) -> Any:
         """Run a step as it was called: from now on nothing that steps of this kind make of a prompt is kept."""
         self._alike[key] = None
-        self.state.report.note(_MADE_ANEW.format(asides.reason))
+        self.state.report.note(_MADE_ANEW.format(invariants.reason))
         return call.plainly(plain)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins: what stands in a block's place while an engine runs its backbone.
+"""Shims: what stands in a block's place while an engine runs its backbone.
 
 An instance-level `forward` that acts only in the context of the call that put it there (runtime/forward_context.py):
 for any other thread, and after the call, the block is its plain self. Two engines may share modules and run at once;
-the last call to leave takes the stand-ins out.
+the last call to leave takes the shims out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _installed: dict[int, tuple[nn.Module, list[int]]] = {}
 
 
 def stand_in(module: nn.Module) -> bool:
-    """Put a stand-in into a module, or count one more user of the one that is there. False: a foreign one is."""
+    """Put a shim into a module, or count one more user of the one that is there. False: a foreign one is."""
     with _lock:
         entry = _installed.get(id(module))
         if entry is not None:
@@ -36,7 +36,7 @@ def stand_in(module: nn.Module) -> bool:
 
 
 def leave(module: nn.Module) -> None:
-    """One user of a module's stand-in leaves; the last one takes it out."""
+    """One user of a module's shim leaves; the last one takes it out."""
     with _lock:
         entry = _installed[id(module)]
         entry[1][0] -= 1

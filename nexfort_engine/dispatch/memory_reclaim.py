@@ -20,7 +20,7 @@ from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import Session
 from ..system.cuda_graph_pool import is_capturing
 from ..weights.lease import WeightProvider, layers_in
-from .prepack_cache import is_in_vain, kept_of
+from .prepack_cache import has_prepack_failed, prepack_for
 from .region_table import RegionTable
 
 log = logging.getLogger("nexfort")
@@ -92,8 +92,8 @@ class MemoryReclaim:
         except Exception as error:  # of the host; all of it stays kept
             state.report.note(f"what is kept of weights was not compared with what makes room for it ({named(error)})")
         found = [(region, binding) for region in self._table.regions for binding in region.bindings]
-        kept = [(region, it) for region, binding in found if (it := kept_of(region, binding)) is not None]
-        without = self._table.spared([binding for _, binding in found if binding.kept is not None])
+        kept = [(region, it) for region, binding in found if (it := prepack_for(region, binding)) is not None]
+        without = self._table.released_weights([binding for _, binding in found if binding.kept is not None])
         layers = layers_in(state.root, without)
         if provider.has_pending_release and self._graphs is not None:
             self._graphs.release()  # captured with weights at places where they will not be
@@ -118,12 +118,12 @@ class MemoryReclaim:
         """
         layout, rows = provider.layout, list[tuple[Binding, list[nn.Module]]]()
         for region in self._table.regions if layout is not None else ():
-            preparing = [one for one in region.bindings if one.prepares and not is_in_vain(self._state, one)]
-            held = [(binding, kept) for binding in preparing if (kept := kept_of(region, binding)) is not None]
+            preparing = [one for one in region.bindings if one.prepares and not has_prepack_failed(self._state, one)]
+            held = [(binding, kept) for binding in preparing if (kept := prepack_for(region, binding)) is not None]
             if preparing and not held:
                 return
             for binding, kept in held:
-                places = [region.weights.slots.slots[i] for i in kept.stand_ins]
+                places = [region.weights.slots.slots[i] for i in kept.placeholders]
                 rows.append((binding, layers_in(region.module, places)))
         answers = provider.is_release_profitable([layers for _, layers in rows]) if rows else []
         for (binding, _), pays in zip(rows, answers, strict=True):

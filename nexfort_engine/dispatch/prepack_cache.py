@@ -16,8 +16,8 @@ import torch
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import Session
-from ..weights.lease import NO_STAND_INS, StandIns
-from ..weights.prepack_entry import Kept, room_for
+from ..weights.lease import NO_PLACEHOLDERS, Placeholders
+from ..weights.prepack_entry import PrepackEntry, room_for
 from .region_weights import RegionWeights
 
 
@@ -30,7 +30,7 @@ class Prepares(Protocol):
     make_room: Callable[[], bool]
 
 
-def kept_of(region: Prepares, binding: Binding) -> Kept | None:
+def prepack_for(region: Prepares, binding: Binding) -> PrepackEntry | None:
     """The prepared weights that are kept, if they are those of this call. What is kept of other weights goes.
 
     Handed out, because another thread may let go of them at any moment (`release`).
@@ -42,7 +42,7 @@ def kept_of(region: Prepares, binding: Binding) -> Kept | None:
     return None
 
 
-def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], session: Session) -> Kept | None:
+def prepack(region: Prepares, binding: Binding, weights: list[torch.Tensor], session: Session) -> PrepackEntry | None:
     """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
     state, held, version = region.state, region.weights, region.weights.version()
     if version is None or not state.keeps or session.capturing:  # what is made now belongs to the graph
@@ -50,17 +50,17 @@ def prepared(region: Prepares, binding: Binding, weights: list[torch.Tensor], se
     device = weights[0].device
     if session.trace.fetched and not state.room(device):
         return None  # where not even the weights stay, there is no room for more
-    if not state.lowering.keeps and (is_in_vain(state, binding) or not state.can_release(device)):
+    if not state.lowering.keeps and (has_prepack_failed(state, binding) or not state.can_release(device)):
         return None  # what is worth keeping in the place of the weights is not worth it beside them
     with state.hooks.apart():
         tensors = _made(binding, weights)
-        standing = stand_ins(region, binding, weights)
+        standing = placeholders_for(region, binding, weights)
     at = None if held.parts is not None else sorted(binding.prepared_of | standing.keys())
-    made = Kept.of(tensors, version, held.slots.read(), standing, at)
+    made = PrepackEntry.of(tensors, version, held.slots.read(), standing, at)
     # pages of weights that are asked for in each call all the same are no room
     if _has_room(region, tensors, state.room if standing else lambda _: 0):
         binding.keep(made)
-        session.trace.spares |= bool(standing and held.due())
+        session.trace.releases_weights |= bool(standing and held.due())
         if standing:
             state.hold_twice()
     else:
@@ -99,27 +99,31 @@ def _has_room(region: Prepares, tensors: list[torch.Tensor], more: Callable[[tor
     return room_for(tensors, more) or (region.make_room() and room_for(tensors, more))
 
 
-def stand_ins(region: Prepares, binding: Binding, weights: list[torch.Tensor]) -> StandIns:
+def placeholders_for(region: Prepares, binding: Binding, weights: list[torch.Tensor]) -> Placeholders:
     """What lets a binding do without most of the weights that are leased, now or later, since it has them prepared."""
     held, due, layers = region.weights, region.weights.due(), region.weights.layers
     if layers is None or held.parts is not None:
-        return NO_STAND_INS
+        return NO_PLACEHOLDERS
     if not due and region.state.can_release(weights[0].device):
         due = layers.all
-    found, own = layers.stand_ins(due, weights, binding.needed), held.slots.read()
+    found, own = layers.placeholders_for(due, weights, binding.needed), held.slots.read()
     for other in region.bindings:  # one for all, or what one leased could not be had again by the next
         kept = other.kept
-        if kept is not None and kept.stand_ins.keys() == found.keys() and kept.holds(held.version(), own):
-            return kept.stand_ins
+        if kept is not None and kept.placeholders.keys() == found.keys() and kept.holds(held.version(), own):
+            return kept.placeholders
     return found
 
 
-def spared(region: Prepares, used: Collection[int]) -> Collection[int]:
+def released_weights(region: Prepares, used: Collection[int]) -> Collection[int]:
     """Places of weights that no artefact of those used (by id) has to be leased any more."""
-    found = [set(kept.stand_ins) if (kept := b.kept) else set() for b in region.bindings if id(b) in used]
+    found = [set(kept.placeholders) if (kept := b.kept) else set() for b in region.bindings if id(b) in used]
     return set.intersection(*found) if found else set()
 
 
-def is_in_vain(state: EngineState, binding: Binding) -> bool:
+def has_prepack_failed(state: EngineState, binding: Binding) -> bool:
     """Whether keeping was found to make no room, where the weights are now."""
-    return binding.in_vain is not None and state.provider is not None and binding.in_vain == state.provider.layout
+    return (
+        binding.prepack_failed is not None
+        and state.provider is not None
+        and binding.prepack_failed == state.provider.layout
+    )

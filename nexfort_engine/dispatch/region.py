@@ -33,11 +33,11 @@ from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import ForGood, Refusal
 from ..system.torch_modes import current as current_modes
 from ..system.torch_modes import fingerprint
-from ..weights.lease import NO_STAND_INS
-from ..weights.prepack_entry import Kept
+from ..weights.lease import NO_PLACEHOLDERS
+from ..weights.prepack_entry import PrepackEntry
 from . import fallback
 from .eager_reasons import unfit_modes
-from .prepack_cache import kept_of, prepared
+from .prepack_cache import prepack, prepack_for
 from .region_weights import Ineligible, RegionWeights
 
 log = logging.getLogger("nexfort")
@@ -113,9 +113,9 @@ class Region:
                 with unwatched():
                     binding = self._artifacts.obtain(self, key, flat, session)
                 weights = [] if due else held.read()
-            kept = kept_of(self, binding) if binding is not None and binding.prepares else None
+            kept = prepack_for(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
-                weights, lease = held.acquire(due, flat.tensors, kept.stand_ins if kept else NO_STAND_INS)
+                weights, lease = held.acquire(due, flat.tensors, kept.placeholders if kept else NO_PLACEHOLDERS)
         except Unsupported as reason:
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
@@ -157,7 +157,7 @@ class Region:
         self,
         binding: Binding,
         weights: list[torch.Tensor],
-        kept: Kept | None,
+        kept: PrepackEntry | None,
         flat: Flat,
         plain: Any,
         args: Any,
@@ -179,11 +179,11 @@ class Region:
         tensors = list(map(as_taken if artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
-                kept = prepared(self, binding, weights, session)
+                kept = prepack(self, binding, weights, session)
             run = partial(self._ran, binding, weights, flat, tensors, kept, session)
             if session.watching is None or artefact.sites:
                 return run()
-            with session.watching.around(artefact, partial(getattr, session.asides, "answered", 0)):
+            with session.watching.around(artefact, partial(getattr, session.invariants, "answered", 0)):
                 return run()
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
@@ -210,16 +210,16 @@ class Region:
         weights: list[torch.Tensor],
         flat: Flat,
         tensors: Any,
-        kept: Kept | None,
+        kept: PrepackEntry | None,
         session: Session,
     ) -> Any:
-        if session.asides is None:
+        if session.invariants is None:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
         held, fits = self.weights, kept is not None or not binding.prepares
         settled = fits and not session.trace.fetched and held.version() is not None
         whole = settled and binding.plain and not binding.artefact.sites and held.are_told(binding.artefact)
-        return session.asides.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
+        return session.invariants.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""

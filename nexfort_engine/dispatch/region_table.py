@@ -12,7 +12,7 @@ from ..modules.regions import RegionSpec, Seats, beyond, find_regions
 from ..modules.tree import Slot
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
-from .prepack_cache import spared
+from .prepack_cache import released_weights
 from .region import Region
 
 
@@ -87,12 +87,12 @@ class RegionTable:
 
     # -- what they hold ----------------------------------------------------------------------------------
 
-    def spared(self, used: list[Binding]) -> list[Slot]:
+    def released_weights(self, used: list[Binding]) -> list[Slot]:
         """Weights that a step which used these bindings does not need as they are, because it has them prepared."""
         ids = {id(binding) for binding in used}
         found, needed = [], set()
         for region in self.regions:
-            without = spared(region, ids)
+            without = released_weights(region, ids)
             for place, (table, name) in enumerate(region.weights.slots.slots):
                 if place in without:
                     found.append((table, name))

@@ -21,7 +21,7 @@ from ..modules.tree import Hidden, Seen, WeightSlots, structure
 from ..runtime.artifact import Artefact
 from ..runtime.devices import device_of, weight_problem
 from ..runtime.engine_state import EngineState
-from ..weights.lease import NO_STAND_INS, Layers, NotLeased, StandIns, WeightLease
+from ..weights.lease import NO_PLACEHOLDERS, Layers, NotLeased, Placeholders, WeightLease
 from ..weights.subclass_unwrap import Parts
 
 _DTYPE = attrgetter("dtype")  # `map` over it takes less than a comprehension, and there are dozens of weights
@@ -80,18 +80,18 @@ class RegionWeights:
         return due
 
     def acquire(
-        self, due: list[Any], tensors: list[torch.Tensor], stand_ins: StandIns = NO_STAND_INS
+        self, due: list[Any], tensors: list[torch.Tensor], placeholders: Placeholders = NO_PLACEHOLDERS
     ) -> tuple[list[torch.Tensor], WeightLease]:
         """The block's weights for a call with these tensors, those of the layers `due` on lease. Raises Ineligible."""
         raw, layers = self.slots.read(), self.layers
         assert layers is not None, "layers are due"
         device = device_of(t.device for t in itertools.chain(tensors, raw))
-        kept = layers.reacquire(due, device, stand_ins)
+        kept = layers.reacquire(due, device, placeholders)
         if kept is not None and kept.lease is self._sound:
             return kept.given, kept.lease
         try:
             if kept is None:
-                weights, lease = layers.acquire(due, raw, device, stand_ins)
+                weights, lease = layers.acquire(due, raw, device, placeholders)
             else:
                 weights, lease = kept.given, kept.lease
         except NotLeased as reason:

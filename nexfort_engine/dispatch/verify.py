@@ -83,7 +83,7 @@ class Verifier:
         try:
             with _same_random_numbers(args, kwargs):
                 self._regions(call, args, kwargs)
-            with entered(None):  # no stand-in acts
+            with entered(None):  # no shim acts
                 eager, eager_seconds = self._best(call, args, kwargs)
             graphs = self._replayed and self._graphs is not None and torch.cuda.is_available()
             again = functools.partial(self._again, call, graphs)

@@ -81,7 +81,7 @@ def _constant(value: Any) -> Any:
 
 
 class _Writer:
-    """Writes one value. `lasts`: whether all of it can be compared in another process."""
+    """Writes one value. `is_step_invariant`: whether all of it can be compared in another process."""
 
     def __init__(self) -> None:
         self.lasts = True

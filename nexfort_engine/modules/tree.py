@@ -135,7 +135,7 @@ def compiled_elsewhere(module: nn.Module) -> bool:
 def replaced_forward(module: nn.Module) -> Any:
     """Another forward that somebody put on the module itself, or None.
 
-    The engine's stand-ins are none: inside a region they do nothing. Neither is the class's own forward bound to this
+    The engine's shims are none: inside a region they do nothing. Neither is the class's own forward bound to this
     very module, which is what code that puts a forward back leaves behind.
     """
     forward = module.__dict__.get("forward")

@@ -31,7 +31,7 @@ from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.memory_format import kind_of
 from ..modules.tree import PLAIN, Hidden
-from ..weights.prepack_entry import Kept
+from ..weights.prepack_entry import PrepackEntry
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Artefact:
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("_factors", "_strengths", "artefact", "code", "in_vain", "kept", "names", "plain", "state")
+    __slots__ = ("_factors", "_strengths", "artefact", "code", "kept", "names", "plain", "prepack_failed", "state")
 
     def __init__(
         self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None, names: Dependence | None = None
@@ -155,8 +155,8 @@ class Binding:
         """names: what the artefact reaches by name, for modules of these classes; None where nobody watches."""
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
         self.artefact, self.code = artefact, artefact.code
-        self.kept: Kept | None = None  # prepared weights of the module
-        self.in_vain: Hashable = None  # the `WeightProvider.layout` in which keeping them was found to make no room
+        self.kept: PrepackEntry | None = None  # prepared weights of the module
+        self.prepack_failed: Hashable = None  # the `WeightProvider.layout` in which keeping them made no room
         self.state, self.names = ModuleState(module, artefact.reads, hidden), names
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
@@ -187,7 +187,7 @@ class Binding:
             self._factors = now, tensors
         return tensors
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: PrepackEntry) -> None:
         """Keep prepared weights from call to call."""
         self.kept = kept
 
@@ -197,7 +197,7 @@ class Binding:
 
     def rule_out(self, layout: Hashable) -> None:
         """Keep no prepared weights while the `WeightProvider.layout` is this one: keeping them makes no room."""
-        self.kept, self.in_vain = None, layout
+        self.kept, self.prepack_failed = None, layout
 
     @property
     def prepares(self) -> bool:
@@ -222,7 +222,7 @@ class Binding:
         return self.code.prepare(list(map(weights.__getitem__, self.artefact.weights)))
 
     def run(
-        self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: Kept | None = None
+        self, weights: list[torch.Tensor], flat: Flat, tensors: list[torch.Tensor], kept: PrepackEntry | None = None
     ) -> Any:
         """Call the artefact. `tensors` are the call's, brought into the memory format of the signature.
 
@@ -254,7 +254,7 @@ class Binding:
             flat.mappings[number][key] = self._written(template, flat)
         return unflatten(artefact.output, Leaves(results))
 
-    def _results(self, inputs: list[Any], kept: Kept | None) -> list[Any]:
+    def _results(self, inputs: list[Any], kept: PrepackEntry | None) -> list[Any]:
         if kept is not None and isinstance(self.code, PreparingCode):
             return self.code.run(inputs, kept.tensors)
         return self.code(inputs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The call that is under way in this context: which engine is at work, and what its backbone was called with.
 
-Kept in a ContextVar, so that stand-ins act for the call that put them there and for nobody else.
+Kept in a ContextVar, so that shims act for the call that put them there and for nobody else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepTrace:
     ran_eager: bool = False
     others: bool = False
     fetched: bool = False
-    spares: bool = False
+    releases_weights: bool = False
 
 
 class Session:
@@ -53,7 +53,7 @@ class Session:
         self.asked: tuple[Callable[..., Any] | None, tuple[Any, ...], dict[str, Any]] | None = None
         self.written: list[int] = []  # how often the tensors of that call had been written to when it began
         # tensors that the root may be called with, by id, each with a name: equal names are equal bits, in any call
-        self.lasting: dict[int, tuple[Any, Hashable]] = {}
+        self.step_invariant: dict[int, tuple[Any, Hashable]] = {}
         # of the step, which the engine begins
         self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         self.wary = False  # code of others may run at any moment: options bring it along
@@ -74,7 +74,7 @@ class Session:
         self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
         # of `observed`
         self.watching: Any = None  # what looks at its operators
-        self.asides: Any = None  # what keeps what is computed of tensors that last
+        self.invariants: Any = None  # what keeps what is computed of tensors that last
         self.capturing = False  # it goes into a CUDA graph: what fails says nothing of the region
 
     def begin(self, *, wary: bool) -> None:
@@ -88,13 +88,13 @@ class Session:
         return self.trace
 
     @contextlib.contextmanager
-    def observed(self, watching: Any, asides: Any, *, capturing: bool = False) -> Iterator[StepTrace]:
+    def observed(self, watching: Any, invariants: Any, *, capturing: bool = False) -> Iterator[StepTrace]:
         """Inside the block what runs is watched, and leaves its marks in a fresh trace, which stays."""
-        self.watching, self.asides, self.capturing = watching, asides, capturing
+        self.watching, self.invariants, self.capturing = watching, invariants, capturing
         try:
             yield self.fresh_trace()
         finally:
-            self.watching, self.asides, self.capturing = None, None, False
+            self.watching, self.invariants, self.capturing = None, None, False
 
 
 def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> Session:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..modules.tree import ABSENT, CASTS_TO_INPUT, Slot
 from .subclass_unwrap import is_plain
 
-StandIns = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be leased
-NO_STAND_INS: StandIns = {}
+Placeholders = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be leased
+NO_PLACEHOLDERS: Placeholders = {}
 _SMALL = 1 << 16  # numbers of a weight of which a copy may be kept
 
 
@@ -123,7 +123,7 @@ class _KeptLease:
     """
 
     device: torch.device
-    stand_ins: StandIns
+    placeholders: Placeholders
     lease: WeightLease
     given: list[torch.Tensor]
 
@@ -198,10 +198,14 @@ class Layers:
         leased = {i: self.provider.dtype(layer, name) for layer, places in due for name, i in places.items()}
         return {i: dtype for i, dtype in leased.items() if weights[i] is not None and dtype != weights[i].dtype}
 
-    def reacquire(self, due: list[Any], device: torch.device, stand_ins: StandIns = NO_STAND_INS) -> _KeptLease | None:
+    def reacquire(
+        self, due: list[Any], device: torch.device, placeholders: Placeholders = NO_PLACEHOLDERS
+    ) -> _KeptLease | None:
         """What was leased last, taken out once more, if nothing changed since."""
         last = self._last
-        return self.still(device) if last is not None and due is self._due and last.stand_ins is stand_ins else None
+        return (
+            self.still(device) if last is not None and due is self._due and last.placeholders is placeholders else None
+        )
 
     def still(self, device: torch.device) -> _KeptLease | None:
         """What was leased last, taken out once more, if it is where it was; whether it is still due was not asked."""
@@ -212,7 +216,7 @@ class Layers:
         """The block's weights are no longer those with which something was leased."""
         self._last = None
 
-    def stand_ins(self, due: list[Any], weights: list[torch.Tensor], needed: Collection[int]) -> StandIns:
+    def placeholders_for(self, due: list[Any], weights: list[torch.Tensor], needed: Collection[int]) -> Placeholders:
         """What lets layers of these be left out of later leases, by the places of their weights.
 
         weights: the block's, as they were leased. needed: places of those that are used as they are. A copy of small
@@ -226,22 +230,26 @@ class Layers:
         return found
 
     def acquire(
-        self, due: list[Any], weights: list[torch.Tensor], device: torch.device, stand_ins: StandIns = NO_STAND_INS
+        self,
+        due: list[Any],
+        weights: list[torch.Tensor],
+        device: torch.device,
+        placeholders: Placeholders = NO_PLACEHOLDERS,
     ) -> tuple[list[torch.Tensor], WeightLease]:
         """The block's weights with those of the layers `due` on a device, until the lease ends. Raises NotLeased.
 
         A layer is left out if something stands for each of its weights.
         """
-        wanted = [(layer, places) for layer, places in due if not stand_ins.keys() >= set(places.values())]
+        wanted = [(layer, places) for layer, places in due if not placeholders.keys() >= set(places.values())]
         lease = self.provider.acquire([layer for layer, _ in wanted], device)
         given, keep = list(weights), lease.kept and due is self._due
-        for i, instead in stand_ins.items():
+        for i, instead in placeholders.items():
             given[i] = instead
         for (_, places), tensors in zip(wanted, lease.tensors, strict=True):
             for name, i in places.items():
                 given[i] = _laid_out(tensors[name], weights[i])
                 keep &= given[i] is tensors[name]  # nothing but what the host keeps anyway is held on to between calls
-        self._last = _KeptLease(device, stand_ins, lease, given) if keep else None
+        self._last = _KeptLease(device, placeholders, lease, given) if keep else None
         return given, lease
 
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

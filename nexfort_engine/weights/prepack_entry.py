@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .lease import NO_STAND_INS, StandIns
+from .lease import NO_PLACEHOLDERS, Placeholders
 from .subclass_unwrap import places
 
 _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
@@ -28,10 +28,10 @@ _serials = itertools.count(1)
 
 
 @dataclass
-class Kept:
+class PrepackEntry:
     """Prepared tensors of one module, and of what they were made. serial: no two have the same.
 
-    stand_ins: for leased weights, which need not be leased again while these are kept. at: places of the weights
+    placeholders: for leased weights, which need not be leased again while these are kept. at: places of the weights
     that these are made of or stand for; None for all.
     """
 
@@ -39,7 +39,7 @@ class Kept:
     version: Version
     made_of: list[weakref.ref[Any] | None]
     places: list[Any]
-    stand_ins: StandIns
+    placeholders: Placeholders
     at: list[int] | None = None
     serial: int = field(default_factory=lambda: next(_serials))
 
@@ -49,13 +49,13 @@ class Kept:
         tensors: list[torch.Tensor],
         version: Version,
         weights: list[torch.Tensor],
-        stand_ins: StandIns = NO_STAND_INS,
+        placeholders: Placeholders = NO_PLACEHOLDERS,
         at: list[int] | None = None,
-    ) -> Kept:
+    ) -> PrepackEntry:
         """weights: as the module holds them, wherever the numbers are."""
         weights = _at(weights, at)
         made_of: list[Any] = [weakref.ref(w) if w is not None else None for w in weights]
-        return cls(tensors, version, made_of, places(weights), stand_ins, at)
+        return cls(tensors, version, made_of, places(weights), placeholders, at)
 
     def moved(self, weights: list[torch.Tensor]) -> None:
         """The weights, as the module holds them, lie elsewhere now and are the same."""

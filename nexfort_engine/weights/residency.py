@@ -22,16 +22,18 @@ from .lease import Layers, NotLeased, WeightProvider
 class Residence:
     """The weights of one network.
 
-    root: the network. provider: the host's, if it may keep weights elsewhere. spared: those that a step does not need
-    where they are kept, since it has them prepared; the host is not asked for them.
+    root: the network. provider: the host's, if it may keep weights elsewhere. released_weights: those that a step does
+    not need where they are kept, since it has them prepared; the host is not asked for them.
     """
 
-    def __init__(self, root: nn.Module, provider: WeightProvider | None, spared: Collection[Slot] = ()) -> None:
+    def __init__(
+        self, root: nn.Module, provider: WeightProvider | None, released_weights: Collection[Slot] = ()
+    ) -> None:
         besides = provider.copies if provider is not None else frozenset()
         self._slots = WeightSlots(root, besides)
         self._layers = Layers(provider, root, self._slots.names) if provider is not None else None
-        mine = {(id(table), name) for table, name in spared}
-        self._spared = [i for i, (table, name) in enumerate(self._slots.slots) if (id(table), name) in mine]
+        mine = {(id(table), name) for table, name in released_weights}
+        self._released_weights = [i for i, (table, name) in enumerate(self._slots.slots) if (id(table), name) in mine]
         self._seen = Seen()
         self._leased = False  # whether those held last are the host's
 
@@ -76,7 +78,7 @@ class Residence:
         if due is None or self._layers is None or not due:
             return due is not None
         try:
-            _, lease = self._layers.acquire(due, weights, device, {i: weights[i] for i in self._spared})
+            _, lease = self._layers.acquire(due, weights, device, {i: weights[i] for i in self._released_weights})
         except (NotLeased, torch.OutOfMemoryError):  # a picture is not lost for want of a graph
             return False
         lease.release()

@@ -66,14 +66,14 @@ class Steps:
         with torch.inference_mode():
             wanted = self.root(x, time, words.clone())
             with self.engine.active(watch_root=True) as session:
-                session.lasting = {id(words): (words, (prompt, text))} if named else {}
+                session.step_invariant = {id(words): (words, (prompt, text))} if named else {}
                 found = self.root(x, time, words)
         assert torch.allclose(found, wanted, atol=1e-4), float((found - wanted).abs().max())
 
     def kept(self) -> list[int]:
         """How many calls are kept for each graph."""
         steps = self.engine.graphs._steps.values()  # type: ignore[union-attr]
-        return [step.asides.count if step.asides is not None else 0 for step in steps if step.graph is not None]
+        return [step.invariants.count if step.invariants is not None else 0 for step in steps if step.graph is not None]
 
     def notes(self) -> str:
         data = self.engine.report.as_dict()
@@ -289,7 +289,7 @@ def test_what_a_caller_is_given_is_his(store: Store) -> None:
         with torch.inference_mode():
             wanted = steps.root(x, time, words.clone())
             with steps.engine.active(watch_root=True) as session:
-                session.lasting = {id(words): (words, prompt)}
+                session.step_invariant = {id(words): (words, prompt)}
                 found = steps.root(x, time, words)
             for one, other in zip(wanted, found, strict=True):
                 assert torch.allclose(one, other, atol=1e-4), number
@@ -356,7 +356,7 @@ def test_it_takes_no_more_memory_than_it_may(store: Store, monkeypatch: pytest.M
     for tokens in (6, 9):
         for prompt in (1, 1, 1, 2, 1):
             steps(prompt, tokens=tokens)
-    held = [step.asides.bytes if step.asides is not None else 0 for step in steps.engine.graphs._steps.values()]  # type: ignore[union-attr]
+    held = [step.invariants.bytes if step.invariants is not None else 0 for step in steps.engine.graphs._steps.values()]  # type: ignore[union-attr]
     assert held == [4 * one, 0] and steps.kept() == [4, 0]
 
 

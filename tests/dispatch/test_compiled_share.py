@@ -41,7 +41,7 @@ class Work:
 
     def __init__(self) -> None:
         self.captures: list[str] = []
-        self.plans = self.stand_ins = 0
+        self.plans = self.shims = 0
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         return observe(*args)
 
     def stood(module: nn.Module) -> bool:
-        found.stand_ins += 1
+        found.shims += 1
         return stand_in(module)
 
     monkeypatch.setattr(build, "capture", captured)
@@ -110,7 +110,7 @@ def test_what_only_ends_of_which_compile_runs_as_without_the_engine(tmp_path: Pa
     with torch.no_grad():
         wanted = net(x)
         assert torch.equal(ours(x), wanted)
-        assert not work.captures and work.plans >= 1 and work.stand_ins
+        assert not work.captures and work.plans >= 1 and work.shims
         (row,) = ours.report.as_dict()["eager"]
         assert row["region"] == WHOLE and CHANGES in row["reason"] and "98%" in row["reason"]
         before = vars(work).copy()
@@ -128,11 +128,11 @@ def test_another_kind_of_call_is_tried_for_itself(tmp_path: Path, work: Work) ->
         assert not work.captures
         assert torch.equal(ours(x[:, :1]), net(x[:, :1]))
         assert work.captures == ["Chunk", "Linear"] and ours.report.as_dict()["artefacts_compiled"] == 2
-        stood = work.stand_ins
+        stood = work.shims
         ours(x)
-        assert work.stand_ins == stood
+        assert work.shims == stood
         ours(x[:, :1])
-        assert work.stand_ins > stood
+        assert work.shims > stood
 
 
 def test_a_network_half_of_which_compiles_stays_compiled(tmp_path: Path, work: Work) -> None:
@@ -181,16 +181,16 @@ def test_it_is_tried_again(tmp_path: Path, work: Work, again: str) -> None:
     with torch.no_grad():
         ours(x)
         ours(x)
-        stood = work.stand_ins
+        stood = work.shims
         ours(x)
-        assert work.stand_ins == stood
+        assert work.shims == stood
         if again == "attached":
             ours._nexfort_engine.prepare(torch.device("cpu"))
         else:
             net.double()
             x = x.double()
         ours(x)
-        assert work.stand_ins > stood and not work.captures
+        assert work.shims > stood and not work.captures
 
 
 class Drawing(nn.Module):
@@ -216,9 +216,9 @@ def test_blocks_refused_for_one_reason_are_not_all_captured(
     with torch.no_grad():
         ours(x)
         assert work.captures.count("Drawing") == 3
-        stood = work.stand_ins
+        stood = work.shims
         ours(x)
-    assert work.captures.count("Drawing") == 3 and work.stand_ins == stood
+    assert work.captures.count("Drawing") == 3 and work.shims == stood
     reasons = [row["reason"] for row in ours.report.as_dict()["eager"] if row["region"] == WHOLE]
     assert len(reasons) == 1 and "random numbers" in reasons[0]
 
@@ -303,9 +303,9 @@ def test_a_verification_that_was_asked_for_is_made(tmp_path: Path, work: Work) -
         ours(x)
         ours.verify_next()
         ours(x)
-        stood = work.stand_ins
+        stood = work.shims
         ours(x)
-    assert len(ours.report.as_dict()["verifications"]) == 1 and work.stand_ins == stood
+    assert len(ours.report.as_dict()["verifications"]) == 1 and work.shims == stood
 
 
 class _CallsParts(nn.Module):

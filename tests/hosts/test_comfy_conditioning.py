@@ -106,8 +106,8 @@ def test_what_need_not_or_cannot_be_copied_stays_what_it_is(monkeypatch: pytest.
     given |= {"learnt": torch.ones(2, requires_grad=True)}
     conds = Conds()
     for _ in range(2):
-        _, found, lasting = conds.sent((), given, AWAY)
-        assert list(found) == list(given) and all(found[name] is given[name] for name in given) and not lasting
+        _, found, step_invariant = conds.sent((), given, AWAY)
+        assert list(found) == list(given) and all(found[name] is given[name] for name in given) and not step_invariant
     on_processor = {"guidance": torch.tensor([3.5])}
     assert conds.sent((), on_processor, CPU)[1]["guidance"] is on_processor["guidance"]
 
@@ -144,8 +144,8 @@ def test_a_name_is_that_of_bits_in_a_run_and_the_prompt_has_the_dtype_that_is_as
     prompts = [torch.randn(1, 5, 3, generator=torch.Generator().manual_seed(number)) for number in range(3)]
     for number, dtype, another in calls:
         run = torch.ones(2) if another else run
-        args, _, lasting = conds.sent((None, None, None, prompts[number]), {}, RENAMED, dtype, run)
-        tensor, name = lasting[id(args[3])]
+        args, _, step_invariant = conds.sent((None, None, None, prompts[number]), {}, RENAMED, dtype, run)
+        tensor, name = step_invariant[id(args[3])]
         assert tensor is args[3] and torch.equal(tensor, prompts[number].to(dtype or torch.float32))
         assert names.setdefault((number, dtype, id(run)), name) == name
         names["held", id(run)] = run  # or another has its id

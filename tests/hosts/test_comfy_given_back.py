@@ -173,7 +173,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     elif why == "memory was short":
         host.engine_for(roomy.clone.model.diffusion_model, kind.config, roomy.clone.model).state.stop_keeping()
     else:
-        monkeypatch.setattr(lease.Layers, "stand_ins", lambda *_: {})
+        monkeypatch.setattr(lease.Layers, "placeholders_for", lambda *_: {})
     roomy.sampled(steps=3)
     assert not roomy.memory.given_back and roomy.memory.resident == roomy.pages_of(set(roomy.asked))
 

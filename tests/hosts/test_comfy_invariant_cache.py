@@ -45,10 +45,10 @@ def _as_on_a_card(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(own_cache))
 
 
-def asides(compiled: Any) -> list[int]:
+def invariants(compiled: Any) -> list[int]:
     """How many calls the graphs of a patcher keep."""
     steps = host._engines(compiled.model.diffusion_model)[CONFIG].graphs._steps.values()
-    return [step.asides.count if step.asides is not None else 0 for step in steps if step.graph is not None]
+    return [step.invariants.count if step.invariants is not None else 0 for step in steps if step.graph is not None]
 
 
 # the fewest calls that are kept: of both of a UNet's blocks with attention and more, of both of Wan's, its projection;
@@ -70,7 +70,7 @@ def test_steps_are_what_they_were_whatever_changes(kind: str, least: int) -> Non
 
     for prompt in (0, 1, 0):
         agrees(patcher, compiled, prompt=prompt, seed=prompt + 5)
-    assert max(asides(compiled)) >= least and len(Graph.made) == 2
+    assert max(invariants(compiled)) >= least and len(Graph.made) == 2
     for strength in (0.5, 1.0) if least > 1 else ():
         changed = with_lora(patcher, strength)
         agrees(changed, host.attach(changed, CONFIG), prompt=1)
@@ -99,7 +99,7 @@ def test_wrappers_of_others_see_the_prompt_as_it_was_given() -> None:
     compiled = host.attach(patcher, CONFIG)
     compiled.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "others", noted)
     sample(compiled, steps=4)
-    assert set(seen) == {torch.float32} and asides(compiled) == [0]
+    assert set(seen) == {torch.float32} and invariants(compiled) == [0]
 
 
 def test_a_wrapper_of_others_that_writes_to_the_prompt_is_heeded() -> None:

@@ -131,7 +131,7 @@ def test_the_host_is_not_asked_again_for_what_is_kept(paged: Paged, kind: Kind) 
 
 def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(lease.Layers, "stand_ins", lambda *_: {})
+        patch.setattr(lease.Layers, "placeholders_for", lambda *_: {})
         wanted, _ = paged.sampled()
         assert torch.equal(paged.sampled()[0], wanted)
         made = kept(paged.clone)
@@ -218,15 +218,15 @@ def test_only_layers_that_code_can_do_without_are_left_out(flux: Any, monkeypatc
     with region.weights.resident([torch.zeros(1)]) as weights:
         due, layers = region.weights.due(), region.weights.layers
         large = {i for _, at in due for i in at.values() if weights[i].numel() > 256}
-        everything = layers.stand_ins(due, weights, set())
+        everything = layers.placeholders_for(due, weights, set())
         assert large <= everything.keys() and not any(everything[i].numel() for i in large)
         assert all(torch.equal(t, weights[i]) for i, t in everything.items() if i not in large)
         assert not large & binding.needed
         for one in large:  # which code still reads as it is
             layer = next(set(at.values()) for _, at in due if one in at.values())
-            assert layers.stand_ins(due, weights, {one}).keys() == everything.keys() - layer
+            assert layers.placeholders_for(due, weights, {one}).keys() == everything.keys() - layer
         region.weights.parts = object()  # places would be those of the plain tensors that weights consist of
-        assert prepack_cache.stand_ins(region, binding, weights) is lease.NO_STAND_INS
+        assert prepack_cache.placeholders_for(region, binding, weights) is lease.NO_PLACEHOLDERS
 
 
 def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monk
     first, second = [r for r in engine.regions if r.path.startswith("double_blocks")]
     table = one.img_mlp[0]._parameters
     of = [[b for r in some for b in r.bindings] for some in ((first, second), (first,))]
-    both, first_alone = map(engine.table.spared, of)
+    both, first_alone = map(engine.table.released_weights, of)
     assert any(own is table for own, _ in both) and first_alone
     assert not any(own is table for own, _ in first_alone)
 
@@ -288,7 +288,7 @@ def test_what_stands_in_goes_with_the_model(patcher: Any, kind: Kind, monkeypatc
     found.sampled()
     found.sampled()
     bindings = [binding for region in engine_of(found.clone).regions for binding in region.bindings if binding.kept]
-    held = [weakref.ref(t) for b in bindings for t in (*b.kept.stand_ins.values(), *b.kept.tensors) if t.numel()]
+    held = [weakref.ref(t) for b in bindings for t in (*b.kept.placeholders.values(), *b.kept.tensors) if t.numel()]
     assert held
     unload()
     gc.collect()
@@ -310,6 +310,6 @@ def test_another_model_gives_way(patcher: Any, kind: Kind, monkeypatch: pytest.M
 def test_pages_that_are_asked_for_in_each_call_are_no_room(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     offered: list[int] = []
     monkeypatch.setattr(prepack_cache, "room_for", lambda _, more: offered.append(more(torch.device("cpu"))) or True)
-    monkeypatch.setattr(prepack_cache, "stand_ins", lambda *_: lease.NO_STAND_INS)  # as for quantised weights
+    monkeypatch.setattr(prepack_cache, "placeholders_for", lambda *_: lease.NO_PLACEHOLDERS)  # as for quantised weights
     paged.sampled(steps=1)
     assert offered and not any(offered)

@@ -116,10 +116,10 @@ def _nobody_can_say(_: Watched, patch: pytest.MonkeyPatch) -> None:
 def _released_meanwhile(watched: Watched, patch: pytest.MonkeyPatch) -> None:
     engine = engine_of(watched.clone)
     engine.release()
-    spared, once = engine.table.spared, []
+    released_weights, once = engine.table.released_weights, []
 
     def released(used: Any) -> Any:
-        found = spared(used)
+        found = released_weights(used)
         if not once:
             once.append(engine.release())  # by another thread
         return found
@@ -226,10 +226,11 @@ def test_kinds_of_calls_share_what_stands_in(watched: Watched) -> None:
     assert both
     for region in both:
         one, other = region.bindings
-        assert one.kept.stand_ins is other.kept.stand_ins
-        assert prepack_cache.spared(region, {id(one), id(other)}) == set(one.kept.stand_ins) != set()
+        assert one.kept.placeholders is other.kept.placeholders
+        assert prepack_cache.released_weights(region, {id(one), id(other)}) == set(one.kept.placeholders) != set()
         other.kept = None
-        assert not prepack_cache.spared(region, {id(one), id(other)}) and prepack_cache.spared(region, {id(one)})
+        assert not prepack_cache.released_weights(region, {id(one), id(other)})
+        assert prepack_cache.released_weights(region, {id(one)})
 
 
 def test_what_is_let_go_of_during_a_capture_is_not_replayed(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

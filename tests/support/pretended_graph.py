@@ -18,7 +18,7 @@ import torch
 
 from nexfort_engine import engine
 from nexfort_engine.cudagraphs import graph_capture, step_graphs
-from nexfort_engine.cudagraphs.invariant_cache import Asides
+from nexfort_engine.cudagraphs.invariant_cache import StepInvariants
 from nexfort_engine.runtime.forward_context import current
 
 
@@ -76,7 +76,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
             def again() -> None:  # with the containers as they were, and the same tensors
                 now = current.get() or session
-                with step.asides or contextlib.nullcontext(), now.observed(None, step.asides):
+                with step.invariants or contextlib.nullcontext(), now.observed(None, step.invariants):
                     result = plain(*_containers(given[0]), **_containers(given[1]))
                     step_graphs.write_result(result, step.outputs, step.output)
 
@@ -85,7 +85,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
         return capture(self, key, step, call, noted, session)
 
-    program = Asides.program
+    program = StepInvariants.program
 
     def launched(self: Any) -> Callable[[], None]:
         """While it is captured nothing is launched."""
@@ -100,7 +100,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(step_graphs.StepGraphs, "_capture", captured)
     patch.setattr(step_graphs, "captured", captured_calls)
-    patch.setattr(Asides, "program", launched)
+    patch.setattr(StepInvariants, "program", launched)
 
 
 def _containers(value: Any) -> Any:

@@ -26,7 +26,7 @@ from nexfort_engine.lowering import worker
 from nexfort_engine.lowering.loaded_code import PreparingCode
 from nexfort_engine.runtime.artifact import Binding
 from nexfort_engine.weights.lease import layers_in
-from nexfort_engine.weights.prepack_entry import Kept, room_for
+from nexfort_engine.weights.prepack_entry import PrepackEntry, room_for
 
 
 @pytest.mark.parametrize("in_a_worker", [False, True])
@@ -265,7 +265,7 @@ def test_others_are_asked_for_room_only_where_what_is_free_does_not_suffice(monk
 
 def test_they_hold_on_to_no_weight() -> None:
     weight = torch.randn(4)
-    kept = Kept.of([torch.ones(2)], "one", [weight])
+    kept = PrepackEntry.of([torch.ones(2)], "one", [weight])
     assert kept.holds("one", [weight]) and not kept.holds("two", [weight]) and not kept.holds(None, [weight])
     del weight
     assert kept.made_of[0]() is None and not kept.holds("one", [torch.randn(4)])  # type: ignore[misc]

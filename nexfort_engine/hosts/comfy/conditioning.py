@@ -25,7 +25,7 @@ _LATELY = 64  # calls: what none of them asked for makes room for others
 
 _PROMPT = 3  # place of the prompt among the arguments of `_apply_model`
 
-Lasting = dict[int, tuple[torch.Tensor, Hashable]]
+StepInvariant = dict[int, tuple[torch.Tensor, Hashable]]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Conds:
         device: torch.device,
         dtype: torch.dtype | None = None,
         run: object = None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Lasting]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], StepInvariant]:
         """What one call is given, with the tensors on `device` that would be copied there: same bits, same dtype.
 
         They are those that ComfyUI's `_apply_model` copies, in lists by name too, and tensors of their own, which may
@@ -69,9 +69,9 @@ class Conds:
         an object that all steps of one picture have and no other. Third are these tensors by id, each with a name that
         only tensors of the same bits have, in any call of that run; none without one.
         """
-        lasting: Lasting = {}
+        step_invariant: StepInvariant = {}
         if device.type == "mps":
-            return args, kwargs, lasting  # has no float64, which the host makes float32 on the way
+            return args, kwargs, step_invariant  # has no float64, which the host makes float32 on the way
 
         def there(name: Hashable, value: Any, wanted: torch.dtype | None = None) -> Any:
             found = self._there(name, value, device, wanted)
@@ -79,7 +79,7 @@ class Conds:
                 return value
             copy = found.sent.there.clone()
             if run is not None:
-                lasting[id(copy)] = copy, (found.serial, self._runs)
+                step_invariant[id(copy)] = copy, (found.serial, self._runs)
             return copy
 
         def each(name: str, value: Any) -> Any:
@@ -92,7 +92,7 @@ class Conds:
             if run is not self._run:
                 self._run, self._runs = run, self._runs + 1
             placed = tuple(there(i, value, dtype if i == _PROMPT else None) for i, value in enumerate(args))
-            return placed, {name: each(name, value) for name, value in kwargs.items()}, lasting
+            return placed, {name: each(name, value) for name, value in kwargs.items()}, step_invariant
 
     def _there(self, name: Hashable, value: Any, device: torch.device, dtype: torch.dtype | None) -> _Kept | None:
         """A value's copy; None where it is left to the host."""

@@ -28,7 +28,7 @@ from ...reporting.report import Report
 from ...runtime.engine_state import HostHooks
 from ...system import process_settings
 from . import malloc_graph
-from .conditioning import Conds, Lasting
+from .conditioning import Conds, StepInvariant
 from .progress import shown
 from .weights import ComfyWeights
 
@@ -152,17 +152,17 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
         if engine.steps_aside(None, args, kwargs):
             return executor(*args, **kwargs)
         asked = (None, args, kwargs)
-        lasting: Lasting = {}
+        step_invariant: StepInvariant = {}
         if args and isinstance(args[0], torch.Tensor):
             is_last = _is_last(executor)  # a wrapper behind this one may write to what it is given
             dtype = executor.class_obj.get_dtype_inference() if is_last else None
             run = _run(args, kwargs)
             engine.poll_versions(run)
-            args, kwargs, lasting = _engines(network).conds.sent(
+            args, kwargs, step_invariant = _engines(network).conds.sent(
                 args, kwargs, args[0].device, dtype, run if is_last else None
             )
         with shown(engine.report), engine.active(watch_root=True) as session:
-            session.asked, session.lasting = asked, lasting
+            session.asked, session.step_invariant = asked, step_invariant
             return executor(*args, **kwargs)
 
     return run_compiled
@@ -198,7 +198,7 @@ def _run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 
 def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why the call is left to core's compile node, which would trace through the stand-ins; None if it is not there."""
+    """Why the call is left to core's compile node, which would trace through the shims; None if it is not there."""
     for value in (*args, *kwargs.values()):
         wrappers = value.get("wrappers") if isinstance(value, dict) else None
         if wrappers and wrappers.get("apply_model", {}).get(_CORE_S_KEY):

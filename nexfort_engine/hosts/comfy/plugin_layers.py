@@ -77,7 +77,7 @@ class OwnCasts:
             if sorted(names) != sorted(made):
                 return False
             resident = Shadow(layer, [made[name] for name in names], {id(layer): self._hidden}).module
-            # its own code, also where the layer is a region, whose forward is a stand-in of ours
+            # its own code, also where the layer is a region, whose forward is a shim of ours
             return torch.equal(resident(given), type(layer).forward(layer, given))
 
 
