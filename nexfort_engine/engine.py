@@ -29,7 +29,7 @@ from .dispatch.compiled_share import Worth
 from .dispatch.fallback import written_to
 from .dispatch.forward_shim import leave, stand_in
 from .dispatch.memory_reclaim import MemoryReclaim
-from .dispatch.recovery import remedy
+from .dispatch.recovery import recover
 from .dispatch.region import Region
 from .dispatch.region_table import RegionTable
 from .dispatch.slowdown import Promise
@@ -37,14 +37,14 @@ from .dispatch.verify import Verifier
 from .guards.call_spec import of_its_own
 from .lowering import worker_pool
 from .lowering.preload import import_ahead, import_tracing_ahead
-from .modules.channels_last import lie_innermost, outermost
+from .modules.channels_last import is_channels_last, to_contiguous
 from .modules.regions import RegionSpec
 from .modules.tree import own_foreign
 from .reporting.report import Report, named
-from .reporting.resource_shortages import begun, told
+from .reporting.resource_shortages import begun, describe_error
 from .runtime.engine_state import EngineState, HostHooks
 from .runtime.fault_attribution import UNSEEN, is_passed_on
-from .runtime.forward_context import Instead, Session, entered
+from .runtime.forward_context import ForwardContext, Instead, entered
 from .runtime.shared_state import Known
 from .system import heap_trim
 from .system.process_settings import backend_scope
@@ -140,7 +140,7 @@ class Engine:
         except worker_pool.NoWorkers as error:
             report.note(f"no workers were started ahead: {error}")
         except OSError as error:
-            report.note(f"nothing was made ready for the first step: {told(error)}")
+            report.note(f"nothing was made ready for the first step: {describe_error(error)}")
 
     def stored(self, device: torch.device) -> list[str]:
         """The primary keys of what the store has for this backbone on a device."""
@@ -197,7 +197,7 @@ class Engine:
     ) -> Any:
         """One more step that nobody asked for; the report does not count it.
 
-        graphs: it may be replayed as one. names: of its arguments' tensors, as in Session, None where one has none.
+        graphs: it may be replayed as one. names: of its arguments' tensors, as in ForwardContext; None: one has none.
         """
         return self._called(plain, args, kwargs, counted=False, graphs=graphs, names=names)
 
@@ -218,7 +218,7 @@ class Engine:
             session.step_invariant = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
-    def _notes(self, session: Session, plain: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _notes(self, session: ForwardContext, plain: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Note what a step is called with, so that it may be planned and run again."""
         try:
             session.written = written_to((args, kwargs))
@@ -233,23 +233,25 @@ class Engine:
         """Compare the next step with eager, region by region, once it has ended; see dispatch/verify.py."""
         self._verify_due = True
 
-    def _through(self, plain: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _through(self, plain: Callable[..., Any], session: ForwardContext) -> Callable[..., Any]:
         """The backbone's own forward, or its region where it is one region as a whole."""
         own = self.table.whole_region
         if own is not None:
             return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
         return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs), session)
 
-    def _laid_back(self, result: Any, given: Any, session: Session) -> Any:
+    def _laid_back(self, result: Any, given: Any, session: ForwardContext) -> Any:
         """The backbone's result as eager code leaves it: with channels innermost where its weights lie so."""
-        back = outermost(result, tensors_in(given)) if session.images else result
+        back = to_contiguous(result, tensors_in(given)) if session.images else result
         if back is result:
             return result
         if self._innermost is None:
-            self._innermost = lie_innermost(self.root)  # once: it looks at every module
+            self._innermost = is_channels_last(self.root)  # once: it looks at every module
         return result if self._innermost else back
 
-    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any, session: Session, *, graphs: bool = True) -> Any:
+    def _step(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext, *, graphs: bool = True
+    ) -> Any:
         self.state.known.watched.look()
         session.begin(wary=self.table.sets_names or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
@@ -264,7 +266,7 @@ class Engine:
             self._verify_due |= due  # the next step will do
             if session.root is None:
                 raise
-            again = remedy(self.state, self.memory, error, session)
+            again = recover(self.state, self.memory, error, session)
             if again is None:
                 raise
             args, kwargs = session.root[1:]  # as they were given
@@ -284,7 +286,7 @@ class Engine:
         self.memory.hold_once()
         return result
 
-    def _kept(self, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any, bool, list[Any]] | None:
+    def _kept(self, args: Any, kwargs: Any, session: ForwardContext) -> tuple[Any, Any, bool, list[Any]] | None:
         """Arguments for a verification after the step, which may change its own; whether it may be a graph, and names.
 
         The names are those of the arguments' tensors, None where one has none.
@@ -313,13 +315,13 @@ class Engine:
     @contextlib.contextmanager
     def active(
         self, *, watch_root: bool = False, instead: Instead | None = None, counted: bool = True
-    ) -> Iterator[Session]:
+    ) -> Iterator[ForwardContext]:
         """Regions stand in the blocks' places inside the block, in this context only.
 
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
         """
-        session, root = Session(self.on_call, instead=instead), self.state.root
+        session, root = ForwardContext(self.on_call, instead=instead), self.state.root
         placed = []
         if self.table.were_exchanged():
             self.refresh()
@@ -350,7 +352,9 @@ class Engine:
                 self.report.call(time.perf_counter() - began)
                 worker_pool.dismiss()
 
-    def on_call(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+    def on_call(
+        self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext
+    ) -> Any:
         """What a shim does when its block is called inside a session of this engine."""
         if session.root is None and module is self.state.root:
             self._notes(session, plain, args, kwargs)

@@ -29,7 +29,7 @@ from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused, ValueUsed
 from ..guards.scalar_inputs import Strength, StrengthUsed
-from ..modules.channels_last import is_of_order, laid, only_convolved
+from ..modules.channels_last import copy_to_channels_last, is_of_order, only_convolved
 from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
 from ..modules.tree import Hidden, foreign
@@ -298,7 +298,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         if not only_convolved(inputs.weights[place]):
             raise RuntimeError("its code may look at how a convolution's weight lies in memory: its strides are shown")
         if inputs.weights[place].users:
-            laid(graph, inputs.weights[place], weight)
+            copy_to_channels_last(graph, inputs.weights[place], weight)
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
     if any(inputs.options[i] in inputs.written for i in options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")

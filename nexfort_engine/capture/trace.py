@@ -22,7 +22,7 @@ from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
-from ..modules.channels_last import innermost, shown
+from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
 from ..modules.tree import ABSENT, Hidden, WeightSlots
 from ..system.torch_modes import default_device
@@ -64,7 +64,7 @@ class Trace:
         self.weights = [w.detach() for w in plain]
         self.own: dict[int, torch.Tensor] = {}  # as the module holds them, those that are shown otherwise
         if told and self.parts is None:
-            for place, weight in shown(block, self.weights, self.names).items():
+            for place, weight in weights_for_capture(block, self.weights, self.names).items():
                 self.own[place], self.weights[place] = self.weights[place], weight
         self.reads: Reads = {}
         self.log = ReadSet({})
@@ -185,4 +185,4 @@ class Lifted(nn.Module):
         refuse_counting(trace.reads, shadow.module)
         trace.kept, trace.exchanged = kept_since(held, shadow.module)
         others = [*weights, *tensors, *extra, *trace.kept]
-        return (innermost(flat.tensors, others) if trace.images else flat.tensors) + trace.kept
+        return (to_channels_last(flat.tensors, others) if trace.images else flat.tensors) + trace.kept

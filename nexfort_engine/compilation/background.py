@@ -17,7 +17,7 @@ import torch
 
 from ..capture.types import LOCK
 from ..reporting.report import named
-from ..reporting.resource_shortages import told
+from ..reporting.resource_shortages import describe_error
 from ..runtime.forward_context import current
 
 log = logging.getLogger("nexfort")
@@ -58,7 +58,7 @@ class Background:
             thread.start()
         except RuntimeError as error:
             self.failed = True
-            self._note(f"artefacts are made before steps, not in the background: {told(error)}")
+            self._note(f"artefacts are made before steps, not in the background: {describe_error(error)}")
             return False
         self._thread = thread
         self._note(NOTE)

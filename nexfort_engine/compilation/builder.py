@@ -31,10 +31,10 @@ from ..lowering.vec_isa_cache import remember_in
 from ..passes import low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
-from ..reporting.resource_shortages import told
+from ..reporting.resource_shortages import describe_error
 from ..runtime.artifact import Artefact, Binding, Misfit, manifest_of
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session, to_come
+from ..runtime.forward_context import ForwardContext, to_come
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
@@ -83,8 +83,8 @@ class Builder:
 
     # -- a call whose artefact is not known --------------------------------------------------------------
 
-    def obtain(self, region: Region, key: Any, flat: Flat, session: Session) -> Binding | None:
-        """A binding for this call, or None; `Session.refused` says why. Raises Unsupported, Ineligible."""
+    def obtain(self, region: Region, key: Any, flat: Flat, session: ForwardContext) -> Binding | None:
+        """A binding for this call, or None; `ForwardContext.refused` says why. Raises Unsupported, Ineligible."""
         if (reason := region.declined(key, flat.mappings)) is not None:
             session.refused = reason, []
             return None
@@ -105,8 +105,8 @@ class Builder:
             log.debug("Nexfort: nothing is found or made for %s", region.path, exc_info=True)
             self._tried[(region.path, "")] += 1
             if self._tried[(region.path, "")] < _MOST_TRIES:
-                raise Ineligible(told(error)) from error
-            binding, refusal = None, ((lambda _: True), told(error))
+                raise Ineligible(describe_error(error)) from error
+            binding, refusal = None, ((lambda _: True), describe_error(error))
         finally:
             LOCK.release()
         if session.behind or session.aside:
@@ -126,7 +126,7 @@ class Builder:
         """Forget what was refused for a call: eager refuses the call as well."""
         self.refusals.take_back(refused)
 
-    def _has_lock(self, session: Session) -> bool:
+    def _has_lock(self, session: ForwardContext) -> bool:
         """Take the lock. False: it is for another step, or for the background, to make what is missing here."""
         if session.behind:
             return False
@@ -144,7 +144,7 @@ class Builder:
             self._noted[artefact.id, sizes] = None
             self.state.store.note_shape(artefact.entry, sizes)
 
-    def _find_or_make(self, wanted: Wanted, session: Session) -> tuple[Binding | None, Refusal]:
+    def _find_or_make(self, wanted: Wanted, session: ForwardContext) -> tuple[Binding | None, Refusal]:
         binding, misfit = self.finder.bind(wanted)
         if binding is None and await_left(self.state.hooks.cancel):
             binding, misfit = self.finder.bind(wanted)
@@ -166,7 +166,7 @@ class Builder:
             return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _beside(self, session: Session, wanted: Wanted, work: Callable[[], object]) -> bool:
+    def _beside(self, session: ForwardContext, wanted: Wanted, work: Callable[[], object]) -> bool:
         """Have it made beside this step, which goes on eager. False: it is to be made now.
 
         What is still missing after some tries is the step's own matter, which has the reason.
@@ -269,7 +269,7 @@ class Builder:
                 torch.cuda.empty_cache()  # workers are at work, and need what the plan's run has taken
 
     @contextlib.contextmanager
-    def _to_come(self, session: Session, device: torch.device) -> Iterator[list[Job]]:
+    def _to_come(self, session: ForwardContext, device: torch.device) -> Iterator[list[Job]]:
         """Jobs for what runs after this backbone. A convenience: this step does not fail by it."""
         with contextlib.ExitStack() as stack:
             jobs: list[Job] = []
@@ -345,10 +345,10 @@ class Builder:
         options = self.finder.options(wanted.device.type)
         for name, dtype in (("low_precision", matmul.FP8), ("low_precision_int8", torch.int8)):
             if options.get(f"nexfort.{name}"):
-                info["products"] = low_precision.told(captured.graph, dtype)
+                info["products"] = low_precision.describe_plan(captured.graph, dtype)
         if options.get("nexfort.narrow_attention"):
-            info["attention"] = low_precision_attention.told(captured.graph)
-        notes = callback_sites.told(captured.sites)
+            info["attention"] = low_precision_attention.describe_plan(captured.graph)
+        notes = callback_sites.describe_sites(captured.sites)
         if options.get("nexfort.rotary"):
             notes += [f"in {region.kind} {reason}" for reason in rotary.left(captured.graph)]
         if notes:

@@ -31,7 +31,7 @@ from ..lowering import worker_pool
 from ..lowering.preload import wait_for_import
 from ..reporting.progress import Tracker
 from ..reporting.report import named
-from ..reporting.resource_shortages import advised, begun, told
+from ..reporting.resource_shortages import advised, begun, describe_error
 from ..runtime.forward_context import entered
 
 log = logging.getLogger("nexfort")
@@ -230,7 +230,7 @@ def _captured(job: Job) -> tuple[Captured, dict[str, Any]] | None:
         job.problem, job.guards, job.refused = str(refusal), getattr(refusal, "guards", None), True
     except Exception as error:
         # torch's tracing may fail in any way on code of others; the block then runs eager with this as its reason
-        job.problem = f"capturing it failed: {told(error)}"
+        job.problem = f"capturing it failed: {describe_error(error)}"
         job.guards, job.names = getattr(error, "guards", None), getattr(error, "names", [])
         log.debug("Nexfort: capturing %s failed", job.name, exc_info=True)
     return None
@@ -251,7 +251,7 @@ def _start(
                 torch.cuda.set_device(current)
             _lower_and_store(job, captured, manifest, _options(job, options))
         except Exception as error:
-            job.problem = f"lowering it failed: {told(error)}"
+            job.problem = f"lowering it failed: {describe_error(error)}"
             log.debug("Nexfort: lowering %s failed", job.name, exc_info=True)
         finally:
             job.finished.set()
@@ -287,7 +287,7 @@ def _submitted(
         _submit(job, captured, manifest, options, helpers)
     except Exception as error:  # of the disk, or of a graph that cannot be pickled
         log.debug("Nexfort: %s is not handed to a worker", job.name, exc_info=True)
-        job.notes.append(f"what a worker should have lowered was lowered in this process: {told(error)}")
+        job.notes.append(f"what a worker should have lowered was lowered in this process: {describe_error(error)}")
         return False
     return True
 
@@ -312,7 +312,7 @@ def _submit(
                 else:
                     job.problem = f"lowering it failed: {advised(problem)}"
         except Exception as error:
-            job.problem = f"storing it failed: {told(error)}"
+            job.problem = f"storing it failed: {describe_error(error)}"
         finally:
             job.finished.set()
 

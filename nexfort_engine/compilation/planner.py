@@ -30,7 +30,7 @@ from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
-from ..modules.channels_last import as_taken, innermost, is_of_order
+from ..modules.channels_last import as_taken, is_of_order, to_channels_last
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
 from ..modules.tree import INTERNAL
@@ -38,7 +38,7 @@ from ..passes.registry import laid_out
 from ..reporting.report import named
 from ..runtime.devices import device_of
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session, StepRunner
+from ..runtime.forward_context import ForwardContext, StepRunner
 from ..runtime.shared_state import ForGood
 from .lookup import Wanted
 from .refusals import Refusals
@@ -61,7 +61,7 @@ class Planner:
         self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
-    def calls(self, session: Session) -> list[Wanted]:
+    def calls(self, session: ForwardContext) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
         session.planned = True
         self._state.hold_twice()  # the backbone's own code asks the host for all weights
@@ -85,7 +85,7 @@ class Planner:
         tried = self._tried(call, _doublings(args, kwargs, or_not=found is None), or_not=found is not None)
         return (tried if tried is not None else found) or []
 
-    def pays(self, found: list[Wanted], session: Session) -> bool:
+    def pays(self, found: list[Wanted], session: ForwardContext) -> bool:
         """Whether what a plan found is worth compiling."""
         return self._worth.pays([*self._called(found), *self.lost], session)
 
@@ -175,7 +175,7 @@ class Planner:
                 self._state.report.note(f"planning ahead for other sizes failed ({named(error)})")
         return found
 
-    def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def record(self, region: Region, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         """Note what a region is called with, and run it eagerly.
 
         What follows has to see results that lie in memory as those of the artefact that will run there.
@@ -185,7 +185,7 @@ class Planner:
             spec = flatten_call(args, kwargs, flat)
             if not region.weights.due():
                 region.weights.read()
-            if region.latched is None and region.carries() is None:
+            if region.disabled_reason is None and region.carries() is None:
                 wanted = self.requests.wanted(region, spec, flat)
                 wanted.flat = ghost(wanted.example)
                 session.examples.append(wanted)
@@ -196,15 +196,15 @@ class Planner:
             session.trace.lost.append((region, lost))
         # eager code lets go of what lies in lists once it has put other tensors there
         flat.tensors.clear()
-        if region.latched is not None:
-            session.trace.lost.append((region, region.latched))
+        if region.disabled_reason is not None:
+            session.trace.lost.append((region, region.disabled_reason))
         try:
             if wanted is None or not wanted.images or not self._may_pay(region):
                 with laid_out(options), self._watched(wanted, args, kwargs):
-                    return region.inside(plain, args, kwargs, session)
+                    return region.run_own_forward(plain, args, kwargs, session)
             taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
             with self._watched(wanted, *taken):
-                return innermost(region.inside(plain, *taken, session), tensors_in(taken))
+                return to_channels_last(region.run_own_forward(plain, *taken, session), tensors_in(taken))
         finally:
             self._weigh(region, wanted)
 

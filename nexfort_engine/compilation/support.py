@@ -21,7 +21,7 @@ from ..cache.sidecar import recall, remember
 from ..lowering.preload import wait_for_import
 from ..lowering.vec_isa_cache import cpp_compiler
 from ..reporting.report import first_line
-from ..reporting.resource_shortages import PASSING, told
+from ..reporting.resource_shortages import PASSING, describe_error
 from ..system.compiler_processes import bounded, hung
 from ..system.process_settings import named_user
 
@@ -120,7 +120,7 @@ def no_cpp_compiler() -> str | None:
             get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
-            raise NotNow(f"the C++ compiler could not be started: {told(error)}") from error
+            raise NotNow(f"the C++ compiler could not be started: {describe_error(error)}") from error
         if hung:
             return f"compiling for the CPU needs the C++ compiler: {next(iter(hung.values()))}"
         what = first_line(error, 120) or type(error).__name__

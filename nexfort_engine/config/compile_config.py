@@ -57,7 +57,7 @@ class CompileConfig:
     fullgraph: bool = False
     disable: bool = False
     options: tuple[tuple[str, object], ...] = ()
-    told: bool = True  # whether the host says when weights change; nobody writes it, see `untold`
+    has_weight_versions: bool = True  # whether the host says when weights change; set by `without_weight_versions`
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, str):
@@ -118,9 +118,9 @@ class CompileConfig:
         """The canonical mode text: sorted, without duplicates."""
         return ":".join(self.tokens)
 
-    def untold(self) -> CompileConfig:
+    def without_weight_versions(self) -> CompileConfig:
         """This config where nobody says whether weights changed, so that no result may be kept from call to call."""
-        return replace(self, told=False)
+        return replace(self, has_weight_versions=False)
 
     @property
     def profile(self) -> str:
@@ -192,7 +192,7 @@ class CompileConfig:
     def inactive(self) -> list[dict[str, str]]:
         """What was asked for and has no effect, with the reason: tokens first, then options."""
         found = []
-        if "freezing" in self.tokens and not self.told:
+        if "freezing" in self.tokens and not self.has_weight_versions:
             found.append(("freezing", _UNTOLD))
         elif "freezing" in self.tokens and not self.keeps:
             found.append(("freezing", "quant.keep_weights is off, so nothing that is made of weights is kept"))
@@ -239,7 +239,7 @@ class CompileConfig:
     @property
     def keeps(self) -> bool:
         """Whether what is computed of weights alone is kept beside them, where there is room; lowering takes it out."""
-        asked = self.has("low-precision") or (self.told and self.has("freezing"))
+        asked = self.has("low-precision") or (self.has_weight_versions and self.has("freezing"))
         return asked and self.is_on("quant.keep_weights")
 
     @property
@@ -248,7 +248,7 @@ class CompileConfig:
 
         Not where nobody says when weights change: made in each call, all of a block's would lie beside them.
         """
-        return self.told and self.lays_out and self.is_on("quant.keep_weights")
+        return self.has_weight_versions and self.lays_out and self.is_on("quant.keep_weights")
 
     def lowering_options(self, device_type: str) -> dict[str, object]:
         """All that lowering with this config on "cuda" or "cpu" depends on: Inductor's settings, and the engine's own.

@@ -26,7 +26,7 @@ class Asked(Protocol):
     @property
     def dynamic(self) -> bool: ...
     @property
-    def told(self) -> bool: ...
+    def has_weight_versions(self) -> bool: ...
     @property
     def profile(self) -> str: ...
     @property
@@ -78,7 +78,7 @@ def _background_idle(asked: Asked, value: bool) -> str:
 
 
 def _prompt_idle(asked: Asked, value: bool) -> str:
-    if not value or asked.told:
+    if not value or asked.has_weight_versions:
         return ""
     return (
         "what is made of a prompt is kept for steps that are replayed as CUDA graphs, where the host says that a "
@@ -93,7 +93,7 @@ def _fill_idle(asked: Asked, value: bool) -> str:
 
 
 def _keep_idle(asked: Asked, value: bool) -> str:
-    if asked.has("freezing") or asked.has("low-precision") or (asked.told and asked.lays_out):
+    if asked.has("freezing") or asked.has("low-precision") or (asked.has_weight_versions and asked.lays_out):
         return ""
     return "with contiguous_format weights are kept prepared by freezing or low-precision alone"
 

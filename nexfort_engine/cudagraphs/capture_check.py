@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearsal: a step that runs as usual while it is noted what could not be captured in a CUDA graph.
+"""Capture check: a step that runs as usual while it is noted what could not be captured in a CUDA graph.
 
 With the allocator cudaMallocAsync a capture that fails ends the process: tensors that are freed on the way out belong
 to a graph that never came to be, and their destructors throw. So what would make it fail is looked for beforehand: code
@@ -24,14 +24,14 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "copy", "lift_fresh", "lift_fresh_copy")
 
 
-class Rehearsal(Remembering):
+class CaptureCheck(Remembering):
     """Inside the block every operator runs, and the first reason why a capture would fail is kept."""
 
     def __init__(self) -> None:
         super().__init__()
         self._noting = ExitStack()
 
-    def __enter__(self) -> Rehearsal:
+    def __enter__(self) -> CaptureCheck:
         self._noting.enter_context(
             noted_triton_launches(lambda name: self.note(f"it launches a Triton kernel of others ({name})"))
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Glue: what a network is between its regions, as flat lists, so that a change of it shows.
+"""Module fingerprint: what a network is between its regions, as flat lists, so that a change of it shows.
 
 A replayed step runs none of the network's own code. So whatever that code would have consulted is compared: attributes
 that are plain values, small containers of such, functions that were put on a module, submodules, hooks, replaced
@@ -19,7 +19,7 @@ _MOST_ITEMS = 64  # of a container that is looked into
 _Slots = tuple[list[dict[str, Any]], list[str]]
 
 
-class Glue:
+class ModuleFingerprint:
     """The modules of a network outside its regions, as they are now.
 
     A region itself is looked at too, for another forward: no shim is put there then, and its artefact is not asked.

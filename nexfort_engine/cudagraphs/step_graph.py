@@ -13,10 +13,10 @@ from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.name_guards import Dependence
 from ..runtime.artifact import Binding
 from ..weights.prepack_entry import Version
-from ..weights.residency import Residence
+from ..weights.residency import Residency
 from .host_constants import Sent
 from .invariant_cache import StepInvariants
-from .module_fingerprint import Glue
+from .module_fingerprint import ModuleFingerprint
 from .step_call import StepCall
 
 
@@ -26,9 +26,9 @@ class StepGraph:
 
     check: Callable[[list[Any]], bool]
     bindings: list[tuple[Binding, Callable[[list[Any]], bool], list[float]]]
-    residence: Residence  # of the weights that the step needs where they are kept
+    residency: Residency  # of the weights that the step needs where they are kept
     pointers: list[Any]
-    glue: Glue
+    fingerprint: ModuleFingerprint
     metas: list[Any]  # of the weights
     output: Any
     outputs: list[torch.Tensor]  # as long as there is no graph they only say what will be there
@@ -61,7 +61,7 @@ class StepGraph:
         """Whether options, modules and weights of a call are what the graph took in."""
         if self.names is not None and not self.names.holds():
             return False
-        if not self.residence.sound() or not self.glue.unchanged() or metas_of(weights) != self.metas:
+        if not self.residency.sound() or not self.fingerprint.unchanged() or metas_of(weights) != self.metas:
             return False
         maps = flat.mappings[:1] * 4
         return all(

@@ -39,18 +39,18 @@ from ..reporting.report import named
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
-from ..runtime.forward_context import Session, StepTrace
+from ..runtime.forward_context import ForwardContext, StepTrace
 from ..runtime.lru_mapping import Recent
 from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
-from ..weights.residency import Residence
+from ..weights.residency import Residency
 from ..weights.subclass_unwrap import places
 from . import memory_budget
-from .capture_check import Rehearsal
+from .capture_check import CaptureCheck
 from .channels_last_cat import JoinedAsRows
 from .graph_capture import captured
 from .host_constants import Answering, Remembering, Sent
 from .invariant_cache import StepInvariants
-from .module_fingerprint import Glue
+from .module_fingerprint import ModuleFingerprint
 from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
 from .step_graph import StepGraph, in_places, metas_of, serials_of
 
@@ -81,7 +81,7 @@ class _Observed:
     trace: StepTrace
     reads: ReadSet
     codes: set[Any]
-    residence: Residence
+    residency: Residency
     kept: list[int]
     sent: list[Sent]
     invariants: StepInvariants | None
@@ -128,7 +128,7 @@ class StepGraphs:
             if is_idle:
                 self._in_use.release()
 
-    def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: Session) -> Any:
+    def call(self, plain: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext) -> Any:
         """Run one step: replayed, captured, or region by region (then observed for the next time)."""
         try:
             call = self._call_of(args, kwargs, session)
@@ -150,10 +150,10 @@ class StepGraphs:
         finally:
             self._in_use.release()
 
-    def _step(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _step(self, key: Any, call: StepCall, plain: Callable[..., Any], session: ForwardContext) -> Any:
         step, flat = self._steps.get(key), call.flat
         if step is not None:
-            with step.residence.held(flat.tensors[0].device) as weights:
+            with step.residency.held(flat.tensors[0].device) as weights:
                 there = weights is not None and places(weights) == step.pointers
                 if weights is not None and there and step.is_kept(self.state.version) and step.check(flat.mappings):
                     self._steps.move_to_end(key)
@@ -174,7 +174,7 @@ class StepGraphs:
 
     # -- conditions --------------------------------------------------------------------------------------
 
-    def _call_of(self, args: Any, kwargs: Any, session: Session) -> StepCall:
+    def _call_of(self, args: Any, kwargs: Any, session: ForwardContext) -> StepCall:
         """A call taken apart. Raises Unsupported."""
         flat = Flat()
         spec = flatten_call(args, kwargs, flat)
@@ -201,15 +201,15 @@ class StepGraphs:
 
     # -- the ways ----------------------------------------------------------------------------------------
 
-    def _fetched(self, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _fetched(self, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: ForwardContext) -> Any:
         """Run region by region, because weights have to be fetched; graphs are kept if they come to lie as they did."""
         result = call.plainly(plain)
-        if session.trace.fetched or session.trace.ran_eager or not step.residence.settle(call.tensors[0].device):
+        if session.trace.fetched or session.trace.ran_eager or not step.residency.settle(call.tensors[0].device):
             self.release()  # memory is short: that of graphs is the first to go
             self.state.report.note(_ELSEWHERE)
         return result
 
-    def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: ForwardContext) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
         flat = call.flat
         admitted: dict[Path, Any] = {}
@@ -217,7 +217,7 @@ class StepGraphs:
         reason: str | None = None
         for _ in range(_MOST_ADMISSIONS):
             reads, invariants = ReadSet(admitted), self._invariants(call)
-            watching = Rehearsal() if fragile() else Remembering()
+            watching = CaptureCheck() if fragile() else Remembering()
             try:
                 observed = session.observed(watching, invariants)
                 with invariants or nullcontext(), watching, walked() as codes, observed as trace:
@@ -259,25 +259,25 @@ class StepGraphs:
         if trace.releases_weights:
             return result  # the next step leases less; it is the one to look at
         kept = serials_of(trace.used)  # before it is asked what they spare: another thread may let go of them
-        residence = Residence(self.state.root, self.state.provider, self._released_weights(trace.used))
+        residency = Residency(self.state.root, self.state.provider, self._released_weights(trace.used))
         if trace.ran_eager:
             # not for good: what ran eager while something was compiled may run compiled the next time
             self.state.report.note("no CUDA graph: a region ran eager")
         elif trace.others:
             self.state.report.note("no CUDA graph: code of others runs inside its blocks")
-        elif trace.fetched or not residence.settle(flat.tensors[0].device):
+        elif trace.fetched or not residency.settle(flat.tensors[0].device):
             self.state.report.note(_ELSEWHERE)
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
         else:
-            seen = _Observed(trace, reads, codes, residence, kept, watching.sent, invariants)
+            seen = _Observed(trace, reads, codes, residency, kept, watching.sent, invariants)
             self._expect(key, call, seen, result)
         return result
 
     def _expect(self, key: Any, call: StepCall, seen: _Observed, result: Any) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now."""
-        outputs, flat, invariants, residence = Flat(), call.flat, seen.invariants, seen.residence
+        outputs, flat, invariants, residency = Flat(), call.flat, seen.invariants, seen.residency
         try:
             rows, output = to_json(seen.reads), flatten(result, outputs)
             reached, kinds = rows_of(self.state.root, seen.codes)[0], classes_in(self.state.root)
@@ -291,19 +291,19 @@ class StepGraphs:
         except Refused as refusal:
             self._refused[key] = str(refusal)
             return
-        glue = Glue(self.state.root, self._blocks())
-        if glue.hooked:
+        fingerprint = ModuleFingerprint(self.state.root, self._blocks())
+        if fingerprint.hooked:
             self.state.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
             return
-        with residence.held(flat.tensors[0].device) as weights:
+        with residency.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return
             self._steps[key] = StepGraph(
                 checker(rows),
                 self._region_checks(seen.trace, flat),
-                residence,
+                residency,
                 places(weights),
-                glue,
+                fingerprint,
                 metas_of(weights),
                 output,
                 empty_as(outputs.tensors, _NOWHERE),
@@ -342,7 +342,9 @@ class StepGraphs:
             found.append((binding, checker(rows), binding.strengths()))
         return found
 
-    def _capture(self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: Session) -> Any:
+    def _capture(
+        self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: ForwardContext
+    ) -> Any:
         device, invariants = call.tensors[0].device, step.invariants
         slots, outputs = in_places(empty_as(call.tensors, device), invariants), empty_as(step.outputs, device)
         answering, fills = Answering(step.sent), self.state.config.option("cuda.fill_kernels", True) is True
@@ -408,7 +410,7 @@ class StepGraphs:
 
     # -- what lasts --------------------------------------------------------------------------------------
 
-    def _step_invariant(self, tensors: list[torch.Tensor], session: Session) -> dict[int, Hashable]:
+    def _step_invariant(self, tensors: list[torch.Tensor], session: ForwardContext) -> dict[int, Hashable]:
         """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
         names = session.step_invariant if self.state.lowering.prompt_once else {}
         version = self.state.version() if names else None

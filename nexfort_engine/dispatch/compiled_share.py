@@ -23,7 +23,7 @@ from ..guards.option_guards import checker
 from ..reporting.report import named
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from ..runtime.shared_state import ForGood
 from .memory_reclaim import MemoryReclaim
 from .region import Region
@@ -92,7 +92,7 @@ class Worth:
 
     # -- verdicts ------------------------------------------------------------------------------------------
 
-    def pays(self, called: Iterable[tuple[Region, str | None]], session: Session) -> bool:
+    def pays(self, called: Iterable[tuple[Region, str | None]], session: ForwardContext) -> bool:
         """Whether a session's kind of call is worth compiling; if not, the engine steps aside from now on.
 
         called: a region for each of its calls, with the reason why no artefact can serve it, None where one can.
@@ -122,7 +122,7 @@ class Worth:
         self._memory.release()
         return False
 
-    def judge(self, session: Session) -> None:
+    def judge(self, session: ForwardContext) -> None:
         """See what a step ran that has ended: if a region ran eager for good; in the first one, what was left out."""
         if not self._has_told and session.trace.used:
             self._has_told = True
@@ -137,11 +137,11 @@ class Worth:
                 raise
             self._state.report.note(UNSEEN.format(named(error)))
 
-    def _used(self, session: Session) -> list[Region]:
+    def _used(self, session: ForwardContext) -> list[Region]:
         of = {id(binding): region for region in self._table.regions for binding in region.bindings}
         return [of[id(binding)] for binding in session.trace.used if id(binding) in of]
 
-    def _tell_of_blocks_that_are_not_called(self, session: Session) -> None:
+    def _tell_of_blocks_that_are_not_called(self, session: ForwardContext) -> None:
         """A network may call parts of its blocks by other methods than `forward`: nothing of them is a region then."""
         call = session.asked[0] if session.asked is not None else None
         if session.behind or getattr(getattr(call, "func", call), "__name__", "forward") != "forward":

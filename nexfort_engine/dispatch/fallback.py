@@ -14,11 +14,11 @@ from ..cudagraphs.host_constants import tensors_in
 from ..guards.call_spec import Flat
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 
 
 def has_to_begin_anew(
-    state: EngineState, artefact: Artefact, flat: Flat, tensors: list[torch.Tensor], session: Session
+    state: EngineState, artefact: Artefact, flat: Flat, tensors: list[torch.Tensor], session: ForwardContext
 ) -> bool:
     """Whether the step has to begin anew, as it may, after an artefact failed with these tensors.
 
@@ -28,7 +28,7 @@ def has_to_begin_anew(
     return written and is_repeatable(state, session)
 
 
-def is_repeatable(state: EngineState, session: Session) -> bool:
+def is_repeatable(state: EngineState, session: ForwardContext) -> bool:
     """Whether a step may be run again on what it was given.
 
     Not where code of others, which may count its calls, saw a part of it, or where it changed what it was given.

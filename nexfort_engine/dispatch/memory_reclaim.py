@@ -17,7 +17,7 @@ from ..cudagraphs.step_graphs import StepGraphs
 from ..reporting.report import named
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from ..system.cuda_graph_pool import is_capturing
 from ..weights.lease import WeightProvider, layers_in
 from .prepack_cache import has_prepack_failed, prepack_for
@@ -33,14 +33,14 @@ class MemoryReclaim:
 
     def __init__(self, state: EngineState, table: RegionTable, graphs: StepGraphs | None) -> None:
         self._state, self._table, self._graphs = state, table, graphs
-        self._steps: set[Session] = set()  # that are under way
+        self._steps: set[ForwardContext] = set()  # that are under way
         _alive.add(self)
 
-    def step_begins(self, session: Session) -> None:
+    def step_begins(self, session: ForwardContext) -> None:
         """A step is under way, which reads what is held."""
         self._steps.add(session)
 
-    def step_ended(self, session: Session) -> None:
+    def step_ended(self, session: ForwardContext) -> None:
         """It is not any more."""
         self._steps.discard(session)
 

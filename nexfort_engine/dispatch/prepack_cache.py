@@ -15,7 +15,7 @@ import torch
 
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from ..weights.lease import NO_PLACEHOLDERS, Placeholders
 from ..weights.prepack_entry import PrepackEntry, room_for
 from .region_weights import RegionWeights
@@ -42,7 +42,9 @@ def prepack_for(region: Prepares, binding: Binding) -> PrepackEntry | None:
     return None
 
 
-def prepack(region: Prepares, binding: Binding, weights: list[torch.Tensor], session: Session) -> PrepackEntry | None:
+def prepack(
+    region: Prepares, binding: Binding, weights: list[torch.Tensor], session: ForwardContext
+) -> PrepackEntry | None:
     """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
     state, held, version = region.state, region.weights, region.weights.version()
     if version is None or not state.keeps or session.capturing:  # what is made now belongs to the graph

@@ -12,13 +12,13 @@ from ..modules.channels_last import is_of_order
 from ..reporting.report import named
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import HalfDone
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from .fallback import is_repeatable
 from .memory_reclaim import MemoryReclaim
 
 
-def remedy(
-    state: EngineState, memory: MemoryReclaim, error: BaseException, session: Session
+def recover(
+    state: EngineState, memory: MemoryReclaim, error: BaseException, session: ForwardContext
 ) -> contextlib.AbstractContextManager[Any] | None:
     """In what a step that failed is run again, where that may help."""
     assert session.root is not None, "it failed in the backbone"

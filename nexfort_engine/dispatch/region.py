@@ -28,7 +28,7 @@ from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import ForGood, Refusal
 from ..system.torch_modes import current as current_modes
@@ -48,8 +48,8 @@ MOST_SIZES = 512  # remembered combinations of sizes a region, those that it was
 class ArtifactProvider(Protocol):
     """Where a region gets an artefact from that it does not know yet."""
 
-    def obtain(self, region: Region, key: Any, flat: Flat, session: Session) -> Binding | None:
-        """A binding for this call, or None; `Session.refused` says why. Raises Unsupported, Ineligible."""
+    def obtain(self, region: Region, key: Any, flat: Flat, session: ForwardContext) -> Binding | None:
+        """A binding for this call, or None; `ForwardContext.refused` says why. Raises Unsupported, Ineligible."""
 
     def take_back(self, refused: list[Any]) -> None:
         """Forget what was refused for a call: eager refuses the call as well."""
@@ -67,11 +67,11 @@ class Region:
         self._artifacts, self.make_room = artifacts, make_room
         # the backbone's own result lies as its code has it
         self.of_images = self.module is not state.root and holds_images(self.module)
-        self.weights = RegionWeights(state, self.module, self.forget)
+        self.weights = RegionWeights(state, self.module, self.drop_artifacts)
         self.bindings: list[Binding] = []
         self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
         self._declined: Recent[Any, list[Refusal]] = Recent(MOST_SIZES)
-        self.latched: str | None = None
+        self.disabled_reason: str | None = None
         self._modal = False  # the network's own code calls it under modes of torch other than the step's
 
     @property
@@ -81,12 +81,14 @@ class Region:
 
     # -- the call ----------------------------------------------------------------------------------------
 
-    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: Session) -> Any:
+    def call(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], session: ForwardContext
+    ) -> Any:
         """Run the block for one call. `plain` is the block's own forward."""
-        if self.latched is not None:
+        if self.disabled_reason is not None:
             if self in session.doubted:
-                return self._instead(plain, args, kwargs, session, self.latched)
-            return self._eager(plain, args, kwargs, session, self.latched)
+                return self._instead(plain, args, kwargs, session, self.disabled_reason)
+            return self._eager(plain, args, kwargs, session, self.disabled_reason)
         if session.others_ran:
             self.state.known.watched.look()
             session.others_ran = session.wary
@@ -162,7 +164,7 @@ class Region:
         plain: Any,
         args: Any,
         kwargs: Any,
-        session: Session,
+        session: ForwardContext,
     ) -> Any:
         artefact, trace = binding.artefact, session.trace
         if artefact.mutated and _shared(flat.tensors, artefact):
@@ -198,7 +200,7 @@ class Region:
             reason = f"its artefact failed: {named(error)}"
             whole = self.module is self.state.root
             if not whole and fallback.has_to_begin_anew(self.state, artefact, flat, tensors, session):
-                self.latched = reason
+                self.disabled_reason = reason
                 session.doubted.add(self)
                 raise HalfDone(reason) from error
         # whatever it was, the step must complete; not before the error is gone, which holds what the artefact had made
@@ -211,14 +213,14 @@ class Region:
         flat: Flat,
         tensors: Any,
         kept: PrepackEntry | None,
-        session: Session,
+        session: ForwardContext,
     ) -> Any:
         if session.invariants is None:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
         held, fits = self.weights, kept is not None or not binding.prepares
         settled = fits and not session.trace.fetched and held.version() is not None
-        whole = settled and binding.plain and not binding.artefact.sites and held.are_told(binding.artefact)
+        whole = settled and binding.plain and not binding.artefact.sites and held.are_covered(binding.artefact)
         return session.invariants.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
     def release(self) -> bool:
@@ -232,16 +234,16 @@ class Region:
 
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""
-        self.latched = ForGood.of(reason)
+        self.disabled_reason = ForGood.of(reason)
         self.state.report.eager(self.path, reason)
         log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 
-    def _eager(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
+    def _eager(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext, reason: str) -> Any:
         self.state.report.eager(self.path, reason)
         session.trace.lost.append((self, reason))
-        return self.inside(plain, args, kwargs, session)
+        return self.run_own_forward(plain, args, kwargs, session)
 
-    def inside(self, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def run_own_forward(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         session.trace.ran_eager = session.others_ran = True
         session.inside, before = True, session.inside
         try:
@@ -252,20 +254,20 @@ class Region:
         finally:
             session.inside = before
 
-    def _instead(self, plain: Any, args: Any, kwargs: Any, session: Session, reason: str) -> Any:
+    def _instead(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext, reason: str) -> Any:
         """Run the block eager in the place of an artefact that failed, and from now on where eager does not fail."""
         session.doubted.discard(self)
-        self.latched = None
-        result = self.inside(plain, args, kwargs, session)
+        self.disabled_reason = None
+        result = self.run_own_forward(plain, args, kwargs, session)
         self.latch(reason)
         return result
 
-    def _refused(self, key: Any, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def _refused(self, key: Any, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         """Run the block eager for want of an artefact. Where eager takes the call, the report has the reason."""
         reason, fresh = session.refused or ("", [])
         session.refused = None
         try:
-            result = self.inside(plain, args, kwargs, session)
+            result = self.run_own_forward(plain, args, kwargs, session)
         except Exception as error:
             if fresh and not is_passed_on(error, self.state.hooks.stops()):
                 self._artifacts.take_back(fresh)
@@ -284,7 +286,7 @@ class Region:
 
     # -- what is known of it -----------------------------------------------------------------------------
 
-    def forget(self) -> None:
+    def drop_artifacts(self) -> None:
         """Forget every artefact: the module is not what it was."""
         self.bindings, self.known, self._declined = [], Recent(MOST_SIZES), Recent(MOST_SIZES)
 

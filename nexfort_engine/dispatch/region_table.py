@@ -107,4 +107,4 @@ class RegionTable:
     def forget_all(self) -> None:
         """Forget every artefact of every region."""
         for region in self.regions:
-            region.forget()
+            region.drop_artifacts()

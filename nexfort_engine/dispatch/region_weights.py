@@ -199,9 +199,9 @@ class RegionWeights:
 
     def version(self) -> Any:
         """The host's word for its weights, unless a layer changes them by code of which the host says nothing."""
-        return self._state.version() if self._layers is None or self._layers.told else None
+        return self._state.version() if self._layers is None or self._layers.is_covered else None
 
-    def are_told(self, artefact: Artefact) -> bool:
+    def are_covered(self, artefact: Artefact) -> bool:
         """Whether the host says when anything changes that an artefact reads: not of buffers, nor of strengths."""
         own = self.slots.parameters
         lasting = own if self.parts is None else self.parts.each(own)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session
+from ..runtime.forward_context import ForwardContext
 from .step_times import Lap, Pace, begin, kind_of
 
 WITHOUT = "a run without Nexfort"
@@ -52,11 +52,11 @@ class Promise:
             self.pace.ran_eager(ends(), self._kind(args, kwargs), WITHOUT)
         return result
 
-    def begin(self, args: Any, kwargs: Any, session: Session) -> Callable[[], Lap] | None:
+    def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Lap] | None:
         """A step of a session begins; None where its time is nobody's matter."""
         return begin(_device(args, kwargs)) if session.asked is not None else None
 
-    def ended(self, lap: Lap, session: Session) -> None:
+    def ended(self, lap: Lap, session: ForwardContext) -> None:
         """It ended. Its time is kept if it says something: a step that made artefacts says nothing."""
         if session.asked is None or session.planned or session.aside:
             return
@@ -67,7 +67,7 @@ class Promise:
         elif session.behind and not session.trace.used:
             self.pace.ran_eager(lap, kind, BEFORE)
 
-    def verified(self, told: Mapping[str, Any] | None, session: Session) -> None:
+    def verified(self, told: Mapping[str, Any] | None, session: ForwardContext) -> None:
         """A step like this one was compared with eager, if it could be."""
         if told is not None and session.asked is not None:
             self.pace.verified(told["eager_ms"] / 1e3, self._kind(*session.asked[1:]))

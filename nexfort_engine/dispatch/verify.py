@@ -34,7 +34,7 @@ from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
-from ..runtime.forward_context import Session, StepRunner, entered
+from ..runtime.forward_context import ForwardContext, StepRunner, entered
 from ..system.process_settings import backend_scope
 from .region import Region
 from .region_table import RegionTable
@@ -64,7 +64,7 @@ class Verifier:
     ) -> None:
         """replayed: the user's own step may be a CUDA graph, so that the compared one may be too.
 
-        names: of the tensors among the arguments, as in Session; None where one has none.
+        names: of the tensors among the arguments, as in ForwardContext; None where one has none.
         """
         self._state, self._table, self._steps, self._graphs = state, table, steps, graphs
         self._replayed, self._names = replayed, names
@@ -135,14 +135,14 @@ class Verifier:
             if self._graphs is not None and any(row["over"] for row in self._rows.values()):
                 self._graphs.release()  # they hold what is not to run any more
 
-    def _compare(self, region: Region, plain: Any, args: Any, kwargs: Any, session: Session) -> Any:
+    def _compare(self, region: Region, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         """Run a region both ways on the same inputs and go on with eager's result."""
         given, words = of_its_own(args), of_its_own(kwargs)
         copies, more = of_its_own(args), of_its_own(kwargs)
         trace = session.fresh_trace()
         ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
         ran_compiled = not trace.ran_eager
-        result, eager_seconds = _clocked(lambda: region.inside(plain, args, kwargs, session))
+        result, eager_seconds = _clocked(lambda: region.run_own_forward(plain, args, kwargs, session))
         if ran_compiled:
             artefact = trace.used[-1].artefact
             row = self._rows.setdefault(region.path, _blank_row(region))

@@ -256,7 +256,7 @@ def settled(graph: GraphModule, rows: list[Row], weights: list[Node]) -> list[li
     return found
 
 
-def told(sites: list[list[Row]]) -> list[str]:
+def describe_sites(sites: list[list[Row]]) -> list[str]:
     """What a user should know of the functions that an artefact calls."""
     paths = dict.fromkeys(where(from_json_path(path)) for rows in sites for path, *_ in rows)
     return [f"{path} is called from inside compiled blocks, as it is" for path in paths]

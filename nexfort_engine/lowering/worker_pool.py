@@ -25,7 +25,7 @@ from typing import Any
 
 from ..cache.ephemeral import Scratch
 from ..capture.types import Captured
-from ..reporting.resource_shortages import begun, told
+from ..reporting.resource_shortages import begun, describe_error
 from . import worker_lifetime
 from .worker import FORK, pack
 from .worker_connection import Line, NoWorkers, Watch, WorkerGone
@@ -109,7 +109,7 @@ def expect(device: str, probes: Path | None) -> None:
                 timer.start()
             except RuntimeError as error:
                 found.close()
-                raise NoWorkers(told(error)) from error
+                raise NoWorkers(describe_error(error)) from error
             _expected = found
 
 
@@ -156,7 +156,7 @@ class Pool:
             else:
                 _spawned(workers, lines, self._processes)
         except (OSError, RuntimeError) as error:
-            reason: str | None = told(error)
+            reason: str | None = describe_error(error)
             log.debug("Nexfort: not all lowering workers were started", exc_info=True)
         else:
             reason = begun("nexfort-watch", self._watch.run)

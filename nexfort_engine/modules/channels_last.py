@@ -79,7 +79,7 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def shown(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> dict[int, torch.Tensor]:
+def weights_for_capture(module: nn.Module, weights: list[torch.Tensor], names: list[str]) -> dict[int, torch.Tensor]:
     """Weights of convolutions by their places, as a capture is to see them: with channels innermost.
 
     weights: of the module, called `names`. Their numbers are not in their places: a capture reads none. Weights stay
@@ -100,8 +100,8 @@ def only_convolved(node: Node) -> bool:
     return all(user.target in _CONVOLVE and user.args.index(node) == 1 for user in node.users)
 
 
-def laid(graph: GraphModule, node: Node, weight: torch.Tensor) -> None:
-    """Have a graph that was captured with a weight as `shown` be given that which the module holds, and copy it."""
+def copy_to_channels_last(graph: GraphModule, node: Node, weight: torch.Tensor) -> None:
+    """Have a graph copy a weight of the module into the layout of `weights_for_capture`, which it was captured with."""
     seen = node.meta["val"]
     with seen.fake_mode:
         node.meta["val"] = torch.empty_strided(weight.shape, weight.stride(), dtype=seen.dtype, device=seen.device)
@@ -117,7 +117,7 @@ def as_taken(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if is_image(tensor) else normalised(tensor)
 
 
-def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
+def to_channels_last(results: Any, given: Iterable[torch.Tensor]) -> Any:
     """Results of a block, images among them with channels innermost; in a trace too.
 
     given: what the block was called with, and what else others have of it. What shares memory with that, or with
@@ -133,13 +133,13 @@ def innermost(results: Any, given: Iterable[torch.Tensor]) -> Any:
     return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), results)
 
 
-def lie_innermost(module: nn.Module) -> bool:
+def is_channels_last(module: nn.Module) -> bool:
     """Whether a convolution's weight lies with channels innermost, so that eager code gives such images."""
     weights = (getattr(layer, "weight", None) for layer in module.modules() if isinstance(layer, _CONVOLUTIONS))
     return any(map(_lies_turned, weights))
 
 
-def outermost(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
+def to_contiguous(result: Any, given: Iterable[torch.Tensor] = ()) -> Any:
     """A backbone's result, images among it with channels outermost; the very object where nothing is to be done.
 
     given: what it was called with; what is a part of that stays as it is.

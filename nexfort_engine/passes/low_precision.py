@@ -44,7 +44,7 @@ def plan(module: GraphModule, dtype: torch.dtype = FP8) -> list[Product]:
     return [product for group in _groups(module, dtype) for product in group]
 
 
-def told(module: GraphModule, dtype: torch.dtype = FP8) -> list[dict[str, Any]]:
+def describe_plan(module: GraphModule, dtype: torch.dtype = FP8) -> list[dict[str, Any]]:
     """The plan for people, as JSON: {"count", "rows", "inner", "columns", "reason", "type"}, those alike in one line.
 
     rows: at the captured call. reason: why they stay as they are; None: they are computed in `type`.

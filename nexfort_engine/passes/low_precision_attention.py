@@ -48,7 +48,7 @@ def plan(module: GraphModule) -> list[Seen]:
     return [_seen(attention) for attention in attentions(module)]
 
 
-def told(module: GraphModule) -> list[dict[str, Any]]:
+def describe_plan(module: GraphModule) -> list[dict[str, Any]]:
     """The plan for people, as JSON: {"heads", "queries", "keys", "width", "reason", "count"}, those alike in one line.
 
     The sizes are those of the captured call. reason: why they stay as they are; None: they are computed in 8 bits.

@@ -31,11 +31,11 @@ def begun(name: str, work: Callable[..., object], *args: Any) -> str | None:
     try:
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
     except (RuntimeError, MemoryError) as error:  # Python's error where the system has no thread to give
-        return told(error)
+        return describe_error(error)
     return None
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong, for a report, with what helps where the machine has too little of something."""
     return advised(named(error))
 

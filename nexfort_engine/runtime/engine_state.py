@@ -82,7 +82,9 @@ class EngineState:
         self.known = known if known is not None else Known()
         self.besides = provider.copies if provider is not None else frozenset()
         # nothing is kept where nobody says that weights changed
-        self.lowering = config if provider is not None and provider.reports_versions else config.untold()
+        self.lowering = (
+            config if provider is not None and provider.reports_versions else config.without_weight_versions()
+        )
         self.report = report if report is not None else Report(self.lowering, str(store.root))
         # the flags; each is changed by its method below, and by nothing else
         self.images = config.lays_out and self.known.images  # they lie with channels innermost, where regions hold some

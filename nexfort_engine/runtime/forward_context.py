@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from ..system import torch_modes
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
-Instead = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+Instead = Callable[[Any, Callable[..., Any], Any, Any, "ForwardContext"], Any]
 # with a module that is called, its plain forward, its arguments and the session; it returns the call's result
-OnCall = Callable[[Any, Callable[..., Any], Any, Any, "Session"], Any]
+OnCall = Callable[[Any, Callable[..., Any], Any, Any, "ForwardContext"], Any]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class StepTrace:
     releases_weights: bool = False
 
 
-class Session:
+class ForwardContext:
     """One call of a backbone.
 
     on_call: what is done where the backbone or a block is called in it. instead: what is done with each region's call
@@ -97,9 +97,9 @@ class Session:
             self.watching, self.invariants, self.capturing = None, None, False
 
 
-def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> Session:
+def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> ForwardContext:
     """The session of a call that is still to come. It is planned, and never entered."""
-    session = Session(lambda module, plain, given, words, session: plain(*given, **words))
+    session = ForwardContext(lambda module, plain, given, words, session: plain(*given, **words))
     session.root = (call, args, {})
     return session
 
@@ -107,7 +107,7 @@ def to_come(call: Callable[..., Any], args: tuple[Any, ...]) -> Session:
 class StepRunner(Protocol):
     """What runs the backbone: the engine, for its parts that need the backbone run."""
 
-    def active(self, *, instead: Instead | None = None) -> contextlib.AbstractContextManager[Session]:
+    def active(self, *, instead: Instead | None = None) -> contextlib.AbstractContextManager[ForwardContext]:
         """Regions stand in the blocks' places inside the block; `instead` is done in the place of running them."""
 
     def uncounted(
@@ -115,15 +115,15 @@ class StepRunner(Protocol):
     ) -> Any:
         """One more step that nobody asked for; the report does not count it.
 
-        graphs: it may be replayed as one. names: of its arguments' tensors, as in Session, None where one has none.
+        graphs: it may be replayed as one. names: of its arguments' tensors, as in ForwardContext; None: one has none.
         """
 
 
-current: ContextVar[Session | None] = ContextVar("nexfort_session", default=None)
+current: ContextVar[ForwardContext | None] = ContextVar("nexfort_session", default=None)
 
 
 @contextlib.contextmanager
-def entered(session: Session | None) -> Iterator[None]:
+def entered(session: ForwardContext | None) -> Iterator[None]:
     """Make a session (or none) the current one inside the block."""
     token = current.set(session)
     try:

@@ -150,7 +150,7 @@ class Layers:
         self._seen: list[Any] = []
         self._due: list[tuple[nn.Module, dict[str, int]]] = []
         self._last: _KeptLease | None = None
-        self.told = True  # whether the host's version tells all that changes weights on lease
+        self.is_covered = True  # whether the host's version tells all that changes weights on lease
 
     def hidden(self) -> dict[int, Mapping[str, Any]]:
         """id(submodule) -> the attributes that a capture is shown in the place of its own."""
@@ -183,13 +183,13 @@ class Layers:
     def due(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """The layers that have to be leased now; the same list as long as nothing changed. Raises NotLeased."""
         if self.resident():
-            self.told = True
+            self.is_covered = True
             return []
         signs = list(map(dict.get, self._owns, self._names))
         if not self._seen or signs != self._seen:
             self._last = None
             self._due = [row for row in self._all if self.provider.needs_host_forward(row[0])]
-            self.told = all(self.provider.covers(layer) for layer, _ in self._due)
+            self.is_covered = all(self.provider.covers(layer) for layer, _ in self._due)
             self._seen = [list(sign) if type(sign) is list else sign for sign in signs]  # lists change in place
         return self._due
 

@@ -19,7 +19,7 @@ from ..modules.tree import Seen, Slot, WeightSlots
 from .lease import Layers, NotLeased, WeightProvider
 
 
-class Residence:
+class Residency:
     """The weights of one network.
 
     root: the network. provider: the host's, if it may keep weights elsewhere. released_weights: those that a step does

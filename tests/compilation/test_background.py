@@ -97,13 +97,13 @@ def test_a_step_is_eager_to_its_end(gate: Gate, monkeypatch: pytest.MonkeyPatch)
     tiny.run()
     assert gate.began.wait(60)
     blocks = [region for region in tiny.engine.regions if region.path.startswith("blocks.")]
-    own = blocks[0].inside
+    own = blocks[0].run_own_forward
 
-    def inside(*args: Any) -> Any:
+    def run_own_forward(*args: Any) -> Any:
         finish(tiny, gate)
         return own(*args)
 
-    monkeypatch.setattr(blocks[0], "inside", inside)
+    monkeypatch.setattr(blocks[0], "run_own_forward", run_own_forward)
     assert ran(tiny, monkeypatch) == 0
     monkeypatch.undo()
     assert equal_bits(tiny.eager(), tiny.eager_before)

@@ -230,7 +230,7 @@ def test_int8_is_asked_for_beside_low_precision_and_takes_the_place_of_fp8():
 def test_freezing_prepares_weights_and_every_mode_lays_out_those_of_convolutions():
     def on(asked, device="cuda", told=True):
         config = CompileConfig.parse(asked)
-        found = (config if told else config.untold()).lowering_options(device)
+        found = (config if told else config.without_weight_versions()).lowering_options(device)
         return found["nexfort.prepare"], found["nexfort.prepare_copies"]
 
     assert on("O2") == (False, True) and on("freezing") == on("O3") == on("jit:freezing") == (True, True)
@@ -248,22 +248,28 @@ def test_freezing_splits_artefacts_where_it_makes_others_and_nowhere_else(config
     frozen = CompileConfig.parse(config.as_dict() | {"mode": f"{config.mode}:freezing"})
     rest = ":".join(token for token in config.tokens if token != "freezing")
     plain = CompileConfig.parse(config.as_dict() | {"mode": rest})
-    for one, other in ((frozen, plain), (frozen.untold(), plain.untold()), (frozen, frozen.untold())):
+    for one, other in (
+        (frozen, plain),
+        (frozen.without_weight_versions(), plain.without_weight_versions()),
+        (frozen, frozen.without_weight_versions()),
+    ):
         alike = all(one.lowering_options(device) == other.lowering_options(device) for device in ("cpu", "cuda"))
         assert (one.lowering_key() == other.lowering_key()) is alike
-    assert frozen.untold().lowering_key() == plain.untold().lowering_key()
+    assert frozen.without_weight_versions().lowering_key() == plain.without_weight_versions().lowering_key()
 
 
 def test_freezing_without_effect_is_named_with_the_reason():
     def told(config):
         return [(row["token"], row["reason"]) for row in config.inactive()]
 
-    assert not told(CompileConfig.parse("freezing")) and not told(CompileConfig.parse("O3").untold())
-    ((token, reason),) = told(CompileConfig.parse("O3:freezing").untold())
+    assert not told(CompileConfig.parse("freezing")) and not told(CompileConfig.parse("O3").without_weight_versions())
+    ((token, reason),) = told(CompileConfig.parse("O3:freezing").without_weight_versions())
     assert token == "freezing" and "nobody says when" in reason
     ((token, reason),) = told(CompileConfig.parse({"mode": "freezing", "options": {"quant.keep_weights": False}}))
     assert token == "freezing" and "quant.keep_weights is off" in reason
-    assert CompileConfig.parse("freezing").untold().as_dict() == CompileConfig.parse("freezing").as_dict()
+    assert (
+        CompileConfig.parse("freezing").without_weight_versions().as_dict() == CompileConfig.parse("freezing").as_dict()
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,10 +298,12 @@ def test_what_is_made_of_a_prompt_is_a_part_by_itself_on_a_gpu():
     assert on("O2") is True and not on("O2", "cpu") and not on("jit") and not on(off) and on({"mode": "jit", **asked})
     assert CompileConfig.parse(off).lowering_key() != CompileConfig.parse(None).lowering_key()
     told = CompileConfig.parse({"options": {"quant.keep_weights": False}})
-    assert told.untold().lowering_key() == told.lowering_key()
+    assert told.without_weight_versions().lowering_key() == told.lowering_key()
     plain = CompileConfig.parse(None)
-    assert plain.untold().lowering_key() != plain.lowering_key()
-    assert plain.untold().lowering_key() == plain.lowering_key(images=False), "where no image is one store serves both"
+    assert plain.without_weight_versions().lowering_key() != plain.lowering_key()
+    assert plain.without_weight_versions().lowering_key() == plain.lowering_key(images=False), (
+        "where no image is one store serves both"
+    )
 
 
 def test_what_needs_step_graphs_or_a_host_has_no_effect_without():
@@ -303,5 +311,5 @@ def test_what_needs_step_graphs_or_a_host_has_no_effect_without():
     assert not CompileConfig.parse({"options": asked}).inactive()
     (row,) = CompileConfig.parse({"options": {**asked, "triton.cudagraphs": False}}).inactive()
     assert row["token"] == "cuda.fill_kernels" and "CUDA graphs" in row["reason"]
-    (row,) = CompileConfig.parse({"options": asked}).untold().inactive()
+    (row,) = CompileConfig.parse({"options": asked}).without_weight_versions().inactive()
     assert row["token"] == "compile.prompt_once" and "MODEL" in row["reason"]

@@ -8,15 +8,15 @@ import threading
 import pytest
 import torch
 
-from nexfort_engine.cudagraphs.capture_check import Rehearsal
+from nexfort_engine.cudagraphs.capture_check import CaptureCheck
 from nexfort_engine.system.kernel_launches import noted_triton_launches
 
 
 def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
     x = torch.randn(2, 3, 8, 8)
-    with Rehearsal() as rehearsal, torch.inference_mode():
+    with CaptureCheck() as check, torch.inference_mode():
         found = torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + torch.tensor(1.0)
-    assert rehearsal.reason is None
+    assert check.reason is None
     assert torch.equal(found, torch.nn.functional.conv2d(x, torch.ones(4, 3, 3, 3)).relu() * 2.0 + 1.0)
 
 
@@ -34,20 +34,20 @@ def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
     ids=["item", "mask", "nonzero", "bool", "equal", "unique", "masked assignment"],
 )
 def test_code_that_waits_is_named(waits) -> None:
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         waits(torch.randn(4, 4))
-    assert "waits for the GPU" in (rehearsal.reason or "")
+    assert "waits for the GPU" in (check.reason or "")
 
 
 def test_copies_between_devices_are_named() -> None:
     one = torch.tensor(2.0)
     for copied in (lambda: torch.randn(4).to("meta"), lambda: one.to("meta")):
-        with Rehearsal() as rehearsal:
+        with CaptureCheck() as check:
             copied()
-        assert rehearsal.reason == "its code copies between the GPU and main memory (_to_copy)"
-    with Rehearsal() as rehearsal:
+        assert check.reason == "its code copies between the GPU and main memory (_to_copy)"
+    with CaptureCheck() as check:
         torch.randn(4, device="meta") * torch.tensor(2.0)
-    assert rehearsal.reason is None, "a tensor of one number is passed by value"
+    assert check.reason is None, "a tensor of one number is passed by value"
 
 
 def test_triton_kernels_of_others_are_named_in_this_thread_only() -> None:
@@ -74,12 +74,12 @@ def test_threads_that_watch_at_once_leave_things_as_they_were() -> None:
     before, entered, left = jit.JITFunction.run, threading.Event(), threading.Event()
 
     def other() -> None:
-        with Rehearsal():
+        with CaptureCheck():
             entered.set()
             left.wait(30)
 
     thread = threading.Thread(target=other)
-    with Rehearsal():
+    with CaptureCheck():
         thread.start()
         assert entered.wait(30)
     assert jit.JITFunction.run is not before, "the other still watches"
@@ -91,6 +91,6 @@ def test_threads_that_watch_at_once_leave_things_as_they_were() -> None:
 def test_an_operator_that_is_a_program_is_run_and_named() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q = torch.randn(1, 1, 16, 8)
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         found = flex.flex_attention(q, q, q)
-    assert found.shape == q.shape and rehearsal.reason is not None
+    assert found.shape == q.shape and check.reason is not None

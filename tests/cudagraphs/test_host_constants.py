@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from nexfort_engine.cudagraphs.capture_check import Rehearsal
+from nexfort_engine.cudagraphs.capture_check import CaptureCheck
 from nexfort_engine.cudagraphs.host_constants import Answering, Constants, Remembering, unwatched
 
 AWAY = "meta"
@@ -106,13 +106,13 @@ def _bits(tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize("make", CONSTANT.values(), ids=CONSTANT)
 def test_a_copy_of_a_constant_is_remembered_and_answered(make: Callable[[], torch.Tensor]) -> None:
     wanted = make()
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         copy = make().to(AWAY)
-    assert rehearsal.reason is None
-    (sent,) = rehearsal.sent
+    assert check.reason is None
+    (sent,) = check.sent
     assert _bits(sent.constant) == _bits(wanted) and sent.constant.dtype == wanted.dtype
     assert (copy.shape, copy.dtype, copy.device.type) == (wanted.shape, wanted.dtype, AWAY)
-    with Answering(rehearsal.sent) as answering:
+    with Answering(check.sent) as answering:
         made = make()
         assert answering.holds(made)
         answer = made.to(AWAY)
@@ -123,9 +123,9 @@ def test_a_copy_of_a_constant_is_remembered_and_answered(make: Callable[[], torc
 
 @pytest.mark.parametrize("make", VARYING.values(), ids=VARYING)
 def test_what_is_no_constant_is_copied_as_it_was_and_refused(make: Callable[[], torch.Tensor]) -> None:
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         copy = make().to(AWAY)
-    assert rehearsal.reason == f"{COPIES} (_to_copy)" and not rehearsal.sent
+    assert check.reason == f"{COPIES} (_to_copy)" and not check.sent
     assert copy.device.type == AWAY
     with Answering([]) as answering:
         answer = make().to(AWAY, torch.float16)
@@ -205,10 +205,10 @@ INTO: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_what_writes_or_looks_up_is_given_copies(does: Callable[[torch.Tensor], Any]) -> None:
     x = torch.empty(3, 4, device=AWAY)
     wanted = does(x)
-    with Seen() as seen, Rehearsal() as rehearsal:
+    with Seen() as seen, CaptureCheck() as check:
         found = does(x)
-    assert rehearsal.reason is None and rehearsal.sent and not seen.mixed()
-    with Seen() as seen, Answering(rehearsal.sent) as answering:
+    assert check.reason is None and check.sent and not seen.mixed()
+    with Seen() as seen, Answering(check.sent) as answering:
         again = does(x)
     assert answering.reason is None and not seen.mixed()
     assert not any(name in ("_to_copy", "to") for name, _ in seen.calls), "nothing is copied from main memory"
@@ -228,10 +228,10 @@ def test_what_writes_or_looks_up_is_given_copies(does: Callable[[torch.Tensor], 
 )
 def test_what_writes_or_looks_up_something_else_is_refused(does: Callable[[torch.Tensor], Any]) -> None:
     x = torch.empty(3, 4, device=AWAY)
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         does(x)
-    assert COPIES in (rehearsal.reason or "")
-    with Seen() as seen, Answering(rehearsal.sent) as answering:
+    assert COPIES in (check.reason or "")
+    with Seen() as seen, Answering(check.sent) as answering:
         does(x)
     assert answering.reason == COPIES and not seen.mixed()
 
@@ -259,33 +259,33 @@ def test_a_number_that_goes_where_a_mask_says_is_left_as_it_is() -> None:
 )
 def test_a_literal_on_the_gpu_is_a_copy_like_any_other(does: Callable[[], torch.Tensor]) -> None:
     wanted = does()
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         found = does()
-    with Answering(rehearsal.sent) as answering:
+    with Answering(check.sent) as answering:
         again = does()
-    assert len(rehearsal.sent) == 1 and rehearsal.reason is None and answering.reason is None
+    assert len(check.sent) == 1 and check.reason is None and answering.reason is None
     for made in (found, again):
         assert (made.dtype, made.shape, made.device) == (wanted.dtype, wanted.shape, wanted.device)
 
 
 def test_the_default_device_is_that_of_literals() -> None:
-    with Rehearsal() as rehearsal, torch.device(AWAY):
+    with CaptureCheck() as check, torch.device(AWAY):
         assert torch.tensor([1, 2]).device.type == AWAY
-    with torch.device(AWAY), Rehearsal() as further:
+    with torch.device(AWAY), CaptureCheck() as further:
         assert torch.tensor([1, 2]).device.type == AWAY
-    assert len(further.sent) == 1 and rehearsal.reason is None
+    assert len(further.sent) == 1 and check.reason is None
 
 
 def test_the_cpu_may_look_into_its_constants() -> None:
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         made = torch.arange(4)
         assert made.sum().item() == 6 and made[made > 1].tolist() == [2, 3] and bool((made > -1).all())
         assert torch.equal(made, made)
         torch.unique(made).to(AWAY)
-    assert rehearsal.reason is None and len(rehearsal.sent) == 1
-    with Rehearsal() as rehearsal:
+    assert check.reason is None and len(check.sent) == 1
+    with CaptureCheck() as check:
         OUTSIDE.sum().item()
-    assert "waits for the GPU" in (rehearsal.reason or "")
+    assert "waits for the GPU" in (check.reason or "")
 
 
 def test_what_a_step_left_behind_is_no_constant_of_the_next() -> None:
@@ -305,18 +305,18 @@ def test_what_a_step_left_behind_is_no_constant_of_the_next() -> None:
 
 
 def test_nothing_is_seen_where_nobody_watches() -> None:
-    with Rehearsal() as rehearsal:
+    with CaptureCheck() as check:
         with unwatched():
             assert torch.tensor([1, 2], device=AWAY).device.type == AWAY
             OUTSIDE.to(AWAY)
         torch.arange(4).to(AWAY)
-    assert rehearsal.reason is None and len(rehearsal.sent) == 1
+    assert check.reason is None and len(check.sent) == 1
     with unwatched():
         assert torch.arange(4).tolist() == [0, 1, 2, 3]
 
 
 def test_modes_are_gone_afterwards_also_when_it_fails() -> None:
-    for kind in (Remembering, Rehearsal, lambda: Answering([])):
+    for kind in (Remembering, CaptureCheck, lambda: Answering([])):
         with pytest.raises(ZeroDivisionError), kind():
             1 / 0
     assert not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nexfort_engine.cudagraphs.module_fingerprint import Glue
+from nexfort_engine.cudagraphs.module_fingerprint import ModuleFingerprint
 
 
 class Net(nn.Module):
@@ -44,24 +44,24 @@ CHANGES: dict[str, Callable[[Net], None]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_shows(change: str) -> None:
     net = Net()
-    glue = Glue(net, [net.block])
-    assert glue.unchanged() and not glue.hooked
+    fingerprint = ModuleFingerprint(net, [net.block])
+    assert fingerprint.unchanged() and not fingerprint.hooked
     CHANGES[change](net)
-    assert not glue.unchanged()
+    assert not fingerprint.unchanged()
 
 
 def test_what_the_network_does_not_consult_is_no_change() -> None:
     net = Net()
-    glue = Glue(net, [net.block])
+    fingerprint = ModuleFingerprint(net, [net.block])
     net._books = object()  # a host's own, on every step
     net.block[0].in_features = 7  # a region has guards of its own
     net.enter.weight = nn.Parameter(torch.zeros(2, 2))  # weights are compared by those who hold them
-    assert glue.unchanged()
+    assert fingerprint.unchanged()
 
 
 def test_containers_that_cannot_be_compared_are_left_to_their_names() -> None:
     net = Net()
     net.things = [torch.zeros(2), object()]
-    glue = Glue(net, [net.block])
+    fingerprint = ModuleFingerprint(net, [net.block])
     net.things.append(torch.ones(3))
-    assert glue.unchanged()
+    assert fingerprint.unchanged()

@@ -178,7 +178,7 @@ def whole_numbers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def positioned(network: Any, x: T, options: Options) -> T:
-    """Glue with every kind of constant."""
+    """Code between regions, with every kind of constant."""
     place = torch.zeros(8)
     place.copy_(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]))
     return x * torch.cos(torch.arange(8).to(x)) + torch.full((8,), 2).to(x) * place + options["a"]

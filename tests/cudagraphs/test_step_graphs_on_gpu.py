@@ -168,7 +168,7 @@ def test_memory_comes_back(pair):
 
 
 class Waiting(Backbone):
-    """Its glue waits for the GPU, which no capture survives."""
+    """Its code between regions waits for the GPU, which no capture survives."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
         return super().forward(x, t, options) * (2.0 if t.sum().item() > 0 else 1.0)
@@ -289,7 +289,7 @@ OFFSETS = torch.arange(8.0)
 
 
 class Positioned(Backbone):
-    """Its glue makes small tensors of numbers on the CPU in each step, as Wan's and LTX's in ComfyUI does."""
+    """Its code between regions makes small tensors on the CPU in each step, as Wan's and LTX's in ComfyUI does."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, options: dict | None = None) -> torch.Tensor:
         angles = t[:, None] * torch.pow(10000, -torch.arange(8).to(t).div(8))  # as Wan's timestep
@@ -307,7 +307,7 @@ class Positioned(Backbone):
 
 
 class Copying(Backbone):
-    """Its glue copies what is no constant of the step."""
+    """Its code between regions copies what is no constant of the step."""
 
     def __init__(self, what) -> None:
         super().__init__()

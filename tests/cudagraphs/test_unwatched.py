@@ -13,7 +13,7 @@ from test_host_constants import AWAY, OUTSIDE, X, _mode  # noqa: F401  # both mo
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from nexfort_engine.cudagraphs.capture_check import Rehearsal
+from nexfort_engine.cudagraphs.capture_check import CaptureCheck
 from nexfort_engine.cudagraphs.host_constants import Answering, Constants, Remembering, unwatched
 
 
@@ -27,7 +27,7 @@ def _on_the_gpu() -> torch.Tensor:
     return torch.cat([X * 2.0, X.view(4, 3).t() + torch.empty_like(X)])
 
 
-@pytest.mark.parametrize("kind", [Remembering, Rehearsal])
+@pytest.mark.parametrize("kind", [Remembering, CaptureCheck])
 def test_an_artefact_that_stays_on_the_gpu_is_watched_once(kind: Callable[[], Constants]) -> None:
     artefact, seen = Artefact(), list[int]()
     with torch.device(AWAY), kind() as watching:
@@ -84,7 +84,7 @@ def test_an_artefact_that_does_not_is_watched_each_time(does: Callable[[], Any])
 
 def test_what_follows_a_reason_against_a_graph_is_watched_again() -> None:
     artefact = Artefact()
-    with Rehearsal() as watching:
+    with CaptureCheck() as watching:
         OUTSIDE.sum().item()
         with watching.around(artefact):
             _on_the_gpu()

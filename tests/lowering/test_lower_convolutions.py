@@ -25,7 +25,7 @@ def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: 
 
     Untold: where nobody says when weights change, kernels of the step copy them.
     """
-    config = CompileConfig.parse(None).untold() if mode == "untold" else CompileConfig.parse(mode)
+    config = CompileConfig.parse(None).without_weight_versions() if mode == "untold" else CompileConfig.parse(mode)
     options = config.lowering_options("cuda")
     payload = lowered_ahead(tmp_path, ["shortened"], options)["shortened"]
     call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]

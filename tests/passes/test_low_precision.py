@@ -21,7 +21,7 @@ from nexfort_engine.cli.main import main
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.engine import Engine
 from nexfort_engine.passes import low_precision as precision
-from nexfort_engine.passes.low_precision import gain, low_precision, plan, told
+from nexfort_engine.passes.low_precision import describe_plan, gain, low_precision, plan
 from nexfort_engine.quant import matmul
 from nexfort_engine.quant.matmul import FP8, narrowed
 
@@ -148,7 +148,10 @@ def test_a_graph_in_int8_computes_the_same_within_what_whole_numbers_tell_apart(
     block = Attention(dtype)
     probe = Probe(block, torch.randn(2, 24, 64).to(dtype), torch.randn(2, 16).to(dtype))
     graph, weights = probe.captured.graph, [dict(block.named_parameters())[n] for n in names(block)]
-    assert sum(row["count"] for row in told(graph, torch.int8) if row["type"] == "int8" and row["reason"] is None) == 4
+    assert (
+        sum(row["count"] for row in describe_plan(graph, torch.int8) if row["type"] == "int8" and row["reason"] is None)
+        == 4
+    )
     assert low_precision(graph, torch.int8) == 4
     graph.recompile()
     assert sum(n.target is torch.ops.aten._int_mm.default for n in graph.graph.nodes) == 3, "two layers are one product"

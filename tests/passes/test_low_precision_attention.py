@@ -18,7 +18,7 @@ from nexfort_engine.cli.main import main
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.kernels import inductor_launch
 from nexfort_engine.kernels.low_precision_attention import op as kernel
-from nexfort_engine.passes.low_precision_attention import gain, narrow_attentions, plan, told
+from nexfort_engine.passes.low_precision_attention import describe_plan, gain, narrow_attentions, plan
 from nexfort_engine.quant import matmul
 from nexfort_engine.reporting.report import Report
 
@@ -37,7 +37,9 @@ def node_of(graph: Any) -> Any:
 def test_what_pays_is_written_anew_once() -> None:
     graph = captured("long").graph
     before = node_of(graph).meta["val"]
-    assert told(graph) == [{"heads": 4, "queries": 8192, "keys": 8192, "width": 128, "reason": None, "count": 1}]
+    assert describe_plan(graph) == [
+        {"heads": 4, "queries": 8192, "keys": 8192, "width": 128, "reason": None, "count": 1}
+    ]
     assert narrow_attentions(graph) == 1 and narrow_attentions(graph) == 0
     graph.graph.lint()
     assert (count(graph, TORCHS), count(graph, kernel.operator())) == (0, 1)
@@ -49,7 +51,7 @@ def test_what_pays_is_written_anew_once() -> None:
 
 def test_of_few_tokens_it_stays_and_is_said_to() -> None:
     graph = captured("wide").graph
-    (row,) = told(graph)
+    (row,) = describe_plan(graph)
     assert (row["heads"], row["queries"], row["keys"], row["width"]) == (40, 1024, 1024, 64)
     assert "as long or longer" in row["reason"]
     assert narrow_attentions(graph) == 0

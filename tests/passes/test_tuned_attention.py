@@ -23,7 +23,7 @@ from nexfort_engine.attention import operator as attention
 from nexfort_engine.attention.backends import KERNELS, OWN, Call
 from nexfort_engine.attention.tuner import Told
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.cudagraphs.capture_check import Rehearsal
+from nexfort_engine.cudagraphs.capture_check import CaptureCheck
 from nexfort_engine.passes.tuned_attention import measured_attentions, quantised_attentions
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -260,12 +260,12 @@ def test_a_fresh_process_loads_what_calls_the_operator_and_takes_what_was_chosen
 # ---- the operator ------------------------------------------------------------------------------------------
 
 
-def test_a_rehearsal_sees_one_operator_and_nothing_of_the_measuring(kernels: Kernels) -> None:
+def test_a_capture_check_sees_one_operator_and_nothing_of_the_measuring(kernels: Kernels) -> None:
     """Or the first step at some sizes, which measures, would not be taken for one that a graph can hold."""
     q = torch.randn(2, 2, 8, 16)
-    with Rehearsal() as rehearsal, torch.inference_mode():
+    with CaptureCheck() as check, torch.inference_mode():
         found = attention.operator()(q, q, q, None, False, None, False, [0, 2, 1, 3], False)
-    assert rehearsal.reason is None and found.shape == q.shape
+    assert check.reason is None and found.shape == q.shape
 
 
 def test_masks_of_fewer_dimensions_are_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,11 +189,12 @@ def test_parts_for_which_no_process_is_forked_are_done_in_turn(what: str, monkey
 
 def test_reasons_say_what_helps() -> None:
     said = {
-        number: resource_shortages.told(OSError(number, os.strerror(number))) for number in (errno.ENOSPC, errno.EMFILE)
+        number: resource_shortages.describe_error(OSError(number, os.strerror(number)))
+        for number in (errno.ENOSPC, errno.EMFILE)
     }
     assert "make room" in said[errno.ENOSPC] and "ulimit -n" in said[errno.EMFILE]
-    assert LIMIT in resource_shortages.told(RuntimeError("can't start new thread"))
-    assert resource_shortages.told(ValueError("of another kind")) == "ValueError: of another kind"
+    assert LIMIT in resource_shortages.describe_error(RuntimeError("can't start new thread"))
+    assert resource_shortages.describe_error(ValueError("of another kind")) == "ValueError: of another kind"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of processes is set for a user here")

@@ -106,7 +106,7 @@ def test_a_call_that_eager_refuses_latches_nothing(warnings_logged: Callable[[],
     both.agrees(x(), places())
     for _ in range(3):
         assert not both.refuses(x(), places(to=77))["eager"]
-    assert not [region.path for region in both.engine.regions if region.latched] and not warnings_logged()
+    assert not [region.path for region in both.engine.regions if region.disabled_reason] and not warnings_logged()
     new = both.agrees(x(3), places(3))
     assert not new["eager"] and not new["artefacts"], "good calls run compiled as before"
 
@@ -118,9 +118,9 @@ def test_one_failure_where_eager_succeeds_is_enough() -> None:
     (first, *_) = both.engine.regions
     first.bindings[0].code = _failing()
     assert [row["region"] for row in both.agrees(x(), places())["eager"]] == [first.path]
-    assert "the card fell off" in str(first.latched)
+    assert "the card fell off" in str(first.disabled_reason)
     assert not both.agrees(x(), places())["eager"]
-    assert both.refuses(x(), places(to=77)) and first.latched, "what was seen is not forgotten"
+    assert both.refuses(x(), places(to=77)) and first.disabled_reason, "what was seen is not forgotten"
 
 
 def _failing(first: Callable[[list[Any]], Any] = lambda inputs: None) -> Callable[[list[Any]], Any]:
@@ -143,7 +143,7 @@ def test_what_an_artefact_changed_before_it_failed_is_no_eager_run_s_input(mode:
     with mode():
         wanted, found = both.module(x(), places()), both.compiled(x(), places())
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
-    assert region.latched and "the card fell off" in region.latched
+    assert region.disabled_reason and "the card fell off" in region.disabled_reason
     assert [row["region"] for row in both.report.as_dict()["eager"]] == [region.path]
     both.agrees(x(), places())
 

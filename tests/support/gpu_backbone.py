@@ -20,7 +20,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Glue of its own between the regions, with an option and an attribute that it reads itself."""
+    """Code of its own between the regions, with an option and an attribute that it reads itself."""
 
     def __init__(self, width: int = 64, depth: int = 3) -> None:
         super().__init__()

@@ -363,7 +363,7 @@ def captured(kind: str, behind: int = 0) -> Captured:
     graph = exported(function, *args, [symbols for _, symbols in inputs])
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for place, weight in own.items():
-        channels_last.laid(graph, nodes[place], weight)
+        channels_last.copy_to_channels_last(graph, nodes[place], weight)
     named = list(range(len(weights)))
     return Captured(
         graph, named, [], [], [], [], [], Conditions([], []), [], [], None, [], [], {}, [], [True] * len(named)

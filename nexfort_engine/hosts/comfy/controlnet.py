@@ -133,7 +133,7 @@ class _Maker:
 
     def __init__(self, name: str, config: CompileConfig) -> None:
         self.name, self.config = name, config
-        self.report = Report(config.untold(), str(comfy.cache_root()))
+        self.report = Report(config.without_weight_versions(), str(comfy.cache_root()))
         self._known = Known()
         self._verify_due = False
         comfy.tell_of(self)
