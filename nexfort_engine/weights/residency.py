@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residence: where the weights of a whole network are for the length of a step, whoever keeps them.
+"""Residency: where the weights of a whole network are for the length of a step, whoever keeps them.
 
 A whole step can be replayed only while every weight stays at its address. Weights that the network itself holds do so
 by themselves. Those that a host keeps elsewhere do if what was leased last can be had again for asking; they are then
