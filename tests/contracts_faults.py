@@ -27,8 +27,8 @@ from subjects import (
     new_since,
 )
 
-from nexfort_engine.compilation import jobs as lowering
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.compilation import jobs
+from nexfort_engine.lowering import inductor
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 
@@ -100,14 +100,14 @@ class SlowLowering:
         self.began, self.release = threading.Event(), threading.Event()
         self._then = then
         monkeypatch.setenv("NEXFORT_WORKERS", "0")
-        monkeypatch.setattr(lower, "lower", self._lower)
+        monkeypatch.setattr(inductor, "lower", self._lower)
 
     def _lower(self, *args: Any) -> None:
         self.began.set()
         self.release.wait(60)
         if self._then is not None:
             return self._then(*args)
-        raise lower.LoweringFailed("it was only a test")
+        raise inductor.LoweringFailed("it was only a test")
 
 
 @every
@@ -169,14 +169,14 @@ def test_nothing_is_captured_while_a_cancelled_call_is_still_lowered(threads: in
 
     # undone before the graphs are lowered again, or what stands for lowering here would be put back after that
     with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
-        lowered, capture = lower.lower, lowering._captured
+        lowered, capture = inductor.lower, jobs._captured
         slow = SlowLowering(patch, lowered)
         cold = cold_subject(make("torch_dit"), cancel=cancel)
         threading.Thread(target=lambda: (slow.began.wait(60), cancelled.set()), daemon=True).start()
         with pytest.raises(Interrupt):
             cold.run()
         cancelled.clear()
-        patch.setattr(lowering, "_captured", lambda job: (captured.set(), capture(job))[1])
+        patch.setattr(jobs, "_captured", lambda job: (captured.set(), capture(job))[1])
         beside = threading.Thread(target=cold.run, daemon=True)
         beside.start()
         assert not captured.wait(1.0), "it was captured while the other was lowered"

@@ -25,7 +25,7 @@ import nexfort_engine
 from nexfort_engine.cache import publish, root_dir
 from nexfort_engine.cache import store as store_module
 from nexfort_engine.cache.store import Store
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 # fixtures
@@ -125,7 +125,7 @@ def test_a_disk_that_fills_up_while_lowering_leaves_the_eager_result(
     def fill(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(lower, "lower", fill)
+    monkeypatch.setattr(inductor, "lower", fill)
     compiled = nexfort_engine.compile(Small())
     for _ in range(2):
         assert_runs_eager(compiled, "lowering it failed", os.strerror(errno.ENOSPC), "NEXFORT_CACHE_DIR")
@@ -245,7 +245,7 @@ def test_a_damaged_payload_is_set_aside_and_rebuilt(
 def test_code_that_is_whole_and_does_not_load_is_rebuilt(
     filled: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:
-    load, calls = lower.load, [0]
+    load, calls = inductor.load, [0]
 
     def fail_once(*args: Any) -> Any:
         calls[0] += 1
@@ -253,7 +253,7 @@ def test_code_that_is_whole_and_does_not_load_is_rebuilt(
             raise RuntimeError("undefined symbol: made by another build of torch")
         return load(*args)
 
-    monkeypatch.setattr(lower, "load", fail_once)
+    monkeypatch.setattr(inductor, "load", fail_once)
     compiled = nexfort_engine.compile(Small())
     assert distance(run(compiled), run(Small())) < TOLERANCE
     assert compiled.report.as_dict()["artefacts_compiled"] == 1

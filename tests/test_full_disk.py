@@ -23,7 +23,7 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine import api as compiled
-from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.compilation import lookup
 from nexfort_engine.lowering import vec_isa_cache, worker_pool
 from nexfort_engine.system import torch_modes
 
@@ -70,7 +70,7 @@ def _forget() -> None:
     """As a new process: no store and no loaded code is known."""
     compiled._stores.clear()
     gc.collect()
-    finding._loaded.clear()
+    lookup._loaded.clear()
 
 
 def steps(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

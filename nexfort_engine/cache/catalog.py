@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import index
-from . import usage as marks
+from . import index, usage
 from .entry import MANIFEST, PAYLOAD, Entry, OtherSchemaError, is_key, read_entry
 from .fs import identity, listing
 from .payload import TornError
@@ -214,10 +213,10 @@ class Shelf:
         folder = os.sep.join((self._entries_text, row["primary"], row["id"]))
         problem, names = self._look(folder)
         problem = problem or (NOT_READ if row["created"] == _NEVER else None)
-        mark = f"{folder}{os.sep}{marks.LAST_USED}"
-        used, shapes = marks.use(mark, self.trust) if marks.LAST_USED in names else (None, [])
+        mark = f"{folder}{os.sep}{usage.LAST_USED}"
+        used, shapes = usage.use(mark, self.trust) if usage.LAST_USED in names else (None, [])
         found = {name: value for name, value in row.items() if name not in ("digest", "inode")}
-        found |= {"last_used": used, "pinned": marks.PINNED in names, "shapes": shapes}
+        found |= {"last_used": used, "pinned": usage.PINNED in names, "shapes": shapes}
         return found | {"base": self.base, "problem": problem}
 
     def _look(self, folder: str) -> tuple[str | None, dict[str, bool]]:

@@ -22,8 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import payload, trust
-from . import usage as marks
+from . import payload, trust, usage
 from .fs import NotPlainError, read_plain
 from .key import package_version
 from .payload import TornError
@@ -92,7 +91,7 @@ class Entry:
     @property
     def last_used(self) -> float:
         """When an artefact was last loaded from here (seconds since the epoch); if never, `created`."""
-        used = marks.use(self.path / marks.LAST_USED, self.trust)[0]
+        used = usage.use(self.path / usage.LAST_USED, self.trust)[0]
         return self.created if used is None else used
 
     @property
@@ -116,12 +115,12 @@ class Entry:
     @property
     def pinned(self) -> bool:
         """Whether it stays when the cache is pruned."""
-        return marks.is_pinned(self.path)
+        return usage.is_pinned(self.path)
 
     @property
     def shapes(self) -> list[str]:
         """The sizes of calls that it was seen to serve, at most 16, newest last."""
-        return marks.use(self.path / marks.LAST_USED, self.trust)[1]
+        return usage.use(self.path / usage.LAST_USED, self.trust)[1]
 
     def verify(self, quick: bool = False) -> str | None:
         """Why the payload must not be loaded, or None. `quick` looks at owners, modes and sizes and reads no file."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import usage as marks
+from . import usage
 from .catalog import Seen, Shelf
 from .entry import MANIFEST, Entry, manifest_text
 from .fs import identity, make_private, move_directory, sync_directory, write_new
@@ -57,7 +57,7 @@ class Publisher:
                 return None
             (entry.path / MANIFEST).unlink(missing_ok=True)
             write_new(entry.path / MANIFEST, manifest)
-            marks.set_time(entry.path / MANIFEST, marks.tick(self._own.root))  # what was never used counts as used now
+            usage.set_time(entry.path / MANIFEST, usage.tick(self._own.root))  # what was never used counts as used now
             return self._publish(entry)
         except OSError as error:
             self._ground.failed(error)

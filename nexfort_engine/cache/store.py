@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import index, payload, trust
-from . import usage as marks
+from . import index, payload, trust, usage
 from .catalog import OTHER_SCHEMA, Seen, Shelf
 from .entry import (
     MANIFEST,
@@ -160,7 +159,7 @@ class Store:
         self._used.add(entry.id)
         if entry.persistent and not entry.base:
             try:
-                marks.set_time(entry.path / marks.LAST_USED, marks.tick(self.root))
+                usage.set_time(entry.path / usage.LAST_USED, usage.tick(self.root))
             except OSError as error:
                 self._not_marked(entry, error)
 
@@ -168,7 +167,7 @@ class Store:
         """Remembers the sizes of a call that `entry` served, such as "2x4096x1536, 2x77x2048". Never raises."""
         if entry.persistent and not entry.base:
             try:
-                marks.note_shape(entry.path, text, marks.tick(self.root), self._staging.folder)
+                usage.note_shape(entry.path, text, usage.tick(self.root), self._staging.folder)
             except ValueError as error:
                 log.debug("the sizes %s of %s are not recorded: %s", text, entry.id, error)
             except OSError as error:
@@ -282,9 +281,9 @@ class Store:
             try:
                 if pinned:
                     with contextlib.suppress(FileExistsError):
-                        write_new(entry.path / marks.PINNED, b"")
+                        write_new(entry.path / usage.PINNED, b"")
                 else:
-                    (entry.path / marks.PINNED).unlink(missing_ok=True)
+                    (entry.path / usage.PINNED).unlink(missing_ok=True)
             except (FileNotFoundError, NotADirectoryError):
                 raise LookupError(f"the entry {entry.id} was removed just now") from None
         return entry
@@ -333,7 +332,7 @@ class Store:
             entries = self._sweep()
             total = sum(entry.size for entry in entries) + self._staging.size()
             gone = []
-            for entry in sorted(entries, key=lambda entry: (marks.order(entry.path, MANIFEST), entry.created)):
+            for entry in sorted(entries, key=lambda entry: (usage.order(entry.path, MANIFEST), entry.created)):
                 if total > limit and entry.id not in self._used and not entry.pinned:
                     gone.append(entry)
                     total -= entry.size

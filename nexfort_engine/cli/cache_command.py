@@ -141,7 +141,7 @@ def _path(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from ..cache import table as view
+    from ..cache import table
     from ..cache.paths import size_text
 
     store = store_of(options)
@@ -154,23 +154,23 @@ def _list(options: argparse.Namespace) -> int:
         facts |= {"base": base, "base_problem": store.base_problem}
         lines.append(f"base cache: {base}" + (f", not read: {store.base_problem}" if store.base_problem else ""))
     if rows:
-        short = view.short_ids(row["id"] for row in rows)
-        lines = [*view.aligned([HEADINGS, *(_cells(row, short[row["id"]]) for row in rows)]), *lines]
+        short = table.short_ids(row["id"] for row in rows)
+        lines = [*table.aligned([HEADINGS, *(_cells(row, short[row["id"]]) for row in rows)]), *lines]
     _print(options, facts, *lines)
     return 0
 
 
 def _cells(row: Mapping[str, Any], short: str) -> tuple[str, ...]:
-    from ..cache import table as view
+    from ..cache import table
     from ..cache.paths import size_text
 
-    used, torch = view.moment(row["last_used"]), f"torch {view.plain(row['made_by'].get('torch', view.UNKNOWN))}"
-    parts = (view.region(row), view.family(row), view.shapes(row), size_text(row["size"]))
-    return short, *parts, used, view.state(row), torch
+    used, torch = table.moment(row["last_used"]), f"torch {table.plain(row['made_by'].get('torch', table.UNKNOWN))}"
+    parts = (table.region(row), table.family(row), table.shapes(row), size_text(row["size"]))
+    return short, *parts, used, table.state(row), torch
 
 
 def _show(options: argparse.Namespace) -> int:
-    from ..cache import table as view
+    from ..cache import table
     from ..cache.paths import size_text
 
     store = store_of(options)
@@ -185,14 +185,14 @@ def _show(options: argparse.Namespace) -> int:
             continue
         lines = {
             "id": entry.id,
-            "region": view.region(facts),
-            "model": view.family(facts),
-            "shapes": "; ".join(map(view.plain, facts["shapes"])) or "none noted",
+            "region": table.region(facts),
+            "model": table.family(facts),
+            "shapes": "; ".join(map(table.plain, facts["shapes"])) or "none noted",
             "size": f"{size_text(facts['size'])} in {len(facts['files'])} files",
-            "made": f"{view.moment(facts['created'])} by {view.plain_facts(facts['made_by'])}",
-            "machine": view.plain_facts(entry.machine) or "not noted",
-            "last used": view.moment(facts["last_used"]),
-            "state": view.state(facts),
+            "made": f"{table.moment(facts['created'])} by {table.plain_facts(facts['made_by'])}",
+            "machine": table.plain_facts(entry.machine) or "not noted",
+            "last used": table.moment(facts["last_used"]),
+            "state": table.state(facts),
             "path": str(entry.path),
         }
         say("\n".join(f"{name + ':':<11}{value}" for name, value in lines.items()) + "\n")
@@ -215,14 +215,14 @@ def _problem(store: Store, entry: Entry) -> str | None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ..cache import table as view
+    from ..cache import table
 
     store = store_of(options)
     wanted = {entry.id for entry in _found(store, options.ids)}
     checked = [(entry, problem) for entry, problem in store.verify_all() if not wanted or entry.id in wanted]
     bad = {entry.id: problem for entry, problem in checked if problem is not None}
     facts = {"path": str(store.root), "checked": len(checked), "problems": bad}
-    lines = [f"{entry}: {view.plain(problem)}" for entry, problem in bad.items()]
+    lines = [f"{entry}: {table.plain(problem)}" for entry, problem in bad.items()]
     say_last = f"{len(checked)} artefacts checked, {len(bad) or 'none'} with a problem, in {store.root}"
     _print(options, facts, *lines, say_last)
     return 1 if bad else 0
@@ -276,8 +276,7 @@ def _set_pin(options: argparse.Namespace, pinned: bool) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from ..cache import bundle
-    from ..cache import table as view
+    from ..cache import bundle, table
     from ..cache.paths import size_text
 
     store = store_of(options)
@@ -285,7 +284,7 @@ def _export(options: argparse.Namespace) -> int:
     with _of_entries():
         made = bundle.export(store, options.file, ids)
     facts = {"file": str(options.file), "entries": made.entries, "bytes": made.bytes, "left_out": made.left_out}
-    left_out = [f"{one} is left out: {view.plain(reason)}" for one, reason in made.left_out.items()]
+    left_out = [f"{one} is left out: {table.plain(reason)}" for one, reason in made.left_out.items()]
     last = f"{made.entries} artefacts ({size_text(made.bytes)}) written to {options.file}"
     _print(options, facts, *left_out, last)
     return 0
@@ -316,18 +315,18 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _bundle_lines(held: Bundle) -> list[str]:
-    from ..cache import table as view
+    from ..cache import table
     from ..cache.paths import size_text
 
-    rows = [(view.region({"info": one.get("info") or {}}), view.family({"info": one.get("info") or {}}), str(one["id"]))
-            for one in held.entries]  # fmt: skip
-    machines = [f"for the machine: {view.plain_facts(machine)}" for machine in held.machines] or [
+    facts = [({"info": one.get("info") or {}}, str(one["id"])) for one in held.entries]
+    rows = [(table.region(one), table.family(one), name) for one, name in facts]
+    machines = [f"for the machine: {table.plain_facts(machine)}" for machine in held.machines] or [
         "for a machine not noted"
     ]
     return [
-        *(view.aligned([("region", "model", "id"), *rows]) if rows else []),
+        *(table.aligned([("region", "model", "id"), *rows]) if rows else []),
         f"{len(held.entries)} artefacts, {size_text(held.bytes)}",
-        f"made {view.moment(held.created)} by {view.plain_facts(held.made_by)}",
+        f"made {table.moment(held.created)} by {table.plain_facts(held.made_by)}",
         *machines,
     ]
 

@@ -44,10 +44,10 @@ def plans(store: Store) -> list[dict[str, Any]]:
 
     products and attention: as quant.precision and passes.narrow_attention tell them.
     """
-    from ..cache import table as view
+    from ..cache import table
 
     return [
-        {"id": row["id"], "region": view.region(row), "model": view.family(row)}
+        {"id": row["id"], "region": table.region(row), "model": table.family(row)}
         | {name: row["info"].get(name, []) for name in ("products", "attention")}
         for row in store.rows()
         if row["info"].get("products") or row["info"].get("attention")
@@ -68,6 +68,6 @@ def _lines(one: Mapping[str, Any]) -> list[str]:
 
 
 def _what(row: Mapping[str, Any], narrow: str) -> str:
-    from ..cache import table as view
+    from ..cache import table
 
-    return narrow if row["reason"] is None else f"as it is: {view.plain(row['reason'])}"
+    return narrow if row["reason"] is None else f"as it is: {table.plain(row['reason'])}"

@@ -26,8 +26,7 @@ import torch
 from ..cache.store import Entry, Store
 from ..capture.types import Captured
 from ..guards import option_recorder
-from ..lowering import inductor as lower
-from ..lowering import worker_pool
+from ..lowering import inductor, worker_pool
 from ..lowering.preload import wait_for_import
 from ..reporting.progress import Tracker
 from ..reporting.report import named
@@ -319,7 +318,7 @@ def _submit(
     def instead() -> str | None:
         shutil.rmtree(staged / "payload", ignore_errors=True)
         try:
-            lower.lower(captured, staged / "payload", _options(job, options))
+            inductor.lower(captured, staged / "payload", _options(job, options))
         except Exception as error:
             return named(error)
         return None
@@ -340,7 +339,7 @@ def _options(job: Job, options: Callable[[str], dict[str, object]]) -> dict[str,
 
 def _lower_and_store(job: Job, captured: Captured, manifest: dict[str, Any], options: dict[str, object]) -> None:
     with job.store.stage() as staged, _watched(job, staged):
-        lower.lower(captured, staged / "payload", options)
+        inductor.lower(captured, staged / "payload", options)
         _commit(job, staged, manifest)
 
 
@@ -354,5 +353,5 @@ def _watched(job: Job, staged: Path) -> Iterator[None]:
 
 
 def _commit(job: Job, staged: Path, manifest: dict[str, Any]) -> None:
-    lower.take_limits(staged / "payload", manifest)
+    inductor.take_limits(staged / "payload", manifest)
     job.entry = job.store.commit(job.primary, staged, manifest, lasts=not manifest.get("only_here"))

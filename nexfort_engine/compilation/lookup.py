@@ -29,7 +29,7 @@ from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
 from ..kernels.inductor_launch import DESCRIPTORS, descriptors_missing
 from ..kernels.low_precision_attention.op import slower
-from ..lowering import inductor as lower
+from ..lowering import inductor
 from ..lowering.vec_isa_cache import remember_in
 from ..modules.tree import Hidden
 from ..quant import matmul
@@ -182,12 +182,12 @@ class Finder:
             callbacks.operator()
         how = options, entry.manifest["modules"], len(artefact.weights)
         try:
-            artefact.code = lower.load(payload, *how)
+            artefact.code = inductor.load(payload, *how)
         except OSError as error:  # there is no room for what is written on loading, say; there may be elsewhere
             if not is_refusal(error):
                 raise
             log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
-            artefact.code = lower.load(self.state.store.ready(entry, elsewhere=True), *how)
+            artefact.code = inductor.load(self.state.store.ready(entry, elsewhere=True), *how)
 
     def share(self, artefact: Artefact, entry: Entry) -> None:
         """Let other engines of this process use the code that this one has loaded."""

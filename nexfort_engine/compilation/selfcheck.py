@@ -13,7 +13,7 @@ from ..capture.exporter import capture
 from ..capture.types import Example
 from ..config.compile_config import CompileConfig
 from ..guards.call_spec import Flat, flatten_call
-from ..lowering import inductor as lower
+from ..lowering import inductor
 from ..modules.tree import WeightSlots
 from ..reporting.report import named
 
@@ -49,8 +49,8 @@ def _check(device_type: str, payload: Path) -> str | None:
     spec = flatten_call(inputs, {}, flat)
     captured = capture(block, Example.of(spec, flat))
     options = CompileConfig.parse(None).lowering_options(device_type)
-    lower.lower(captured, payload, options)
-    code = lower.load(payload, options, captured.modules, len(captured.weights))
+    inductor.lower(captured, payload, options)
+    code = inductor.load(payload, options, captured.modules, len(captured.weights))
     weights = WeightSlots(block).read()
     for batch, length in ((2, 16), (1, 24), (3, 7)):
         x = torch.randn(batch, length, 32, generator=generator).to(device_type)

@@ -127,7 +127,7 @@ def gluon_missing() -> str | None:
         from triton.experimental.gluon.language._core import shared_memory_descriptor
 
         from . import gluon_autotuner  # noqa: F401  # what they import may be gone
-        from .low_precision_attention import gluon_kernel as gluon_narrow_attention  # noqa: F401  # what they import may be gone
+        from .low_precision_attention import gluon_kernel  # noqa: F401  # what they import may be gone
     except ImportError as error:
         return str(error)
     if not hasattr(shared_memory_descriptor, "_reinterpret"):  # gone in 3.9, with the copies that kernels make

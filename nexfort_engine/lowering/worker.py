@@ -32,8 +32,7 @@ from ..capture.types import Captured
 from ..reporting.report import named
 from ..system import compiler_processes, process_settings
 from ..system.device_timer import taking_turns
-from . import inductor as lower
-from . import worker_lifetime
+from . import inductor, worker_lifetime
 from .kernel_forks import Tokens, kernels_in_forks
 from .kernel_sharing import compiled_once
 from .preload import import_all
@@ -94,7 +93,7 @@ def work(job: dict[str, Any]) -> None:
     if device.index:  # setting the device that is the current one anyway would make a context on it
         torch.cuda.set_device(device)
     file = Path(job["file"])
-    measures = lower.measures(job["options"])
+    measures = inductor.measures(job["options"])
     shared = Path(job["kernels"]) if job.get("kernels") else None
     once = compiled_once(shared) if shared is not None else contextlib.nullcontext()
     turns = taking_turns(shared) if shared is not None else contextlib.nullcontext()
@@ -103,14 +102,14 @@ def work(job: dict[str, Any]) -> None:
         file.unlink()
         # in the last two cases this process uses a device; what asked for one in passing can be forked to compile only
         forks = job["spread"] and FORK in sys.argv and not (device.index or measures)
-        each = in_forks if forks and not torch.cuda.is_initialized() else lower.in_turn
+        each = in_forks if forks and not torch.cuda.is_initialized() else inductor.in_turn
         if forks and _tokens is not None and device.type == "cuda":
             each = functools.partial(_with_kernels_beside, each, _tokens, file.parent, shared)
-        lower.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
+        inductor.lower_graph(graph, constants, Path(job["payload"]), job["options"], lasting, each)
 
 
 def _with_kernels_beside(
-    each: Callable[[lower.Works], list[Any]], tokens: Tokens, place: Path, shared: Path | None, works: lower.Works
+    each: Callable[[inductor.Works], list[Any]], tokens: Tokens, place: Path, shared: Path | None, works: inductor.Works
 ) -> list[Any]:
     def one(work: Callable[[], Any]) -> Any:
         with kernels_in_forks(tokens, place, shared):

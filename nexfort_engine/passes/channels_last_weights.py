@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..graph.fx_builder import fixed
-from ..kernels.channels_last_weight import op as innermost_weight
+from ..kernels.channels_last_weight import op as channels_last_weight
 from ..modules.channels_last import only_convolved
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def inner_weights(module: GraphModule) -> int:
             continue
         like = weight.meta["val"]
         sizes = list(map(fixed, like.shape))
-        if like.dtype in innermost_weight.DTYPES and None not in sizes and math.prod(sizes[2:]) <= _MOST_PLACES:  # type: ignore[arg-type]
-            node.target, node.kwargs = innermost_weight.operator(), {}
+        if like.dtype in channels_last_weight.DTYPES and None not in sizes and math.prod(sizes[2:]) <= _MOST_PLACES:  # type: ignore[arg-type]
+            node.target, node.kwargs = channels_last_weight.operator(), {}
             found += 1
     return found

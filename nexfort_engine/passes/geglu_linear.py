@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ..graph.fx_builder import fill, fixed
 from ..graph.sizes import rows_of
-from ..kernels.geglu_linear import fp8_op as narrow_kernel
+from ..kernels.geglu_linear import fp8_op
 from ..kernels.geglu_linear import op as kernel
 from .scaled_mm_match import ScaledProduct, scaled_product
 
@@ -54,7 +54,7 @@ def _narrow(layer: Node, product: ScaledProduct) -> Node:
     """The call for a product in fp8, in the layer's shape but for the last size, which is half of its."""
     graph, dtype = layer.graph, layer.meta["val"].dtype
     factors = (product.x, product.weight, product.x_scale, product.weight_scale)
-    flat = graph.call_function(narrow_kernel.operator(), (*factors, product.bias, dtype))
+    flat = graph.call_function(fp8_op.operator(), (*factors, product.bias, dtype))
     before: Any = layer.args[1]
     sizes = [*before[:-1], product.weight.meta["val"].shape[0] // 2]
     fill([flat])
@@ -120,7 +120,7 @@ def _is_fit_narrow(product: ScaledProduct, like: torch.Tensor) -> bool:
     if rows is None or columns is None or inner is None or like.device.type != _DEVICE:
         return False
     by_row = x_scale.dim() == 2 and tuple(map(fixed, weight_scale.shape)) == (columns, 1)  # torch has both so or none
-    narrow = x.dtype == weight.dtype == narrow_kernel.FP8
+    narrow = x.dtype == weight.dtype == fp8_op.FP8
     added = bias is None or ([*map(fixed, bias.shape)] == [columns] and bias.dtype == like.dtype)
     whole = columns % (2 * kernel.COLUMNS) == 0 and inner % kernel.INNER == 0 and fixed(like.shape[-1]) == columns
     return by_row and narrow and added and whole and like.dtype in kernel.DTYPES and rows >= LEAST

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..graph.fx_builder import fixed, in_memory, replace
-from ..kernels.group_norm_scale import op as group_factors
+from ..kernels.group_norm_scale import op as group_norm_scale
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -109,7 +109,7 @@ def by_kernels(
 
     offset: (C) or None, offsets: (N, C) or None, are still to be added to x.
     """
-    factors = group_factors.operator()(x, weight, bias, groups, eps, offset, offsets)
+    factors = group_norm_scale.operator()(x, weight, bias, groups, eps, offset, offsets)
     batch, channels = aten.sym_size.int(x, 0), fixed(like.shape[1])
     behind = [1] * (like.dim() - 2)
     scale, shift = (aten.reshape.default(aten.select.int(factors, 1, at), [batch, channels, *behind]) for at in (0, 1))
@@ -118,7 +118,7 @@ def by_kernels(
 
 def _has_kernels(like: torch.Tensor) -> bool:
     # on cards of AMD nobody measured them
-    return like.device.type == "cuda" and torch.version.hip is None and like.dtype in group_factors.DTYPES
+    return like.device.type == "cuda" and torch.version.hip is None and like.dtype in group_norm_scale.DTYPES
 
 
 def _without_offsets(x: Any) -> tuple[Node, Node | None, Node | None]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nexfort_engine
-from nexfort_engine.attention import operator as attention
+from nexfort_engine.attention import operator
 from nexfort_engine.attention.backends import KERNELS, Call, nvidia, own
 from nexfort_engine.attention.tuner import Chooser, Told, laid, measure
 from nexfort_engine.attention.tuning_cache import file_name
@@ -216,7 +216,7 @@ def test_a_network_measures_in_its_first_step_and_is_replayed_as_a_graph(
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(attention, "chooser", Chooser(KERNELS))
+    monkeypatch.setattr(operator, "chooser", Chooser(KERNELS))
     torch.manual_seed(0)
     module = Network().cuda().bfloat16().eval().requires_grad_(False)
     compiled = nexfort_engine.compile(module, options={"options": {"attention.measure": True}})

@@ -24,8 +24,7 @@ from nexfort_engine import engine
 from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache import key
 from nexfort_engine.cache.store import Store
-from nexfort_engine.compilation import lookup as finding
-from nexfort_engine.compilation import model_keys
+from nexfort_engine.compilation import lookup, model_keys
 from nexfort_engine.config.compile_config import CompileConfig
 
 
@@ -215,7 +214,7 @@ def test_an_artefact_for_a_newer_driver_is_not_used(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(key, "driver_version", lambda: 13010)
     with graphs_as_they_are():
         report_after(tmp_path, Net(), X)
-        finding._loaded.clear()
+        lookup._loaded.clear()
         after = report_after(tmp_path, Net(), X)
     assert any("needs a driver for CUDA 99.0, found one for CUDA 13.1" in note for note in after["notes"])
     assert after["artefacts_loaded"] == 0

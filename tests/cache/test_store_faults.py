@@ -18,8 +18,7 @@ import pytest
 from stores import KEY, OTHER, ROOT, SIZE, put, quick_folder, snapshot, use_at
 from write_points import dies_at, disk_full_from
 
-from nexfort_engine.cache import lock, owner, root_dir
-from nexfort_engine.cache import usage as marks
+from nexfort_engine.cache import lock, owner, root_dir, usage
 from nexfort_engine.cache.store import Entry, Store, StoreError
 
 # -- disks that do not take it -------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def test_a_clock_that_jumps_takes_nothing_from_a_living_process(store: Store, cl
 def test_no_time_of_change_is_too_odd(store: Store, stamp: float) -> None:
     entry = put(store)
     store.touch(entry)
-    for path in (store.root / marks.CLOCK, entry.path / "last_used", entry.path / "manifest.json", entry.path):
+    for path in (store.root / usage.CLOCK, entry.path / "last_used", entry.path / "manifest.json", entry.path):
         with contextlib.suppress(OSError, OverflowError):  # the file system cannot hold it
             os.utime(path, (stamp, stamp))
     late = Store(store.root)

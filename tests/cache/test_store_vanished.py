@@ -14,8 +14,7 @@ import bundle_parts
 import pytest
 from stores import KEY, put
 
-from nexfort_engine.cache import bundle, owner, sidecar
-from nexfort_engine.cache import fs as disk
+from nexfort_engine.cache import bundle, fs, owner, sidecar
 from nexfort_engine.cache.root_dir import Ground
 from nexfort_engine.cache.store import Store, StoreError
 
@@ -102,7 +101,7 @@ def test_a_file_is_never_taken_from_who_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
 ) -> None:
     """Somebody sweeps between the making of each file and its lock."""
-    real, swept = disk.open_new, []
+    real, swept = fs.open_new, []
 
     def open_new(path: Path) -> int:
         handle = real(path)

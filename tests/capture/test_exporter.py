@@ -20,14 +20,14 @@ import torch
 from probe import Probe, T, block_of, x
 from torch import nn
 
-from nexfort_engine.capture import exporter as capture_module
+from nexfort_engine.capture import exporter
 from nexfort_engine.capture.exporter import capture, spec_key
 from nexfort_engine.capture.types import Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.guards.option_recorder import Refused
 from nexfort_engine.modules.memory_format import tensor_meta
 from nexfort_engine.modules.tree import WeightSlots
-from nexfort_engine.runtime import artifact as artefacts
+from nexfort_engine.runtime import artifact
 
 # ---- structure ------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class _Layer(nn.Module):
         return h + self.outer(given * torch.sigmoid(gate)) + (seen[:, -1:] if h.shape[1] > seen.shape[1] else h[:, :1])
 
 
-@pytest.mark.parametrize("layers", [2, capture_module._MANY_LAYERS])
+@pytest.mark.parametrize("layers", [2, exporter._MANY_LAYERS])
 def test_a_block_of_many_layers_is_captured_faster_and_the_same(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -89,8 +89,8 @@ def test_a_block_of_many_layers_is_captured_faster_and_the_same(layers: int, mon
             return h
 
     block, found = Block(), []
-    for many in (capture_module._MANY_LAYERS, 1000):
-        monkeypatch.setattr(capture_module, "_MANY_LAYERS", many)
+    for many in (exporter._MANY_LAYERS, 1000):
+        monkeypatch.setattr(exporter, "_MANY_LAYERS", many)
         FakeTensorMode.cache_clear()
         probe = Probe(block, x(2, 6), x(2, 5, seed=2))
         found.append(probe.captured)
@@ -238,13 +238,13 @@ def test_a_capture_does_not_depend_on_the_mode_it_is_made_in(mode: Any) -> None:
 
 
 def test_an_example_takes_no_memory_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, trace = list[int](), capture_module._trace
+    given, trace = list[int](), exporter._trace
 
     def traced(one: Any, args: Any, dims: Any) -> Any:
         given.extend(tensor.untyped_storage().nbytes() for tensor in args[1])
         return trace(one, args, dims)
 
-    monkeypatch.setattr(capture_module, "_trace", traced)
+    monkeypatch.setattr(exporter, "_trace", traced)
     probe = Probe(block_of(lambda b, h, more: b.linear(h) + more[0].mT), x(), [x().mT])
     assert probe.agrees(x(3), [x(3).mT]) and given == [0, 0]
 
@@ -289,7 +289,7 @@ for _ in range(3):
     thread.join()
 assert len(done) == 3
 """
-    root = Path(capture_module.__file__).parents[2]
+    root = Path(exporter.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-1500:]
 
@@ -391,8 +391,8 @@ def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
 
     block = block_of(lambda b, h, size, options: (h * options["scale"], [None, (h, "x")]))
     probe = Probe(block, x(), (3, 4), {"scale": 2.0})
-    manifest = artefacts.manifest_of(probe.captured, "Block", None, {})
-    again = artefacts.Artefact("id", "primary", json.loads(json.dumps(manifest)))
+    manifest = artifact.manifest_of(probe.captured, "Block", None, {})
+    again = artifact.Artefact("id", "primary", json.loads(json.dumps(manifest)))
     assert again.output == probe.artefact.output and again.guards == probe.artefact.guards
     flat = Flat()
     flatten_call((x(3), (5, 6), {"scale": 2.0}), {}, flat)

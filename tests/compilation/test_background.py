@@ -16,8 +16,8 @@ import nexfort_engine
 from nexfort_engine.compilation.background import NOTE
 from nexfort_engine.compilation.builder import Builder
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.runtime import artifact as artefact
+from nexfort_engine.lowering import inductor
+from nexfort_engine.runtime import artifact
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 OPTIONS = {"options": {"compile.background": True}}
@@ -28,7 +28,7 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.began, self.opened = threading.Event(), threading.Event()
-        own = lower.lower
+        own = inductor.lower
 
         def slow(*args: Any) -> None:
             if threading.current_thread() is not threading.main_thread():  # where newer torch is tried out first
@@ -36,7 +36,7 @@ class Gate:
                 assert self.opened.wait(60)
             own(*args)
 
-        patch.setattr(lower, "lower", slow)
+        patch.setattr(inductor, "lower", slow)
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def subject(options: Any = OPTIONS) -> Subject:
 def ran(tiny: Subject, patch: pytest.MonkeyPatch) -> int:
     """How many artefacts run in one call."""
     seen = []
-    own = artefact.Binding.run
+    own = artifact.Binding.run
     with patch.context() as inner:
-        inner.setattr(artefact.Binding, "run", lambda self, *rest: (seen.append(self), own(self, *rest))[1])
+        inner.setattr(artifact.Binding, "run", lambda self, *rest: (seen.append(self), own(self, *rest))[1])
         tiny.run()
     return len(seen)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nexfort_engine.compilation import jobs as lowering
+from nexfort_engine.compilation import jobs
 from nexfort_engine.compilation.jobs import Job, lower_all
 from nexfort_engine.lowering import worker_pool
 from nexfort_engine.reporting.progress import Event, use_sink
@@ -55,7 +55,7 @@ def batch(monkeypatch: pytest.MonkeyPatch) -> Batch:
     made = Batch()
     monkeypatch.setattr(worker_pool, "count_for", lambda *_: 1)
     monkeypatch.setattr(worker_pool, "taken", lambda *_: contextlib.nullcontext(object()))
-    monkeypatch.setattr(lowering, "_submit", made.submit)
+    monkeypatch.setattr(jobs, "_submit", made.submit)
     return made
 
 

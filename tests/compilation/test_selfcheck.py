@@ -13,8 +13,7 @@ from subjects import graphs_as_they_are
 
 from nexfort_engine.capture import exporter
 from nexfort_engine.compilation import selfcheck, support
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import preload
+from nexfort_engine.lowering import inductor, preload
 from nexfort_engine.system.process_settings import snapshot
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -57,7 +56,7 @@ def _raising(*_: Any) -> Any:
 
 
 def test_a_lowering_that_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "lower", _raising)
+    monkeypatch.setattr(inductor, "lower", _raising)
     assert selfcheck.run("cpu") == "RuntimeError: the back end is broken"
 
 
@@ -68,7 +67,7 @@ def test_a_capture_that_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_artefact_that_is_not_stored_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "lower", lambda captured, payload, options: payload.mkdir())
+    monkeypatch.setattr(inductor, "lower", lambda captured, payload, options: payload.mkdir())
     assert selfcheck.run("cpu")
 
 
@@ -78,19 +77,19 @@ def test_a_wrong_result_is_the_reason(
 ) -> None:
     with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
         assert selfcheck.run("cpu") is None
-        load = lower.load
+        load = inductor.load
 
         def spoiled(*args: Any) -> Any:
             code = load(*args)
             return lambda inputs: [spoil(t) for t in code(inputs)]
 
-        patch.setattr(lower, "load", spoiled)
+        patch.setattr(inductor, "load", spoiled)
         assert "a compiled block differs from eager by" in str(selfcheck.run("cpu"))
 
 
 def test_an_artefact_for_one_size_only_is_the_reason() -> None:
     with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
-        load = lower.load
+        load = inductor.load
 
         def narrow(*args: Any) -> Any:
             code = load(*args)
@@ -101,7 +100,7 @@ def test_an_artefact_for_one_size_only_is_the_reason() -> None:
 
             return run
 
-        patch.setattr(lower, "load", narrow)
+        patch.setattr(inductor, "load", narrow)
         assert selfcheck.run("cpu") == "AssertionError: made for batch 2"
 
 

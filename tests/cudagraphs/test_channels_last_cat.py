@@ -14,7 +14,7 @@ from images_anywhere import INNERMOST
 from torch import nn
 
 from nexfort_engine.cudagraphs import channels_last_cat
-from nexfort_engine.modules import channels_last as images
+from nexfort_engine.modules import channels_last
 
 pytestmark = pytest.mark.usefixtures("threads")
 _graphs = images_anywhere.graphs  # a fixture
@@ -51,7 +51,7 @@ def test_images_are_concatenated_as_rows_of_channels(channels, size, dtype, dim,
     with _Counted() as counted, channels_last_cat.JoinedAsRows():
         found = join(parts, dim)
     assert torch.equal(found, wanted) and found.stride() == wanted.stride()
-    as_rows = dim in (1, -3) and all(map(images._is_turned, parts))
+    as_rows = dim in (1, -3) and all(map(channels_last._is_turned, parts))
     assert counted.dims == [2 if as_rows else 4]
     assert all(found.untyped_storage()._cdata != one.untyped_storage()._cdata for one in parts)
 

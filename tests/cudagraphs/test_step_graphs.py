@@ -15,7 +15,7 @@ from pretended_graph import Graph, pretend
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine.compilation import lookup as finding
+from nexfort_engine.compilation import lookup
 from nexfort_engine.cudagraphs import host_constants
 
 pytestmark = pytest.mark.usefixtures("artefact_cache")
@@ -91,7 +91,7 @@ class Steps:
 @pytest.fixture(autouse=True)
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr(finding, "_loaded", weakref.WeakValueDictionary())  # what is known of them
+    monkeypatch.setattr(lookup, "_loaded", weakref.WeakValueDictionary())  # what is known of them
 
 
 def both(network: Any, x: T, options: Options) -> T:

@@ -18,7 +18,7 @@ from torch import nn
 import nexfort_engine
 from nexfort_engine.api import wrap_methods
 from nexfort_engine.cache.store import Store
-from nexfort_engine.compilation import builder as build
+from nexfort_engine.compilation import builder
 from nexfort_engine.compilation import planner as planning
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import forward_shim
@@ -46,7 +46,7 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    found, capture, observe, stand_in = Work(), build.capture, planning.Planner._observe, forward_shim.stand_in
+    found, capture, observe, stand_in = Work(), builder.capture, planning.Planner._observe, forward_shim.stand_in
 
     def captured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found.captures.append(type(module).__name__)
@@ -60,7 +60,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         found.shims += 1
         return stand_in(module)
 
-    monkeypatch.setattr(build, "capture", captured)
+    monkeypatch.setattr(builder, "capture", captured)
     monkeypatch.setattr(planning.Planner, "_observe", observed)
     monkeypatch.setattr("nexfort_engine.engine.stand_in", stood)
     return found
@@ -275,10 +275,10 @@ def test_what_has_too_many_variants_still_serves_those_it_has(tmp_path: Path, wo
     net = Optional(Sized)
     ours, x = compiled(net, tmp_path), torch.randn(2, 8)
     with torch.no_grad():
-        for size in range(1, build.MOST_VARIANTS + 4):
+        for size in range(1, builder.MOST_VARIANTS + 4):
             ours(x, {"size": "x" * size})
         Sized.ran = 0
-        ours(x, {"size": "x" * (build.MOST_VARIANTS + 2)})
+        ours(x, {"size": "x" * (builder.MOST_VARIANTS + 2)})
         assert Sized.ran == 2, "there is no end to variants"
         ours(x, {"size": "x"})
     assert Sized.ran == 2 and not any(row["region"] == WHOLE for row in ours.report.as_dict()["eager"])

@@ -18,8 +18,7 @@ from net_pairs import Net, Pair, Part, x  # noqa: E402
 from torch import nn  # noqa: E402
 
 import nexfort_engine  # noqa: E402
-from nexfort_engine.compilation import builder as build  # noqa: E402
-from nexfort_engine.compilation import lookup as finding  # noqa: E402
+from nexfort_engine.compilation import builder, lookup  # noqa: E402
 
 T = torch.Tensor
 unlowered, pair = net_pairs.unlowered, net_pairs.pair  # fixtures
@@ -151,12 +150,12 @@ def test_a_tensor_among_the_options_is_data(pair: Pair) -> None:
 
 def test_options_that_never_stop_changing_end_in_eager(tmp_path: Path) -> None:
     pair = Pair(Net(), tmp_path)
-    for number in range(build.MOST_VARIANTS + 3):
+    for number in range(builder.MOST_VARIANTS + 3):
         pair.agrees(x(), options={"shift": float(number)})
-    assert len(pair.report.as_dict()["artefacts"]) <= build.MOST_VARIANTS + 1
+    assert len(pair.report.as_dict()["artefacts"]) <= builder.MOST_VARIANTS + 1
     assert "keeps changing" in pair.reasons()
     assert not pair.agrees(x(), options={"shift": 0.0})["artefacts"], "the first are still in use"
-    finding._loaded.clear()
+    lookup._loaded.clear()
     later = Pair(Net(), tmp_path)
     new = later.agrees(x(), options={"shift": 100.0})
     assert new["artefacts_compiled"] > 0 and not new["eager"], "earlier sessions leave room for others"

@@ -15,7 +15,7 @@ from torch import nn
 import nexfort_engine
 from nexfort_engine.dispatch import verify
 from nexfort_engine.engine import Engine
-from nexfort_engine.runtime import artifact as artefact
+from nexfort_engine.runtime import artifact
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 
@@ -41,7 +41,7 @@ def verified(tiny: Subject) -> dict[str, Any]:
 def off_by(part: float, patch: pytest.MonkeyPatch, path: str, engine: Engine) -> None:
     """Have what one region's artefact gives be off by this part of its norm, as wrong code would."""
     region = next(region for region in engine.regions if region.path == path)
-    own = artefact.Binding.run
+    own = artifact.Binding.run
 
     def run(self: Any, weights: Any, *rest: Any) -> Any:
         result = own(self, weights, *rest)
@@ -53,7 +53,7 @@ def off_by(part: float, patch: pytest.MonkeyPatch, path: str, engine: Engine) ->
         moved = [t + part * t.norm() * n / n.norm() for t, n in zip(parts, noise, strict=True)]
         return moved[0] if parts[0] is result else type(result)(moved)
 
-    patch.setattr(artefact.Binding, "run", run)
+    patch.setattr(artifact.Binding, "run", run)
 
 
 def test_each_region_is_compared_and_nothing_else_changes(tiny: Subject) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine.guards import callbacks
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.lowering.loaded_code import FoldedCode
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
@@ -217,7 +217,7 @@ class Layers(nn.Module):
 
 def test_layers_of_a_block_are_one_piece_of_code_and_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = []
-    monkeypatch.setattr(lower, "FoldedCode", lambda *args: pieces.append(args) or FoldedCode(*args))
+    monkeypatch.setattr(inductor, "FoldedCode", lambda *args: pieces.append(args) or FoldedCode(*args))
     net = Net()
     net.blocks = nn.ModuleList([Layers(DEPTH) for _ in range(2)])
     net.eval().requires_grad_(False)
@@ -264,7 +264,7 @@ def test_another_process_loads_it(pair: Pair) -> None:
 def test_a_worker_lowers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NEXFORT_WORKERS", "1")
-    monkeypatch.setattr(lower, "lower_graph", None)  # not in this process
+    monkeypatch.setattr(inductor, "lower_graph", None)  # not in this process
     new = Pair().agrees(turned)
     assert new["artefacts_compiled"] == 1 and not new["eager"], new
 

@@ -26,7 +26,7 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import forward_shim, slowdown
 from nexfort_engine.dispatch.step_times import STEPS as STEPS_COMPARED
 from nexfort_engine.hosts.comfy import model as host
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 FAST = CompileConfig.parse("jit")
@@ -257,7 +257,7 @@ class SlowLowering:
     def __call__(self, *_: Any) -> None:
         self.began.set()
         self.release.wait(60)
-        raise lower.LoweringFailed("it was only a test")
+        raise inductor.LoweringFailed("it was only a test")
 
 
 def _press_cancel(slow: SlowLowering, pressed: list[float]) -> None:
@@ -281,7 +281,7 @@ def test_cancel_while_lowering_stops_within_a_second_and_the_model_stays_usable(
     with graphs_as_they_are():
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(lower, "lower", slow)
+                patch.setattr(inductor, "lower", slow)
                 thread.start()
                 with pytest.raises(management.InterruptProcessingException):
                     sample(compiled)

@@ -25,7 +25,7 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import forward_shim
 from nexfort_engine.hosts.comfy import controlnet
 from nexfort_engine.hosts.comfy import model as host
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "quick")]
 FAST = CompileConfig.parse("jit")
@@ -379,7 +379,7 @@ def test_cancel_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: Any) -> None:
         began.set()
         release.wait(60)
-        raise lower.LoweringFailed("it was only a test")
+        raise inductor.LoweringFailed("it was only a test")
 
     def press() -> None:
         assert began.wait(60)
@@ -388,7 +388,7 @@ def test_cancel_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Thread(target=press, daemon=True)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lower, "lower", slow)
+            patch.setattr(inductor, "lower", slow)
             thread.start()
             with pytest.raises(management.InterruptProcessingException):
                 pair.ours()

@@ -298,8 +298,7 @@ def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
     """Where ComfyUI has a compiler of allocations of its own; this version may not, so its name is put there."""
     import comfy.model_prefetch
 
-    from nexfort_engine.compilation import builder as build
-    from nexfort_engine.compilation import lookup as finding
+    from nexfort_engine.compilation import builder, lookup
 
     inside, seen = [0], []
 
@@ -310,7 +309,7 @@ def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
         inside[0] -= 1
 
     monkeypatch.setattr(comfy.model_prefetch, "pause_malloc_graph", pause, raising=False)
-    loads, lowers = finding.Finder.load_code, build.lower_all
+    loads, lowers = lookup.Finder.load_code, builder.lower_all
 
     def load(*args: Any) -> None:
         seen.append(("load", inside[0]))
@@ -320,10 +319,10 @@ def test_what_stays_is_allocated_apart_from_comfyuis_own_record(
         seen.append(("lower", inside[0]))
         lowers(*args, **words)
 
-    monkeypatch.setattr(finding.Finder, "load_code", load)
-    monkeypatch.setattr(build, "lower_all", lower)
+    monkeypatch.setattr(lookup.Finder, "load_code", load)
+    monkeypatch.setattr(builder, "lower_all", lower)
     at = pair("comfy_flux")
-    finding._loaded.clear()
+    lookup._loaded.clear()
     compiled = host.attach(another("comfy_flux"), CONFIG)
     sample(compiled)
     sample(host.attach(at.patcher, CompileConfig.parse({"dynamic": False})))

@@ -13,7 +13,7 @@ from lowering_ahead import code_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.guards.shape_guards import Conditions
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():
@@ -84,7 +84,7 @@ def test_sizes_that_were_taken_to_be_equal_are_conditions(kind: str, turned: dic
     folder = tmp_path / "payload"
     shutil.copytree(turned[kind], folder)
     manifest = {"conditions": host_captured(kind).conditions.as_json()}
-    lower.take_limits(folder, manifest)
+    inductor.take_limits(folder, manifest)
     taken = Conditions(**manifest["conditions"])
     shapes = [list(one[0]) for one in HOST_BLOCKS[kind]()[1] if one is not None]
     table = next(shape for shape in shapes if len(shape) == 6)

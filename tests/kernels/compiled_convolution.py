@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels.conv3x3 import gluon_kernel as gluon_convolution
+from nexfort_engine.kernels.conv3x3 import gluon_kernel
 from nexfort_engine.kernels.conv3x3.gluon_kernel import convolve_in_groups as kernel
 from nexfort_engine.kernels.conv3x3.op import WIDTHS
 from nexfort_engine.kernels.conv3x3.triton_kernel import sum_places
@@ -37,7 +37,7 @@ for (dtype, biased, side), (every, (n, rest, stages)) in itertools.product(
     source = GluonASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})
     assert made.asm["cubin"] and made.metadata.shared <= SHARED, (every, made.metadata.shared)
-    assert made.metadata.global_scratch_size == gluon_convolution.SCRATCH
+    assert made.metadata.global_scratch_size == gluon_kernel.SCRATCH
     assert all(f"wgmma.mma_async.sync.aligned.m64n{width}k16" in made.asm["ptx"] for width in (n, rest) if width)
     assert "cp.async.bulk.tensor.4d" in made.asm["ptx"], "the card copies parts of images"
     assert "st.global.v4" in made.asm["ptx"] and "st.global.b16" not in made.asm["ptx"], "eight channels at once"

@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels.geglu_linear import gluon_kernel as gluon_gated_linear
+from nexfort_engine.kernels.geglu_linear import gluon_kernel
 from nexfort_engine.kernels.geglu_linear.gluon_kernel import multiply_gated_in_groups as kernel
 
 SHARED = 232448  # bytes of shared memory that a block may have on such a card
@@ -28,7 +28,7 @@ for given, dtype, biased, columns, inner in (
     source = GluonASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 1})
     assert made.asm["cubin"] and made.metadata.shared <= SHARED
-    assert made.metadata.global_scratch_size == gluon_gated_linear.SCRATCH
+    assert made.metadata.global_scratch_size == gluon_kernel.SCRATCH
     product = "m64n256k32.f32.e4m3.e4m3" if narrow else "m64n256k16.f32"
     assert f"wgmma.mma_async.sync.aligned.{product}" in made.asm["ptx"]
     assert "cp.async.bulk.tensor.2d" in made.asm["ptx"], "the card copies"

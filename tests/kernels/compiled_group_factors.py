@@ -8,7 +8,7 @@ from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels.group_norm_scale import op as group_factors
+from nexfort_engine.kernels.group_norm_scale import op as group_norm_scale
 from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
 ARCHITECTURES = cards()
@@ -27,7 +27,7 @@ def compiled(
 
 for architecture in ARCHITECTURES:
     for dtype in ("fp16", "bf16", "fp32"):
-        for block, stride in ((group_factors._INNER, {"stride_c": 1}), (group_factors._OUTER, {"stride_p": 1})):
+        for block, stride in ((group_norm_scale._INNER, {"stride_c": 1}), (group_norm_scale._OUTER, {"stride_p": 1})):
             types = {"x": f"*{dtype}", "moments": "*fp32", **_SIZES, **_STRIDES}
             compiled(
                 kernels.moments_of_chunks,
@@ -35,7 +35,7 @@ for architecture in ARCHITECTURES:
                 {"CHUNKS": 8, **block, **stride},
                 architecture,
             )
-        blocks = group_factors._blocks(40, 8)
+        blocks = group_norm_scale._blocks(40, 8)
         given = dict.fromkeys(("weight", "bias", "offset", "offsets"), f"*{dtype}")
         types = {"moments": "*fp32", **given, "factors": "*fp32", **_SIZES}
         compiled(

@@ -10,7 +10,7 @@ from cards import cards
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
+from nexfort_engine.kernels.grouped_gemm import op as grouped_gemm
 from nexfort_engine.kernels.grouped_gemm.triton_kernel import multiply_rows
 
 ARCHITECTURES = cards()
@@ -18,8 +18,8 @@ SHARED = 101376  # bytes of shared memory that a block may have on the cards tha
 
 for architecture in ARCHITECTURES:
     for dtype in ("fp16", "bf16"):
-        for count in (2, grouped_linear.MOST):
-            constants = {"COLUMNS": 1280, "INNER": 2048, **grouped_linear.blocks(count, 1280, 2048), "P": count}
+        for count in (2, grouped_gemm.MOST):
+            constants = {"COLUMNS": 1280, "INNER": 2048, **grouped_gemm.blocks(count, 1280, 2048), "P": count}
             kinds = {"rows": "i32", **dict.fromkeys(constants, "constexpr")}
             signature = {name: kinds.get(name, f"*{dtype}") for name in multiply_rows.arg_names}
             places = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

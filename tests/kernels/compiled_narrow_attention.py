@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from nexfort_engine.kernels.low_precision_attention import gluon_kernel as in_groups
+from nexfort_engine.kernels.low_precision_attention import gluon_kernel
 from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
 from nexfort_engine.kernels.low_precision_attention.op import KEYS, QUERIES, QUERIES_IN_GROUPS, WIDTHS
 
@@ -22,7 +22,7 @@ _STRIDES = dict.fromkeys(("kb", "kh", "kn", "vb", "vh", "vn", "qb", "qh", "ql", 
 def compiled(kernel: triton.JITFunction, constants: dict[str, object], dtype: str, architecture: int) -> None:
     types = {**dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}"), **_NARROW, **_SIZES, **_STRIDES}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-    grouped = kernel is in_groups.attend_in_groups
+    grouped = kernel is gluon_kernel.attend_in_groups
     aligned = {
         (at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if signature[name][0] == "*"
     }
@@ -42,4 +42,4 @@ for architecture in ARCHITECTURES:
         compiled(kernels.attend, {**sizes, "SCALE": 0.125, "M": QUERIES}, dtype, architecture)
         if architecture == 90:
             constants = {**sizes, "SCALE": 0.125, "M": QUERIES_IN_GROUPS}
-            compiled(in_groups.attend_in_groups, constants, dtype, architecture)
+            compiled(gluon_kernel.attend_in_groups, constants, dtype, architecture)

@@ -9,7 +9,7 @@ import torch
 from interpreting import some, with_bfloat16, with_numbers, with_rounding
 from torch.nn.functional import conv2d, interpolate
 
-from nexfort_engine.kernels.conv3x3 import op as convolution
+from nexfort_engine.kernels.conv3x3 import op as conv3x3
 from nexfort_engine.kernels.conv3x3 import triton_kernel as kernels
 
 with_numbers()
@@ -65,6 +65,6 @@ def check(
 torch.manual_seed(0)
 SIZES = [((1, 2, 1), 64, 64), ((2, 5, 7), 64, 64), ((1, 3, 11), 128, 32)]
 for (sizes, channels, columns), biased, side, dtype in some(
-    itertools.product(SIZES, (False, True), (3, 2), convolution.DTYPES)
+    itertools.product(SIZES, (False, True), (3, 2), conv3x3.DTYPES)
 ):
     check(sizes, channels, columns, biased, side, dtype)

@@ -8,7 +8,7 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels.short_kv_attention import op as few_keys_attention
+from nexfort_engine.kernels.short_kv_attention import op as short_kv_attention
 from nexfort_engine.kernels.short_kv_attention.op import KEYS, QUERIES, WIDTH
 from nexfort_engine.kernels.short_kv_attention.triton_kernel import attend_few
 
@@ -47,7 +47,7 @@ def check(
     whole = out.as_strided((batch, heads, queries + 3, WIDTH), out.stride())
     assert bool(whole[:, :, queries:].isnan().all()), "what is behind the queries was written to"
     with torch.backends.mkldnn.flags(enabled=False):  # torch 2.11 may refuse keys in bfloat16, see conftest.py
-        plain = few_keys_attention.reference(q, k, v, scale, PLAIN).double()
+        plain = short_kv_attention.reference(q, k, v, scale, PLAIN).double()
     truth = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
     assert far <= 1.1 * near, (sizes, orders, scale, dtype, float(far), float(near))

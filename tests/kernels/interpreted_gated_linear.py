@@ -8,8 +8,8 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels.geglu_linear import fp8_op as narrow_gated_linear
-from nexfort_engine.kernels.geglu_linear import op as gated_linear
+from nexfort_engine.kernels.geglu_linear import fp8_op as geglu_linear_fp8
+from nexfort_engine.kernels.geglu_linear import op as geglu_linear
 from nexfort_engine.kernels.geglu_linear import triton_kernel as kernels
 from nexfort_engine.quant.matmul import FP8, narrowed
 
@@ -25,20 +25,20 @@ def check(rows: int, columns: int, inner: int, biased: bool, dtype: torch.dtype,
     scales = [torch.ones(()), torch.ones(())]
     if narrow:
         (x, scales[0]), (weight, scales[1]) = narrowed(x, FP8), narrowed(weight, FP8)
-        plain = narrow_gated_linear.reference(x, weight, *scales, bias, dtype).double()
+        plain = geglu_linear_fp8.reference(x, weight, *scales, bias, dtype).double()
     else:
-        plain = gated_linear.reference(x, weight, bias).double()
+        plain = geglu_linear.reference(x, weight, bias).double()
     given = weight if bias is None else bias
     options = {"BIASED": biased, "SCALED": narrow, "COLUMNS": columns, "INNER": inner, "PROGRAMS": 3}
     kernels.multiply_gated[(3,)](x, weight, given, *scales, out, rows, out, **options)
     factors = [factor.double() * scale.double() for factor, scale in zip((x, weight), scales, strict=True)]
-    truth = gated_linear.reference(*factors, None if bias is None else bias.double())
+    truth = geglu_linear.reference(*factors, None if bias is None else bias.double())
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
     assert far <= 1.1 * near, (rows, columns, inner, biased, dtype, narrow, far, near)
 
 
 torch.manual_seed(0)
 for (rows, columns, inner), *options in itertools.product(
-    [(1, 128, 64), (65, 128, 192), (130, 256, 64)], (False, True), gated_linear.DTYPES, (False, True)
+    [(1, 128, 64), (65, 128, 192), (130, 256, 64)], (False, True), geglu_linear.DTYPES, (False, True)
 ):
     check(rows, columns, inner, *options)

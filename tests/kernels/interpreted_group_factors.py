@@ -8,7 +8,7 @@ import itertools
 import torch
 from interpreting import some, with_numbers
 
-from nexfort_engine.kernels.group_norm_scale import op as group_factors
+from nexfort_engine.kernels.group_norm_scale import op as group_norm_scale
 from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
 Given = tuple[torch.Tensor | None, ...]
@@ -21,7 +21,7 @@ def found(x: torch.Tensor, given: Given, groups: int, chunks: int) -> torch.Tens
     batch, channels, *rest = x.shape
     places = torch.Size(rest).numel()
     inner = x.stride(1) == 1
-    block = group_factors._INNER if inner else group_factors._OUTER
+    block = group_norm_scale._INNER if inner else group_norm_scale._OUTER
     # memory that nobody wrote to is not a number
     moments = torch.full((batch, chunks, 2, channels), float("nan"))
     factors = torch.full((batch, 2, channels), float("nan"))
@@ -29,7 +29,7 @@ def found(x: torch.Tensor, given: Given, groups: int, chunks: int) -> torch.Tens
     kernels.moments_of_chunks[(-(-channels // block["C_BLOCK"]), chunks, batch)](
         x, moments, channels, places, chunk, x.stride(0), x.stride(1), x.stride(-1), CHUNKS=chunks, **block
     )
-    blocks = group_factors._blocks(channels // groups, chunks)
+    blocks = group_norm_scale._blocks(channels // groups, chunks)
     kernels.factors_of_groups[(batch * groups,)](
         moments, *given, factors, channels, places, chunk,
         EPS=1e-5, GROUPS=groups, EACH=channels // groups, CHUNKS=chunks, **blocks,
@@ -46,8 +46,8 @@ def check(shape: tuple[int, ...], groups: int, chunks: int, dtype: torch.dtype, 
     offsets = torch.randn(shape[:2]).to(dtype)
     for w, b, *added in ((weight, bias, offset, offsets), (None, None, None, None), (weight, None, offset, None)):
         ours = found(x, (w, b, *added), groups, chunks).double()
-        plain = group_factors.reference(x, w, b, groups, 1e-5, *added).double()
-        truth = group_factors.reference(x.double(), w, b, groups, 1e-5, *added, torch.float64)
+        plain = group_norm_scale.reference(x, w, b, groups, 1e-5, *added).double()
+        truth = group_norm_scale.reference(x.double(), w, b, groups, 1e-5, *added, torch.float64)
         far, near = (ours - truth).norm(), (plain - truth).norm()
         assert far <= 1.1 * near + 3e-6 * truth.norm(), (shape, groups, chunks, dtype, far, near)
 

@@ -8,7 +8,7 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
+from nexfort_engine.kernels.grouped_gemm import op as grouped_gemm
 from nexfort_engine.kernels.grouped_gemm import triton_kernel as kernels
 
 with_numbers()
@@ -20,11 +20,11 @@ def check(rows: int, count: int, columns: int, inner: int, dtype: torch.dtype) -
     x = torch.randn(rows, inner).to(dtype)
     weights = [torch.randn(columns, inner).to(dtype) for _ in range(count)]
     out = torch.full((count, rows, columns), float("nan"), dtype=dtype)
-    blocks = grouped_linear.blocks(count, columns, inner)
-    given = [*weights, *weights[:1] * (grouped_linear.MOST - count)]
+    blocks = grouped_gemm.blocks(count, columns, inner)
+    given = [*weights, *weights[:1] * (grouped_gemm.MOST - count)]
     grid = -(-rows // blocks["M_BLOCK"]) * (columns // blocks["N_BLOCK"]) * count
     kernels.multiply_rows[(grid,)](x, *given, out, rows, P=count, COLUMNS=columns, INNER=inner, **blocks)
-    plain = torch.stack(grouped_linear.reference(x, weights)).double()
+    plain = torch.stack(grouped_gemm.reference(x, weights)).double()
     truth = torch.stack([x.double() @ weight.double().T for weight in weights])
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
     assert far <= 1.1 * near, (rows, count, columns, inner, dtype, far, near)
@@ -32,6 +32,6 @@ def check(rows: int, count: int, columns: int, inner: int, dtype: torch.dtype) -
 
 torch.manual_seed(0)
 for (rows, count, columns, inner), dtype in itertools.product(
-    [(1, 2, 64, 256), (77, 3, 128, 192), (154, 5, 64, 192), (65, grouped_linear.MOST, 512, 64)], grouped_linear.DTYPES
+    [(1, 2, 64, 256), (77, 3, 128, 192), (154, 5, 64, 192), (65, grouped_gemm.MOST, 512, 64)], grouped_gemm.DTYPES
 ):
     check(rows, count, columns, inner, dtype)

@@ -6,17 +6,17 @@ from __future__ import annotations
 import torch
 from interpreting import with_numbers, with_rounding
 
-from nexfort_engine.kernels.low_precision_attention import op as narrow_attention
+from nexfort_engine.kernels.low_precision_attention import op as low_precision_attention
 from nexfort_engine.kernels.low_precision_attention import triton_kernel as kernels
 
 with_numbers()
 with_rounding()
-KEYS, QUERIES = narrow_attention.KEYS, narrow_attention.QUERIES
+KEYS, QUERIES = low_precision_attention.KEYS, low_precision_attention.QUERIES
 
 
 def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     batch, heads, queries, e = q.shape
-    keys, w = k.shape[2], narrow_attention.width(e)
+    keys, w = k.shape[2], low_precision_attention.width(e)
     blocks, rows = -(-keys // KEYS), batch * heads
     k8 = torch.full((rows, blocks, KEYS * w), 77, dtype=torch.int8)
     # memory that nobody wrote to is not a number
@@ -45,7 +45,7 @@ def check(batch: int, heads: int, queries: int, keys: int, e: int, dtype: torch.
     truth = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.2)
     ours = found(q, k, v, 0.2)
     assert ours.dtype == dtype and bool(ours.isfinite().all())
-    plain = narrow_attention.reference(q, k, v, 0.2, (0, 1, 2, 3))
+    plain = low_precision_attention.reference(q, k, v, 0.2, (0, 1, 2, 3))
     for head in range(heads):
         one, other, right = (x[:, head].double() for x in (ours, plain, truth))
         far, near = ((x - right).norm() / right.norm() for x in (one, other))

@@ -8,7 +8,7 @@ import itertools
 import torch
 from interpreting import with_bfloat16, with_numbers, with_rounding
 
-from nexfort_engine.kernels.odd_head_dim_attention import op as unpadded_attention
+from nexfort_engine.kernels.odd_head_dim_attention import op as odd_head_dim_attention
 from nexfort_engine.kernels.odd_head_dim_attention.triton_kernel import attend_unpadded
 
 PLAIN, BEHIND, OUTERMOST = (0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)  # heads before and behind tokens; tokens before all
@@ -40,7 +40,7 @@ def check(
     whole = out.as_strided((batch, heads, queries + 3, width + 8), out.stride())
     assert bool(whole[:, :, queries:].isnan().all() & whole[..., width:].isnan().all()), "more was written"
     with torch.backends.mkldnn.flags(enabled=False):  # torch 2.11 may refuse keys in bfloat16, see conftest.py
-        plain = unpadded_attention.reference(q, k, v, 0.3, PLAIN).double()
+        plain = odd_head_dim_attention.reference(q, k, v, 0.3, PLAIN).double()
     truth = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.3)
     far, near = (out.double() - truth).norm(), (plain - truth).norm()
     assert far <= 1.1 * near, (sizes, orders, width, dtype, float(far), float(near))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_scripts import run
 
-from nexfort_engine.kernels.channels_last_weight import op as innermost_weight
+from nexfort_engine.kernels.channels_last_weight import op as channels_last_weight
 
 pytest.importorskip("triton", reason="the kernel is Triton's")
 
@@ -26,34 +26,34 @@ def test_the_kernel_is_compiled_for_every_card(cards: str, tmp_path: Path) -> No
 
 
 @settings(max_examples=30, deadline=None)
-@given(sizes=st.tuples(*[st.integers(1, 6)] * 4), dtype=st.sampled_from(innermost_weight.DTYPES))
+@given(sizes=st.tuples(*[st.integers(1, 6)] * 4), dtype=st.sampled_from(channels_last_weight.DTYPES))
 def test_a_copy_has_the_weight_s_numbers_and_channels_innermost(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = torch.randn(sizes).to(dtype)
-    laid = innermost_weight.operator()(weight)
+    laid = channels_last_weight.operator()(weight)
     assert torch.equal(laid, weight) and laid.permute(0, 2, 3, 1).is_contiguous()
     assert laid.data_ptr() != weight.data_ptr()
 
 
 def test_the_operator_knows_its_result_without_computing_it() -> None:
-    torch.library.opcheck(innermost_weight.operator(), (torch.randn(4, 6, 3, 3),), raise_exception=True)
+    torch.library.opcheck(channels_last_weight.operator(), (torch.randn(4, 6, 3, 3),), raise_exception=True)
 
 
 @settings(max_examples=50, deadline=None)
 @given(places=st.integers(1, 400))
 def test_a_program_holds_all_places_of_some_channels(places: int) -> None:
-    sizes = innermost_weight.blocks(places)
+    sizes = channels_last_weight.blocks(places)
     assert sizes["PLACES"] == places <= sizes["WIDE"] < 2 * places and sizes["WIDE"] & (sizes["WIDE"] - 1) == 0
     assert sizes["BLOCK"] >= 16 and sizes["BLOCK"] & (sizes["BLOCK"] - 1) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", innermost_weight.DTYPES)
+@pytest.mark.parametrize("dtype", channels_last_weight.DTYPES)
 def test_on_a_card_every_bit_is_in_its_place(dtype: torch.dtype) -> None:
     from nexfort_engine.kernels.channels_last_weight import triton_kernel as kernels
 
     for shape in ((320, 320, 3, 3), (64, 1000, 3, 3), (5, 257, 1, 3), (16, 3, 7, 7)):
         weight = torch.randn(shape, device="cuda").to(dtype)
-        sizes = innermost_weight.blocks(shape[2] * shape[3])
+        sizes = channels_last_weight.blocks(shape[2] * shape[3])
         laid = torch.full((shape[0], *shape[2:], shape[1]), float("nan"), dtype=dtype, device="cuda")
         kernels.lay_innermost[(-(-shape[1] // sizes["BLOCK"]), shape[0])](weight, laid, shape[1], **sizes)
         assert torch.equal(laid.permute(0, 3, 1, 2), weight), (shape, dtype)

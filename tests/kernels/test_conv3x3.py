@@ -17,10 +17,10 @@ from kernel_scripts import run
 from torch.nn.functional import conv2d, interpolate
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.kernels.conv3x3 import upsample_op as upsampled_convolution
+from nexfort_engine.kernels.conv3x3 import upsample_op
 from nexfort_engine.kernels.conv3x3.op import WIDTHS, part_of, widths
 from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 PROGRAMS = 132  # of an H200
@@ -86,11 +86,11 @@ def test_few_or_odd_channels_are_left(columns: int) -> None:
 def test_the_operator_is_both_of_torchs_at_any_size(height: int, width: int, biased: bool) -> None:
     x, weight = torch.randn(2, 3, 5, 7), torch.randn(8, 3, 3, 3)
     bias = torch.randn(8) if biased else None
-    found = upsampled_convolution.operator()(x, weight, bias, height, width)
+    found = upsample_op.operator()(x, weight, bias, height, width)
     assert torch.equal(found, conv2d(interpolate(x, size=(height, width), mode="nearest"), weight, bias, padding=1))
     with torch._subclasses.FakeTensorMode() as mode:
         given = [None if one is None else mode.from_tensor(one) for one in (x, weight, bias)]
-        fake = upsampled_convolution.operator()(*given, height, width)
+        fake = upsample_op.operator()(*given, height, width)
     assert fake.shape == found.shape and fake.stride() == found.stride() and fake.dtype == found.dtype
 
 
@@ -98,7 +98,7 @@ def _on_the_card(kind: str, folder: Path) -> tuple[Any, list[torch.Tensor], torc
     """A block's function, its weights on the card and their dtype; lowered to `payload` in a folder."""
     if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
-    lower.lower(gpu_blocks.captured(kind), folder / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
+    inductor.lower(gpu_blocks.captured(kind), folder / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
     function, dtype, shapes, _ = {**gpu_blocks.FROZEN, **gpu_blocks.UPSAMPLED}[kind]
     weights = [torch.randn(s, device="cuda").mul(max(torch.Size(s[1:]).numel(), 1) ** -0.5).to(dtype) for s in shapes]
     return function, weights, dtype
@@ -107,7 +107,7 @@ def _on_the_card(kind: str, folder: Path) -> tuple[Any, list[torch.Tensor], torc
 def _compared(folder: Path, function: Any, weights: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[float, float]:
     """How far the artefact and eager are from the truth."""
     truth = function([w.double() for w in weights], *(x.double() for x in inputs))
-    block = lower.load(folder / "payload", {}, [], len(weights))
+    block = inductor.load(folder / "payload", {}, [], len(weights))
     ours, eager = block([*weights, *inputs])[0], function(weights, *inputs)
     return float((ours - truth).norm()), float((eager - truth).norm())
 

@@ -18,9 +18,9 @@ from kernel_scripts import run
 from torch.nn.functional import gelu, linear
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.kernels.geglu_linear import op as gated_linear
+from nexfort_engine.kernels.geglu_linear import op as geglu_linear
 from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes.geglu_linear import LEAST, gated_linears
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -38,7 +38,7 @@ def test_the_kernel_is_compiled_for_its_card(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bias", [None, torch.ones(6)])
 def test_the_operator_knows_its_result_without_computing_it(bias: Tensor | None) -> None:
     given = (torch.randn(2, 4, 5), torch.randn(6, 5), bias)
-    torch.library.opcheck(gated_linear.operator(), given, raise_exception=True)
+    torch.library.opcheck(geglu_linear.operator(), given, raise_exception=True)
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_call(function: Callable
     assert gated_linears(graph) == 1 and gated_linears(graph) == 0
     graph.graph.lint()
     (call,) = (node for node in graph.graph.nodes if node.op == "call_function" and node.users)
-    assert call.target is gated_linear.operator(), "all else is gone"
+    assert call.target is geglu_linear.operator(), "all else is gone"
     graph.recompile()
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(s, generator=generator) for s in [(2 * WIDTH, 192), (2 * WIDTH,), (3, 5, 192)]]
@@ -151,13 +151,15 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
     """At the sizes that it was lowered with and at others, some numbers of which are large; and from disk once more."""
     if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
-    lower.lower(gpu_blocks.captured("gated"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
+    inductor.lower(
+        gpu_blocks.captured("gated"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda")
+    )
     _, dtype, shapes, ((given, _),) = gpu_blocks.GATED["gated"]
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(s, device="cuda", generator=generator).mul(s[-1] ** -0.5).to(dtype) for s in shapes]
     assert any("multiply_gated_in_groups" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
     for _ in range(2):
-        block = lower.load(tmp_path / "payload", {}, [])
+        block = inductor.load(tmp_path / "payload", {}, [])
         for batch, tokens in (given[:2], (1, 1), (3, 100), (1, 4096), (2, 129)):
             for size in (1.0, 30.0):
                 x = (torch.randn(batch, tokens, given[2], device="cuda", generator=generator) * size).to(dtype)
@@ -173,12 +175,12 @@ def test_a_gated_layer_is_no_further_from_the_truth_than_eager(tmp_path: Path) -
 def test_rows_that_begin_anywhere_are_read_from_a_copy(tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
-    lower.lower(
+    inductor.lower(
         gpu_blocks.captured("shifted"), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda")
     )
     _, dtype, (shape,), ((given, _),) = gpu_blocks.GATED["shifted"]
     generator = torch.Generator("cuda").manual_seed(0)
     weight, x = (torch.randn(s, device="cuda", generator=generator).to(dtype) for s in (shape, given))
     truth = gpu_blocks.shifted([weight.double()], x.double())
-    ours = lower.load(tmp_path / "payload", {}, [])([weight, x])[0]
+    ours = inductor.load(tmp_path / "payload", {}, [])([weight, x])[0]
     assert (ours - truth).norm() <= 1.1 * (gpu_blocks.shifted([weight], x) - truth).norm()

@@ -18,9 +18,9 @@ from gates import WIDTH, chunked, exported, gate_first, layer_like, sliced, spli
 from torch.nn.functional import gelu, linear
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.kernels.geglu_linear import fp8_op as narrow_gated_linear
+from nexfort_engine.kernels.geglu_linear import fp8_op as geglu_linear_fp8
 from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import low_precision as precision
 from nexfort_engine.passes.geglu_linear import LEAST, gated_linears
 from nexfort_engine.passes.low_precision import low_precision
@@ -49,7 +49,7 @@ def test_the_operator_knows_its_result_without_computing_it(bias: Tensor | None)
     given = (x, weight, x_scale, weight_scale, bias, torch.half)
     # test_schema compares inputs by torch.allclose, which does not know fp8 (torch 2.11)
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(narrow_gated_linear.operator(), given, test_utils=tests, raise_exception=True)
+    torch.library.opcheck(geglu_linear_fp8.operator(), given, test_utils=tests, raise_exception=True)
 
 
 # ---- which products --------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_a_product_and_the_gate_behind_it_are_one_call(function: Callable[..., T
     graph, plain = (_graph(function, dtype=dtype) for _ in range(2))
     assert gated_linears(graph) == 1 and gated_linears(graph) == 0
     graph.graph.lint()
-    assert len(_calls(graph, narrow_gated_linear.operator())) == 1
+    assert len(_calls(graph, geglu_linear_fp8.operator())) == 1
     assert not _calls(graph, aten._scaled_mm.default) and not _calls(graph, aten.gelu.default)
     assert not _calls(graph, aten.t.default), "what looked at the weight is gone too"
     generator = torch.Generator().manual_seed(0)
@@ -243,10 +243,10 @@ def test_a_gated_product_is_no_further_from_the_truth_than_in_more_launches(kind
     for on in (True, False):
         asked = CompileConfig.parse({"mode": "O3", "options": {"fuse.gated_linear": on}}).lowering_options("cuda")
         asked["nexfort.prepare"] = False
-        lower.lower(gpu_blocks.captured(kind), tmp_path / str(on), asked)
+        inductor.lower(gpu_blocks.captured(kind), tmp_path / str(on), asked)
         text = "".join(file.read_text() for file in (tmp_path / str(on)).rglob("*.py"))
         assert ("multiply_gated_in_groups" in text) is on and ("_scaled_mm" in text) is not on
-        blocks[on] = lower.load(tmp_path / str(on), {}, [])
+        blocks[on] = inductor.load(tmp_path / str(on), {}, [])
     _, dtype, shapes, ((given, _),) = gpu_blocks.PAYING[kind]
     generator = torch.Generator("cuda").manual_seed(0)
     w, *b = (torch.randn(s, device="cuda", generator=generator).mul(s[-1] ** -0.5).to(dtype) for s in shapes)

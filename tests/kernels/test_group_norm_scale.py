@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kernel_scripts import run
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.kernels.group_norm_scale import op as group_factors
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.kernels.group_norm_scale import op as group_norm_scale
+from nexfort_engine.lowering import inductor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
@@ -47,7 +47,7 @@ def test_factors_are_those_of_a_group_norm(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, groups * each, *places, generator=generator) * 3 + 1
     weight, bias = torch.randn(2, groups * each, generator=generator) if affine else (None, None)
-    factors = group_factors.operator()(x, weight, bias, groups, 1e-3)
+    factors = group_norm_scale.operator()(x, weight, bias, groups, 1e-3)
     scale, shift = (factors[:, at].reshape(batch, -1, *[1] * len(places)) for at in (0, 1))
     rows = x.double().reshape(batch, groups, -1)
     rows = (rows - rows.mean(-1, True)) / (rows.var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
@@ -59,7 +59,7 @@ def test_factors_are_those_of_a_group_norm(
 
 def test_the_operator_knows_its_result_without_computing_it() -> None:
     torch.library.opcheck(
-        group_factors.operator(), (torch.randn(2, 4, 3, 3), torch.randn(4), None, 2, 1e-5), raise_exception=True
+        group_norm_scale.operator(), (torch.randn(2, 4, 3, 3), torch.randn(4), None, 2, 1e-5), raise_exception=True
     )
 
 
@@ -67,8 +67,8 @@ def test_the_operator_knows_its_result_without_computing_it() -> None:
 @pytest.mark.parametrize("kind", ["residual", "innermost"])
 def test_blocks_with_such_norms_are_no_further_from_the_truth_than_eager(kind: str, tmp_path: Path) -> None:
     """At the sizes that they were lowered with and at others, of which rows begin anywhere."""
-    lower.lower(gpu_blocks.captured(kind), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
-    block = lower.load(tmp_path / "payload", {}, [])
+    inductor.lower(gpu_blocks.captured(kind), tmp_path / "payload", CompileConfig.parse("O2").lowering_options("cuda"))
+    block = inductor.load(tmp_path / "payload", {}, [])
     _, dtype, shapes, ((image, _), (embedding, _)) = {**gpu_blocks.BLOCKS, **gpu_blocks.INNERMOST}[kind]
     generator = torch.Generator("cuda").manual_seed(0)
 

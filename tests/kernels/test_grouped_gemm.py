@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import linear
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.kernels.grouped_gemm import op as grouped_linear
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.kernels.grouped_gemm import op as grouped_gemm
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes.grouped_gemm import FEW, grouped_linears
 
 pytest.importorskip("triton", reason="the kernel is Triton's")
@@ -38,14 +38,14 @@ def test_the_kernel_is_compiled_for_every_card(cards: str, tmp_path: Path) -> No
 
 def test_the_operator_knows_its_result_without_computing_it() -> None:
     weights = [torch.randn(3, 5) for _ in range(2)]
-    torch.library.opcheck(grouped_linear.operator(), (torch.randn(2, 4, 5), weights), raise_exception=True)
+    torch.library.opcheck(grouped_gemm.operator(), (torch.randn(2, 4, 5), weights), raise_exception=True)
 
 
 @pytest.mark.parametrize(
     ("count", "columns", "inner"), [(20, 1280, 2048), (4, 640, 2048), (2, 320, 192), (20, 448, 64)]
 )
 def test_sizes_are_multiples_of_the_blocks(count: int, columns: int, inner: int) -> None:
-    block = grouped_linear.blocks(count, columns, inner)
+    block = grouped_gemm.blocks(count, columns, inner)
     assert columns % block["N_BLOCK"] == inner % block["K_BLOCK"] == 0
 
 
@@ -77,7 +77,7 @@ def test_layers_of_one_prompt_are_one_call_for_each_size() -> None:
     graph = _graph(_layers, [WIDE, NARROW, WIDE, NARROW, WIDE])
     assert grouped_linears(graph) == 5 and grouped_linears(graph) == 0
     graph.graph.lint()
-    calls = [node for node in graph.graph.nodes if node.target is grouped_linear.operator()]
+    calls = [node for node in graph.graph.nodes if node.target is grouped_gemm.operator()]
     assert sorted(len(node.args[1]) for node in calls) == [2, 3]
     graph.recompile()
     generator = torch.Generator().manual_seed(0)
@@ -160,8 +160,8 @@ def test_layers_stay_that_the_kernel_is_not_for(other: dict[str, Any]) -> None:
 def test_layers_of_a_prompt_are_no_further_from_the_truth_than_eager(tmp_path: Path) -> None:
     """At the sizes that they were lowered with and at others."""
     options = CompileConfig.parse("O2").lowering_options("cuda")
-    lower.lower(gpu_blocks.captured("prompted"), tmp_path / "payload", options)
-    block = lower.load(tmp_path / "payload", {}, [])
+    inductor.lower(gpu_blocks.captured("prompted"), tmp_path / "payload", options)
+    block = inductor.load(tmp_path / "payload", {}, [])
     ((_, dtype, shapes, ((image, _), (prompt, _))),) = gpu_blocks.PROMPTED.values()
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(s, device="cuda", generator=generator).mul(s[1] ** -0.5).to(dtype) for s in shapes]

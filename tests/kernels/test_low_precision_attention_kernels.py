@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kernel_scripts import run
 from torch.nn import functional
 
-from nexfort_engine.kernels.low_precision_attention import op as narrow_attention
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.kernels.low_precision_attention import op as low_precision_attention
+from nexfort_engine.lowering import inductor
 
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 300))
 PLAIN = (0, 1, 2, 3)
@@ -56,7 +56,7 @@ def test_it_is_near_to_the_truth_whatever_the_values_are_scaled_by(
     q, k, v = (x.to(dtype) for x in drawn(sizes, width, seed))
     v = (v.float() * 10**power).to(dtype) if dtype == torch.bfloat16 else v
     truth = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
-    found = narrow_attention.operator()(q, k, v, scale, PLAIN)
+    found = low_precision_attention.operator()(q, k, v, scale, PLAIN)
     assert found.dtype == dtype and found.shape == truth.shape
     assert apart(found, truth) < 0.07
 
@@ -65,23 +65,23 @@ def test_it_is_near_to_the_truth_whatever_the_values_are_scaled_by(
 @settings(max_examples=20, deadline=None)
 def test_what_all_keys_have_in_common_costs_no_precision(sizes: tuple[int, int, int, int], seed: int) -> None:
     q, k, v = drawn(sizes, 64, seed)
-    without = narrow_attention.operator()(q, k, v, 0.125, PLAIN)
+    without = low_precision_attention.operator()(q, k, v, 0.125, PLAIN)
     common = torch.randn(1, sizes[1], 1, 64, generator=torch.Generator().manual_seed(seed + 1)) * 20
-    assert apart(narrow_attention.operator()(q, k + common, v, 0.125, PLAIN), without) < 0.03
+    assert apart(low_precision_attention.operator()(q, k + common, v, 0.125, PLAIN), without) < 0.03
 
 
 @pytest.mark.parametrize("order", [PLAIN, (0, 2, 1, 3), (2, 0, 1, 3)])
 def test_the_operator_knows_its_result_and_how_it_lies(order: tuple[int, ...]) -> None:
     q, k, v = drawn((2, 3, 5, 7), 64, 0)
-    found = narrow_attention.operator()(q, k, v, 0.125, order)
+    found = low_precision_attention.operator()(q, k, v, 0.125, order)
     assert found.permute(*order).is_contiguous()
-    torch.library.opcheck(narrow_attention.operator(), (q, k, v, 0.125, order), raise_exception=True)
+    torch.library.opcheck(low_precision_attention.operator(), (q, k, v, 0.125, order), raise_exception=True)
 
 
 def test_heads_that_are_too_wide_are_told() -> None:
-    assert [narrow_attention.width(e) for e in (33, 64, 65, 72, 128)] == [64, 64, 128, 128, 128]
+    assert [low_precision_attention.width(e) for e in (33, 64, 65, 72, 128)] == [64, 64, 128, 128, 128]
     with pytest.raises(ValueError, match="129 numbers; expected at most 128"):
-        narrow_attention.width(129)
+        low_precision_attention.width(129)
 
 
 @pytest.mark.gpu
@@ -101,7 +101,7 @@ def test_the_kernel_of_one_card_is_nearly_as_near_as_the_others(width: int, scal
         k = k + 3 * k[:, :, :1]  # what all keys have in common
         v[:, 0] *= 1e-3
         truth = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
-        plain = narrow_attention.reference(q, k, v, scale, PLAIN)
+        plain = low_precision_attention.reference(q, k, v, scale, PLAIN)
         ours = found(q, k, v, scale)
         assert bool(ours.isfinite().all())
         for head in range(sizes[1]):
@@ -115,8 +115,8 @@ def test_a_block_with_it_is_as_near_to_the_truth_as_plain_torch_that_rounds_so(t
     pytest.importorskip("triton", reason="the kernels are Triton's")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the card has no products in fp8")
-    lower.lower(gpu_blocks.captured("long"), tmp_path / "payload", gpu_blocks.OPTIONS)
-    block = lower.load(tmp_path / "payload", {}, [])
+    inductor.lower(gpu_blocks.captured("long"), tmp_path / "payload", gpu_blocks.OPTIONS)
+    block = inductor.load(tmp_path / "payload", {}, [])
     _, dtype, shapes, ((given_shape, _),) = gpu_blocks.BLOCKS["long"]
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(shape, device="cuda", generator=generator).to(dtype) * 0.06 for shape in shapes]
@@ -127,7 +127,7 @@ def test_a_block_with_it_is_as_near_to_the_truth_as_plain_torch_that_rounds_so(t
         expected = [p.float() for p in parts]
         truth = functional.scaled_dot_product_attention(*expected).transpose(1, 2).reshape(batch, tokens, -1)
         truth = x.float() + truth @ weights[3].float().T
-        seen = narrow_attention.reference(*parts, 128**-0.5, PLAIN).transpose(1, 2).reshape(batch, tokens, -1)
+        seen = low_precision_attention.reference(*parts, 128**-0.5, PLAIN).transpose(1, 2).reshape(batch, tokens, -1)
         plain = x + seen @ weights[3].T
         seen = functional.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(x.shape)
         eager = apart(x + seen @ weights[3].T, truth)

@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
 from nexfort_engine.kernels.odd_head_dim_attention import op as kernel
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import odd_head_dim_attention as passes
 from nexfort_engine.passes.odd_head_dim_attention import LEAST, unpadded_attentions
 
@@ -250,9 +250,9 @@ def test_the_lowered_operator_is_no_further_from_the_truth_than_eager(
     if torch.cuda.get_device_capability() not in DESCRIPTORS:
         pytest.skip("the kernel is for cards of compute capability 9.0")
     graph = graph_of(lambda _, *given: _in_layouts(kernel.operator(), *given), *_layouts(width), dtype=dtype)
-    lower.lower_graph(graph, [], tmp_path / "payload", {})
+    inductor.lower_graph(graph, [], tmp_path / "payload", {})
     assert any("attend_unpadded_in_groups" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
-    code = lower.load(tmp_path / "payload", {}, [])
+    code = inductor.load(tmp_path / "payload", {}, [])
     generator = torch.Generator("cuda").manual_seed(0)
     for size in SIZES:
         shapes = [sizes for sizes, _ in _layouts(width, *size)]

@@ -37,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import nexfort_engine
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.kernels.short_kv_attention import op as kernel
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import short_kv_attention as passes
 from nexfort_engine.passes.short_kv_attention import FEW, few_keys_attentions
 
@@ -284,9 +284,9 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
 def test_the_lowered_operator_is_no_further_from_the_truth_than_eager(dtype: torch.dtype, tmp_path: Path) -> None:
     """At the sizes that it was lowered with and at others, however its tensors lie."""
     graph = graph_of(lambda _, *given: _in_layouts(kernel.operator(), *given), *LAYOUTS, dtype=dtype)
-    lower.lower_graph(graph, [], tmp_path / "payload", {})
+    inductor.lower_graph(graph, [], tmp_path / "payload", {})
     assert any("attend_few" in file.read_text() for file in (tmp_path / "payload").rglob("*.py"))
-    code = lower.load(tmp_path / "payload", {}, [])
+    code = inductor.load(tmp_path / "payload", {}, [])
     generator = torch.Generator("cuda").manual_seed(0)
     for batch, queries, keys in ((2, 1024, 77), (1, 1, 1), (3, 65, 128), (2, 130, 231), (1, 4095, 33), (2, 7, 600)):
         shapes = (batch, queries, 129), (batch, keys, 256), (batch, 2, 64, keys)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from nexfort_engine import compile as compiled
 from nexfort_engine.api import store_at
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.lowering.graph_split import part
 
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ def test_parts_are_lowered_at_once_and_loaded_as_one_artefact(tmp_path: Path, mo
 
 def test_the_option_turns_it_off(tmp_path: Path, probe: Probe) -> None:
     off = CompileConfig.parse({"options": {"compile.fold": False}}).lowering_options("cpu")
-    lower.lower(probe.captured, tmp_path / "payload", off)
+    inductor.lower(probe.captured, tmp_path / "payload", off)
     assert not (tmp_path / "payload" / "folded.json").exists()
 
 

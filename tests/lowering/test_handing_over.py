@@ -29,8 +29,7 @@ from write_points import watched
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compilation import jobs as lowering
 from nexfort_engine.compilation.jobs import Job, lower_all
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker_pool
+from nexfort_engine.lowering import inductor, worker_pool
 from nexfort_engine.lowering.worker_connection import Line, NoWorkers
 
 PRIMARY = "0" * 32
@@ -89,7 +88,7 @@ def way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[J
     monkeypatch.setattr(Forker, "given_back", 0)
     monkeypatch.setattr(worker_pool, "count_for", lambda *_: 2)
     monkeypatch.setattr(worker_pool, "pack", lambda _: pickle.dumps("a graph"))
-    monkeypatch.setattr(lower, "lower", _lowered)
+    monkeypatch.setattr(inductor, "lower", _lowered)
     runs = iter(range(1000))
 
     def run() -> tuple[Job, Store]:

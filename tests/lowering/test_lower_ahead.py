@@ -32,8 +32,7 @@ from pretended_gpu import FORKED
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.guards.shape_guards import Conditions, names
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker_pool
+from nexfort_engine.lowering import inductor, worker_pool
 
 pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
 if torch.version.cuda is None or torch.cuda.is_available():
@@ -74,14 +73,14 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
     symbols = json.loads((folder / "limits.json").read_text())
     batch, length = (name for name in sorted(names(" + ".join(f"({text})" for text in symbols))))
     manifest = {"conditions": Conditions([[batch, length, 128]]).as_json()}
-    lower.take_limits(folder, manifest)
+    inductor.take_limits(folder, manifest)
     assert not (folder / "limits.json").exists()
     taken = Conditions(**manifest["conditions"])
     assert taken.broken([(2, 4096, 128)]) is None and taken.broken([(1, 2**20, 128)]) is None
     assert "2147483647" in (taken.broken([(2**12, 2**12, 128)]) or "")
     (folder / "limits.json").write_text('["u0 <= 3"]')
-    with pytest.raises(lower.LoweringFailed, match="u0"):
-        lower.take_limits(folder, manifest)
+    with pytest.raises(inductor.LoweringFailed, match="u0"):
+        inductor.take_limits(folder, manifest)
 
 
 def test_kernels_written_here_say_what_they_count(payloads: dict[str, Path]) -> None:

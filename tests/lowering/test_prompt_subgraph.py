@@ -12,7 +12,7 @@ from attending import TEXT, WIDE, Attending, inputs
 from probe import Probe
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.lowering.prompt_subgraph import take_out_prompts
 
 T = torch.Tensor
@@ -22,8 +22,8 @@ def test_a_graph_computes_the_same_with_its_prompts_part_by_itself(tmp_path: Pat
     block = Attending().eval().requires_grad_(False)
     probe = Probe(block, *inputs())
     options = {**CompileConfig.parse("O2").lowering_options("cpu"), "nexfort.prompt_once": True}
-    lower.lower(probe.captured, tmp_path, options)
-    code = lower.load(tmp_path, options, [], len(probe.captured.weights))
+    inductor.lower(probe.captured, tmp_path, options)
+    code = inductor.load(tmp_path, options, [], len(probe.captured.weights))
     assert type(getattr(code, "__closure__", [None])[0].cell_contents).__name__ == "PromptedCode"
     for sizes in ((6, TEXT), (9, 40), (6, 1)):
         given = inputs(*sizes)
@@ -42,9 +42,9 @@ def test_each_of_several_prompts_has_a_part(tmp_path: Path) -> None:
     block = Both().eval().requires_grad_(False)
     probe = Probe(block, *inputs(), torch.randn(2, 30, WIDE))
     options = {**CompileConfig.parse("O2").lowering_options("cpu"), "nexfort.prompt_once": True}
-    lower.lower(probe.captured, tmp_path, options)
+    inductor.lower(probe.captured, tmp_path, options)
     assert sorted(place.name for place in tmp_path.glob("prompt_*")) == ["prompt_0", "prompt_1"]
-    code = lower.load(tmp_path, options, [], len(probe.captured.weights))
+    code = inductor.load(tmp_path, options, [], len(probe.captured.weights))
     for text in (TEXT, 50):
         given = [*inputs(9, text), torch.randn(2, 70, WIDE)]
         assert torch.allclose(code([*probe.weights, *given])[0], block(*given), atol=1e-5)

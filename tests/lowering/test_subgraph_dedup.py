@@ -22,8 +22,7 @@ from torch.nn import functional
 from nexfort_engine import compile as compiled
 from nexfort_engine.api import store_at
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker
+from nexfort_engine.lowering import inductor, worker
 from nexfort_engine.lowering.loaded_code import FoldedCode
 from nexfort_engine.lowering.subgraph_dedup import fold
 
@@ -264,7 +263,7 @@ def test_pieces_are_lowered_in_a_worker_and_loaded_as_one_artefact(tmp_path: Pat
     worker.work({**job, "payload": str(payload), "options": options})
     told = json.loads((payload / "folded.json").read_text())
     assert told["pieces"] == len(list(payload.glob("piece_*"))) == 3
-    code = lower.load(payload, options, [], len(probe.captured.weights))
+    code = inductor.load(payload, options, [], len(probe.captured.weights))
     weights = probe.weights
     for size in SIZES:
         (found,), wanted = code([*weights, *call(*size)]), block(*call(*size))
@@ -295,13 +294,13 @@ def test_what_cannot_be_lowered_in_pieces_is_lowered_whole(
             raise RuntimeError("a piece")
         place.mkdir(parents=True, exist_ok=True)
 
-    monkeypatch.setattr(lower, "_inductor", broken if breaks == "_inductor" else lambda _, place, *__: place.mkdir())
+    monkeypatch.setattr(inductor, "_inductor", broken if breaks == "_inductor" else lambda _, place, *__: place.mkdir())
     if breaks == "fold":
-        monkeypatch.setattr(lower, "fold", broken)
-    monkeypatch.setattr(lower, "Limits", Noted)
+        monkeypatch.setattr(inductor, "fold", broken)
+    monkeypatch.setattr(inductor, "Limits", Noted)
     Noted.made = 0
     payload = tmp_path / "payload"
-    lower.lower(Probe(made(Stack), *call()).captured, payload, CompileConfig.parse("O2").lowering_options("cpu"))
+    inductor.lower(Probe(made(Stack), *call()).captured, payload, CompileConfig.parse("O2").lowering_options("cpu"))
     assert asked == (["piece_0", "piece_1", "payload"] if breaks == "_inductor" else [""])
     assert Noted.made == 1 and json.loads((payload / "limits.json").read_text()) == ["s0 <= 7"]
     assert "could not be lowered in pieces" in caplog.text

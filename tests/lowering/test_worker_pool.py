@@ -21,12 +21,10 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
-from nexfort_engine import api as compiled_module
+from nexfort_engine import api
 from nexfort_engine import compile as nexfort_compile
-from nexfort_engine.compilation import builder as build
-from nexfort_engine.compilation import lookup as finding
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker_connection, worker_pool
+from nexfort_engine.compilation import builder, lookup
+from nexfort_engine.lowering import inductor, worker_connection, worker_pool
 from nexfort_engine.system.process_settings import snapshot, without_device
 
 OPTIONS: dict[str, object] = {"max_autotune": False}
@@ -49,7 +47,7 @@ def _soon(condition: Callable[[], Any]) -> bool:
 
 
 def _payload_agrees(folder: Path, probe: Probe) -> None:
-    code = lower.load(folder / "payload", OPTIONS, [], len(probe.artefact.weights))
+    code = inductor.load(folder / "payload", OPTIONS, [], len(probe.artefact.weights))
     probe.artefact.code = code
     assert probe.agrees(x(3, 9, seed=4))
 
@@ -159,8 +157,8 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     with torch.no_grad():
         assert torch.allclose(compiled(torch.ones(2, 8)), block(torch.ones(2, 8)), atol=1e-6)
     assert compiled.report.as_dict()["artefacts_compiled"] == 1 and len(gone) == 1, "its workers were not taken"
-    finding._loaded.clear()
-    compiled_module._stores.clear()  # as in a new process
+    lookup._loaded.clear()
+    api._stores.clear()  # as in a new process
     again = nexfort_compile(block)
     assert len(gone) == 1, "its artefacts are there"
     assert _soon(lambda: again._nexfort_engine.state.store._copies._unused), "and are not made ready"
@@ -202,9 +200,9 @@ def test_what_captures_leave_is_gone_before_the_step_goes_on(
     before = gc.get_threshold()
     gc.set_threshold(0)  # none of itself
     try:
-        lower_all = build.lower_all
+        lower_all = builder.lower_all
         monkeypatch.setattr(
-            build, "lower_all", lambda *a: (lower_all(*a), gone_then.append(all(one() is None for one in _left)))
+            builder, "lower_all", lambda *a: (lower_all(*a), gone_then.append(all(one() is None for one in _left)))
         )
         with torch.no_grad():
             compiled(torch.ones(2, 4))

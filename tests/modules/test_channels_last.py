@@ -27,7 +27,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.cudagraphs import channels_last_cat
 from nexfort_engine.engine import Engine
-from nexfort_engine.modules import channels_last as images
+from nexfort_engine.modules import channels_last
 from nexfort_engine.runtime.shared_state import Known
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -315,23 +315,23 @@ def test_a_network_that_is_one_region_gives_what_eager_gives(tmp_path: Path) -> 
 def test_what_shares_memory_with_an_argument_is_handed_on_as_it_is() -> None:
     x = torch.randn(2, 4, 6, 8)
     results = [x, x[:, :2], x.relu(), [x.view(8, 6, 8), x.double().long()]]
-    laid = images.to_channels_last(results, [x])
+    laid = channels_last.to_channels_last(results, [x])
     assert laid[0] is x and laid[1].data_ptr() == x.data_ptr() and laid[3][1] is results[3][1]
     assert laid[2].is_contiguous(memory_format=INNERMOST) and torch.equal(laid[2], x.relu())
     twice = x.relu()
-    both = images.to_channels_last((twice, twice), [x])
+    both = channels_last.to_channels_last((twice, twice), [x])
     assert both[0] is both[1]
-    assert images.to_channels_last(results[:2], [x]) == results[:2]
+    assert channels_last.to_channels_last(results[:2], [x]) == results[:2]
 
 
 def test_results_that_share_memory_share_it_still() -> None:
     h = torch.randn(2, 4, 6, 8)
-    assert images.to_channels_last((h, h.flatten(2)), [])[0] is h
-    assert images.to_channels_last((h,), [h.flatten(2)])[0] is h, "somebody else has it"
+    assert channels_last.to_channels_last((h, h.flatten(2)), [])[0] is h
+    assert channels_last.to_channels_last((h,), [h.flatten(2)])[0] is h, "somebody else has it"
     wide = torch.randn(1, 1, 6, 8).expand(2, 4, 6, 8)
     nested = torch.nested.as_nested_tensor([torch.randn(1, 4, 4), torch.randn(1, 2, 4)])
-    assert images.to_channels_last([wide, nested], []) == [wide, nested]
-    assert images.to_contiguous([nested])[0] is nested
+    assert channels_last.to_channels_last([wide, nested], []) == [wide, nested]
+    assert channels_last.to_contiguous([nested])[0] is nested
 
 
 @pytest.mark.parametrize("way", ["a result", "read as it lies"])
@@ -361,23 +361,24 @@ def test_a_block_that_gives_its_argument_back_gives_the_very_tensor() -> None:
 def test_laying_out_and_back_keeps_every_number(sizes: tuple[int, ...], last: bool, floating: bool) -> None:
     x = torch.randn(sizes) if floating else torch.randint(9, sizes)
     x = x.to(memory_format=INNERMOST) if last else x
-    laid = images.to_channels_last({"a": [x]}, [])["a"][0]
+    laid = channels_last.to_channels_last({"a": [x]}, [])["a"][0]
     assert torch.equal(laid, x) and (not floating or laid.is_contiguous(memory_format=INNERMOST))
-    back = images.to_contiguous((laid, 3))[0]
+    back = channels_last.to_contiguous((laid, 3))[0]
     assert torch.equal(back, x) and (back.is_contiguous() or not floating)
-    whole = images.to_contiguous(value := {"a": [torch.randn(2, 3), 1]})
+    whole = channels_last.to_contiguous(value := {"a": [torch.randn(2, 3), 1]})
     assert whole is value
 
 
 def test_which_modules_compute_with_images_is_told_by_their_layers() -> None:
-    assert images.holds_images(Residual()) and images.holds_images(nn.Sequential(nn.GroupNorm(1, 4)))
-    assert not images.holds_images(nn.TransformerEncoderLayer(8, 2)) and not images.holds_images(nn.Conv1d(4, 4, 3))
+    assert channels_last.holds_images(Residual()) and channels_last.holds_images(nn.Sequential(nn.GroupNorm(1, 4)))
+    assert not channels_last.holds_images(nn.TransformerEncoderLayer(8, 2))
+    assert not channels_last.holds_images(nn.Conv1d(4, 4, 3))
 
 
 def test_where_nobody_measured_it_everything_lies_as_eager_code_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "MEASURED", ("cuda",))
+    monkeypatch.setattr(channels_last, "MEASURED", ("cuda",))
     net = Net(half_as_large)
     ours, engine = compiled(net, tmp_path)
     assert all(h.is_contiguous() for h in agree(net, ours))

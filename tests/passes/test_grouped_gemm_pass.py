@@ -10,7 +10,7 @@ from subjects import TOLERANCE, cold_subject, graphs_as_they_are, names
 
 from nexfort_engine.capture.types import Captured
 from nexfort_engine.kernels.grouped_gemm import op as kernel
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import grouped_gemm
 
 
@@ -23,7 +23,7 @@ def test_layers_of_one_input_together_give_what_they_give_alone(host: str, monke
     found = {}
     # put back in this order: the outer one replaces the same function
     with graphs_as_they_are(), pytest.MonkeyPatch.context() as inner:
-        keep = lower.lower
+        keep = inductor.lower
 
         def grouped(captured: Captured, *rest: object) -> None:
             found[len(found)] = grouped_gemm.grouped_linears(captured.graph)
@@ -31,7 +31,7 @@ def test_layers_of_one_input_together_give_what_they_give_alone(host: str, monke
             captured.graph.recompile()
             keep(captured, *rest)  # type: ignore[arg-type]
 
-        inner.setattr(lower, "lower", grouped)
+        inner.setattr(inductor, "lower", grouped)
         one = cold_subject(make(host))
         kind = one.tiny.kind
         assert one.same() < TOLERANCE

@@ -13,9 +13,8 @@ from probe import Probe, block_of, error
 from torch.nn import functional
 
 from nexfort_engine.graph import const_subgraph
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import loaded_code
-from nexfort_engine.modules import channels_last as images
+from nexfort_engine.lowering import inductor, loaded_code
+from nexfort_engine.modules import channels_last
 from nexfort_engine.passes import materialize_broadcast
 from nexfort_engine.passes.channels_last_weights import inner_weights
 from nexfort_engine.passes.group_norm import by_channels, group_norms
@@ -91,8 +90,8 @@ def test_those_with_dimensions_behind_are_rewritten_and_the_graph_can_be_stored(
     assert group_norms(graph) == 1
     left = [node for node in graph.graph.nodes if node.target is torch.ops.aten.group_norm.default]
     assert len(left) == 1 and all(node.op != "call_method" for node in graph.graph.nodes)
-    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {"nexfort.group_norm": True})
-    code = lower.load(tmp_path / "payload", {}, [], 2)
+    inductor.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {"nexfort.group_norm": True})
+    code = inductor.load(tmp_path / "payload", {}, [], 2)
     for size in ((2, 16, 6, 10), (1, 16, 3, 5), (3, 16, 9, 4)):
         y = torch.randn(size)
         (found,) = code([block.norm.weight, block.norm.bias, y])
@@ -142,8 +141,8 @@ def test_what_many_rows_are_multiplied_with_is_computed_once(
     assert broadcasts(graph) == count and broadcasts(graph) == 0
     graph.graph.lint()
     graph.recompile()
-    lower.lower(probe.captured, tmp_path / "payload", {})
-    code = lower.load(tmp_path / "payload", {}, [], len(weights))
+    inductor.lower(probe.captured, tmp_path / "payload", {})
+    code = inductor.load(tmp_path / "payload", {}, [], len(weights))
     for batch, rows in ((2, 200), (3, 70), (1, 999)):
         inputs = torch.randn(batch, rows, 8), torch.randn(batch, 8)
         wanted = probe.block(*inputs)
@@ -194,7 +193,7 @@ def test_weights_of_convolutions_are_laid_out_by_a_kernel_in_each_call_or_ahead(
 ) -> None:
     """Once each; not 1x1, of single channels, in one dimension, small, laid out already, or computed by the block."""
     monkeypatch.setattr(const_subgraph, "LEAST", 500)
-    monkeypatch.setattr(images, "_LEAST", 500)
+    monkeypatch.setattr(channels_last, "_LEAST", 500)
     block = Convolved().eval().requires_grad_(False)
     for copies in (False, True):
         captured = Probe(block, torch.randn(2, 8, 10, 12), images=True).captured
@@ -203,8 +202,8 @@ def test_weights_of_convolutions_are_laid_out_by_a_kernel_in_each_call_or_ahead(
         assert taken is not None and taken.gives == (5 if copies else 1), "one is computed"
     options = {"nexfort.prepare": True, "nexfort.prepare_copies": True}  # the kernel is for a GPU alone
     probe = Probe(block, torch.randn(2, 8, 10, 12), images=True)
-    lower.lower(probe.captured, tmp_path / "payload", options)
-    code = lower.load(tmp_path / "payload", options, [], len(probe.weights))
+    inductor.lower(probe.captured, tmp_path / "payload", options)
+    code = inductor.load(tmp_path / "payload", options, [], len(probe.weights))
     assert isinstance(code, loaded_code.PreparingCode)
     weights = probe.weights
     laid = code.prepare(weights)

@@ -14,7 +14,7 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine.guards.shape_guards import Conditions
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes.rotary import _NAMES, left, plan, rotaries
 
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
@@ -166,12 +166,12 @@ def test_sizes_that_the_operator_does_not_compare_become_conditions(tmp_path: Pa
     probe = Probe(block, *inputs(2, 3, 7))
     captured = probe.captured
     assert probe.refuses(*inputs(2, 3, 7, longer=1)) is None, "the operator leaves the rest of the table out"
-    lower.lower(captured, tmp_path / "payload", {"nexfort.rotary": True})
+    inductor.lower(captured, tmp_path / "payload", {"nexfort.rotary": True})
     assert operators_in(captured.graph) == 0
     manifest = {"conditions": captured.conditions.as_json()}
-    lower.take_limits(tmp_path / "payload", manifest)
+    inductor.take_limits(tmp_path / "payload", manifest)
     taken = Conditions(**manifest["conditions"])
-    code = lower.load(tmp_path / "payload", {}, captured.modules, len(captured.weights))
+    code = inductor.load(tmp_path / "payload", {}, captured.modules, len(captured.weights))
     own = [block.linear.weight, block.linear.bias]
     for call in ((2, 3, 7), (1, 5, 4), (3, 2, 11), (1, 1, 1)):
         given = inputs(*call)

@@ -19,7 +19,7 @@ from option_edits import override
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine.attention import operator as attention
+from nexfort_engine.attention import operator
 from nexfort_engine.attention.backends import KERNELS, OWN, Call
 from nexfort_engine.attention.tuner import Told
 from nexfort_engine.config.compile_config import CompileConfig
@@ -44,7 +44,7 @@ def test_attentions_are_written_anew_once(kind: str, number: int) -> None:
     assert count(graph, TORCHS) == number
     assert measured_attentions(graph) == number and measured_attentions(graph) == 0
     graph.graph.lint()
-    assert (count(graph, TORCHS), count(graph, attention.operator())) == (0, number)
+    assert (count(graph, TORCHS), count(graph, operator.operator())) == (0, number)
 
 
 def test_the_operator_is_told_what_torchs_was() -> None:
@@ -52,7 +52,7 @@ def test_the_operator_is_told_what_torchs_was() -> None:
     found = [(*node.args[3:], *node.kwargs.values()) for node in graph.graph.nodes if node.target is TORCHS]
     assert len(found) == 2
     quantised_attentions(graph)
-    one, other = (node.args for node in graph.graph.nodes if node.target is attention.operator())
+    one, other = (node.args for node in graph.graph.nodes if node.target is operator.operator())
     assert one[3].meta["val"].dtype is torch.bool and one[4:7] == (False, 0.1, True) and one[8] is True
     assert other[3:7] == (None, True, None, False) and other[8] is True
 
@@ -151,7 +151,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
     found = Kernels(fast=50)
-    monkeypatch.setattr(attention, "chooser", found.chooser())
+    monkeypatch.setattr(operator, "chooser", found.chooser())
     measured(monkeypatch)
     return found
 
@@ -264,7 +264,7 @@ def test_a_capture_check_sees_one_operator_and_nothing_of_the_measuring(kernels:
     """Or the first step at some sizes, which measures, would not be taken for one that a graph can hold."""
     q = torch.randn(2, 2, 8, 16)
     with CaptureCheck() as check, torch.inference_mode():
-        found = attention.operator()(q, q, q, None, False, None, False, [0, 2, 1, 3], False)
+        found = operator.operator()(q, q, q, None, False, None, False, [0, 2, 1, 3], False)
     assert check.reason is None and found.shape == q.shape
 
 
@@ -276,9 +276,9 @@ def test_masks_of_fewer_dimensions_are_for_all(monkeypatch: pytest.MonkeyPatch) 
             seen.append(call)
             return call.query
 
-    monkeypatch.setattr(attention, "chooser", Asked())
+    monkeypatch.setattr(operator, "chooser", Asked())
     q, mask = torch.randn(2, 2, 8, 16), torch.randn(8, 8)
-    attention.attention(q, q, q, mask, False, None, False, [0, 1, 2, 3], False)
+    operator.attention(q, q, q, mask, False, None, False, [0, 1, 2, 3], False)
     assert seen[0].mask.shape == (1, 1, 8, 8) and torch.equal(seen[0].mask[0, 0], mask)
 
 

@@ -11,7 +11,7 @@ import torch
 from probe import Probe, error
 from torch.nn import functional
 
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.passes.upsample import inner_channels, upsamplings
 
 
@@ -41,8 +41,8 @@ def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: to
     probe = Probe(block, *inputs(6, 5), 11, 10)
     graph = probe.captured.graph
     assert upsamplings(graph) == 6, "all but the one by a factor that float32 has no exact inverse of"
-    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
-    code = lower.load(tmp_path / "payload", {}, [], 0)
+    inductor.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
+    code = inductor.load(tmp_path / "payload", {}, [], 0)
     for height, width, to in ((6, 5, (11, 10)), (7, 9, (13, 18)), (33, 2, (100, 3)), (64, 64, (127, 128))):
         given = inputs(height, width)
         wanted = block(*given, *to)
@@ -75,8 +75,8 @@ def test_channels_come_innermost_before_what_only_a_convolution_reads(
     graph = probe.captured.graph
     assert inner_channels(graph) == (format == torch.contiguous_format) and inner_channels(graph) == 0
     assert upsamplings(graph) == 2
-    lower.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
-    code = lower.load(tmp_path / "payload", {}, [], 2)
+    inductor.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
+    code = inductor.load(tmp_path / "payload", {}, [], 2)
     for height, width, to in ((6, 5, (11, 10)), (7, 9, (14, 18))):
         y = torch.randn(2, 4, height, width).contiguous(memory_format=format)
         for one, other in zip(code([block.conv.weight, block.conv.bias, y, *to]), block(y, *to), strict=True):

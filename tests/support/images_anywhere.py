@@ -9,7 +9,7 @@ import pytest
 import torch
 from subjects import graphs_as_they_are
 
-from nexfort_engine.modules import channels_last as images
+from nexfort_engine.modules import channels_last
 
 INNERMOST = torch.channels_last
 
@@ -17,7 +17,7 @@ INNERMOST = torch.channels_last
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Captured graphs run as they are."""
-    monkeypatch.setattr(images, "_LEAST", 1)
-    monkeypatch.setattr(images, "MEASURED", ("cpu", "cuda"))
+    monkeypatch.setattr(channels_last, "_LEAST", 1)
+    monkeypatch.setattr(channels_last, "MEASURED", ("cpu", "cuda"))
     with graphs_as_they_are():
         yield

@@ -14,7 +14,7 @@ from nexfort_engine.capture.exporter import capture
 from nexfort_engine.capture.types import Captured, Example
 from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.modules.tree import WeightSlots
-from nexfort_engine.runtime import artifact as artefacts
+from nexfort_engine.runtime import artifact
 
 T = torch.Tensor
 
@@ -51,8 +51,8 @@ class Probe:
         self.block, flat = block, Flat()
         self.spec = flatten_call(args, kwargs, flat)
         self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic, images=images)
-        manifest = artefacts.manifest_of(self.captured, "Block", None, {"region": "block"})
-        self.artefact = artefacts.Artefact("id", "primary", manifest)
+        manifest = artifact.manifest_of(self.captured, "Block", None, {"region": "block"})
+        self.artefact = artifact.Artefact("id", "primary", manifest)
         graph, weights, constants = self.captured.graph, self.artefact.weights, self.captured.constants
         self.artefact.code = lambda inputs: graph(*inputs[: len(weights)], *constants, *inputs[len(weights) :])
         assert self.refuses(*args, **kwargs) is None, "its own call"
@@ -76,7 +76,7 @@ class Probe:
         """What the graph gives."""
         flat = Flat()
         flatten_call(args, kwargs, flat)
-        binding = artefacts.Binding(self.artefact, self.block)
+        binding = artifact.Binding(self.artefact, self.block)
         with torch.no_grad():
             return binding.run(WeightSlots(self.block).read(), flat, [t.contiguous() for t in flat.tensors])
 

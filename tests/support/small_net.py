@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import nexfort_engine
-from nexfort_engine.compilation import lookup as finding
-from nexfort_engine.compilation import support
+from nexfort_engine.compilation import lookup, support
 
 TOLERANCE = 1e-4
 ROOT = Path(nexfort_engine.__file__).resolve().parent.parent
@@ -80,7 +79,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """No artefact is found in memory, as in a new process; those of other tests stay there for them."""
-    monkeypatch.setattr(finding, "_loaded", WeakValueDictionary())
+    monkeypatch.setattr(lookup, "_loaded", WeakValueDictionary())
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def filled_once(threads: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("filled") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", str(folder))
-        patch.setattr(finding, "_loaded", WeakValueDictionary())
+        patch.setattr(lookup, "_loaded", WeakValueDictionary())
         compiled = nexfort_engine.compile(Small())
         assert distance(run(compiled), run(Small())) < TOLERANCE
         assert compiled.report.as_dict()["artefacts_compiled"] == 1

@@ -31,7 +31,7 @@ from nexfort_engine.capture.types import Captured
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import forward_shim
 from nexfort_engine.engine import Engine
-from nexfort_engine.lowering import inductor as lower
+from nexfort_engine.lowering import inductor
 from nexfort_engine.reporting.report import Report
 from nexfort_engine.runtime.engine_state import HostHooks
 
@@ -181,8 +181,8 @@ def graphs_as_they_are() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEXFORT_CACHE_DIR", _graph_cache())
         patch.setenv("NEXFORT_WORKERS", "0")  # a worker process would lower for real
-        patch.setattr(lower, "lower", keep)
-        patch.setattr(lower, "load", load)
+        patch.setattr(inductor, "lower", keep)
+        patch.setattr(inductor, "load", load)
         yield
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from torch._inductor.runtime.benchmarking import benchmarker
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker
+from nexfort_engine.lowering import inductor, worker
 from nexfort_engine.system import device_timer
 
 
@@ -93,7 +92,7 @@ def test_a_worker_that_searches_takes_turns(mode: str, tmp_path: Path, monkeypat
         turns.append(device_timer._turn)
         yield
 
-    monkeypatch.setattr(lower, "by_the_device", noted)
+    monkeypatch.setattr(inductor, "by_the_device", noted)
     (tmp_path / "graph").write_bytes(worker.pack(Probe(nn.Tanh(), torch.randn(2, 8)).captured))
     places = {"file": str(tmp_path / "graph"), "payload": str(tmp_path / "payload"), "kernels": str(tmp_path)}
     job = {"modules": [], "probes": None, "device": "cpu", "spread": False}

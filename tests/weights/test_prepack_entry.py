@@ -21,8 +21,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import prepack_cache
 from nexfort_engine.engine import Engine
-from nexfort_engine.lowering import inductor as lower
-from nexfort_engine.lowering import worker
+from nexfort_engine.lowering import inductor, worker
 from nexfort_engine.lowering.loaded_code import PreparingCode
 from nexfort_engine.runtime.artifact import Binding
 from nexfort_engine.weights.lease import layers_in
@@ -39,8 +38,8 @@ def test_an_artefact_with_a_preparation_is_called_like_any_other(tmp_path: Path,
         job = {"modules": [], "probes": None, "device": "cpu", "spread": False, "file": str(tmp_path / "graph")}
         worker.work({**job, "payload": str(payload), "options": options})
     else:
-        lower.lower(probe.captured, payload, options)
-    code = lower.load(payload, {}, [], len(probe.captured.weights))
+        inductor.lower(probe.captured, payload, options)
+    code = inductor.load(payload, {}, [], len(probe.captured.weights))
     assert isinstance(code, PreparingCode)
     given_weights = probe.weights
     for rows in (5, 1, 17):
@@ -92,7 +91,7 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
     made: tuple[Engine, Host, list[int]], monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
     """Giving back waits for the device, which ends a capture: then it is done another time."""
-    from nexfort_engine.dispatch import memory_reclaim as module
+    from nexfort_engine.dispatch import memory_reclaim
 
     engine, host, _ = made
     asked = []
@@ -101,8 +100,8 @@ def test_a_step_keeps_its_result_whatever_becomes_of_what_the_host_holds(
         asked.append(layers)
         raise RuntimeError("Fault failed")
 
-    monkeypatch.setattr(module, "layers_in", lambda root, _: [root])
-    monkeypatch.setattr(module, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(memory_reclaim, "layers_in", lambda root, _: [root])
+    monkeypatch.setattr(memory_reclaim, "is_capturing", lambda: capturing)
     monkeypatch.setattr(host, "release", release, raising=False)
     engine.state.hold_twice()
     assert agrees(engine)
