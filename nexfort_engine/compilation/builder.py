@@ -32,7 +32,7 @@ from ..passes import low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import describe_error
-from ..runtime.artifact import Artefact, Binding, Misfit, manifest_of
+from ..runtime.artifact import Artefact, Binding, GuardFailure, manifest_of
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, to_come
 from ..runtime.lru_mapping import Recent
@@ -41,9 +41,9 @@ from ..system import torch_modes as modes
 from .background import Background
 from .eligibility import Eligibility
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
-from .lookup import Finder, Wanted, misfit_of, nearer
+from .lookup import Finder, Wanted, guard_failure_of, nearer
 from .model_keys import ModelKeys
-from .planner import Planner, ghost
+from .planner import Planner, meta_example
 from .refusals import code_of
 from .requests import MOST_CALLS
 
@@ -145,25 +145,25 @@ class Builder:
             self.state.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: ForwardContext) -> tuple[Binding | None, Refusal]:
-        binding, misfit = self.finder.bind(wanted)
+        binding, failure = self.finder.bind(wanted)
         if binding is None and await_left(self.state.hooks.cancel):
-            binding, misfit = self.finder.bind(wanted)
-        if binding is None and not session.planned and self.may_make(wanted, misfit):
+            binding, failure = self.finder.bind(wanted)
+        if binding is None and not session.planned and self.may_make(wanted, failure):
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
                 return None, _PENDING
             before, wanted = wanted, self.requests.wanted(wanted.region, wanted.example.spec, wanted.flat)
-            misfit = misfit if wanted.primary == before.primary else None  # a plan may find how images lie
-            if self._beside(session, wanted, lambda: self._make_planned(wanted, misfit, found)):
+            failure = failure if wanted.primary == before.primary else None  # a plan may find how images lie
+            if self._beside(session, wanted, lambda: self._make_planned(wanted, failure, found)):
                 return None, _PENDING
             later = functools.partial(self._to_come, session, wanted.device)
-            binding, misfit = self._make_planned(wanted, misfit, found, later)
-        elif binding is None and self.may_make(wanted, misfit, first=session.planned):
-            if self._beside(session, wanted, lambda: self._make(wanted, misfit)):
+            binding, failure = self._make_planned(wanted, failure, found, later)
+        elif binding is None and self.may_make(wanted, failure, first=session.planned):
+            if self._beside(session, wanted, lambda: self._make(wanted, failure)):
                 return None, _PENDING
-            binding = self._make(wanted, misfit)
-        if binding is None and self.refusals.of(wanted) is None and misfit is not None and misfit.sizes:
-            return None, (misfit.check, f"it was compiled for other sizes: {misfit.reason}")
+            binding = self._make(wanted, failure)
+        if binding is None and self.refusals.of(wanted) is None and failure is not None and failure.sizes:
+            return None, (failure.check, f"it was compiled for other sizes: {failure.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
 
     def _beside(self, session: ForwardContext, wanted: Wanted, work: Callable[[], object]) -> bool:
@@ -175,22 +175,22 @@ class Builder:
         if self.background is None or self.background.failed or self._tried[tries] >= _MOST_TRIES:
             return False
         self._tried[tries] += 1
-        wanted.flat = ghost(wanted.example)  # the step's own tensors are not kept while it is made
+        wanted.flat = meta_example(wanted.example)  # the step's own tensors are not kept while it is made
         session.behind = self.background.start(work)
         return session.behind
 
     def _make_planned(
-        self, wanted: Wanted, misfit: Misfit | None, found: list[Wanted], later: Later = no_later
-    ) -> tuple[Binding | None, Misfit | None]:
+        self, wanted: Wanted, failure: GuardFailure | None, found: list[Wanted], later: Later = no_later
+    ) -> tuple[Binding | None, GuardFailure | None]:
         """Make what a plan found, and then for this very call what the plan did not see."""
         self._make_all(found, later)
         binding, again = self.finder.bind(wanted)
-        misfit = misfit or again
-        if binding is None and self.may_make(wanted, misfit, first=True):
-            binding = self._make(wanted, misfit)
-        return binding, misfit
+        failure = failure or again
+        if binding is None and self.may_make(wanted, failure, first=True):
+            binding = self._make(wanted, failure)
+        return binding, failure
 
-    def may_make(self, wanted: Wanted, misfit: Misfit | None, *, first: bool = False) -> bool:
+    def may_make(self, wanted: Wanted, failure: GuardFailure | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
         Where a size of 1 was taken for a constant, each region gets one that takes more.
 
@@ -202,13 +202,13 @@ class Builder:
         """
         if self.refusals.of(wanted) is not None:
             return False
-        if misfit is None or not misfit.sizes or not self.state.config.dynamic:
+        if failure is None or not failure.sizes or not self.state.config.dynamic:
             return True
-        return misfit.narrow or (self._table.is_block(wanted.region) and (first or self.state.report.calls == 0))
+        return failure.narrow or (self._table.is_block(wanted.region) and (first or self.state.report.calls == 0))
 
-    def _make(self, wanted: Wanted, misfit: Misfit | None) -> Binding | None:
+    def _make(self, wanted: Wanted, failure: GuardFailure | None) -> Binding | None:
         """One artefact of its own for this very call."""
-        wanted.why = why = _why(wanted, misfit)
+        wanted.why = why = _why(wanted, failure)
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
             reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
@@ -247,13 +247,13 @@ class Builder:
         rest = []
         others = _Others(self)
         for wanted in found:
-            binding, misfit = self.finder.bind(wanted)
-            if binding is not None or not self.may_make(wanted, misfit):
+            binding, failure = self.finder.bind(wanted)
+            if binding is not None or not self.may_make(wanted, failure):
                 continue
-            wanted.why = _why(wanted, misfit) if wanted.region.bindings else None  # None: it is its first one
+            wanted.why = _why(wanted, failure) if wanted.region.bindings else None  # None: it is its first one
             if wanted.primary in wave:
                 rest.append(wanted)
-                others.add(wanted, misfit)
+                others.add(wanted, failure)
             elif not self.has_many(wanted):
                 wave[wanted.primary] = wanted
         return [self._job(wanted, others) for wanted in wave.values()], rest
@@ -383,13 +383,13 @@ class _Others:
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._waiting: dict[str, list[tuple[Wanted, Misfit | None]]] = {}
+        self._waiting: dict[str, list[tuple[Wanted, GuardFailure | None]]] = {}
         self._captured: dict[str, list[Artefact]] = {}
         self._made: dict[str, int] = {}  # how many there were of each structure before
 
-    def add(self, wanted: Wanted, misfit: Misfit | None) -> None:
-        """misfit: why artefacts that are there already do not serve it."""
-        self._waiting.setdefault(wanted.primary, []).append((wanted, misfit))
+    def add(self, wanted: Wanted, failure: GuardFailure | None) -> None:
+        """failure: why artefacts that are there already do not serve it."""
+        self._waiting.setdefault(wanted.primary, []).append((wanted, failure))
         self._made.setdefault(wanted.primary, self._builder.made(wanted.primary))
 
     def after(self, primary: str, manifest: dict[str, Any]) -> list[Wanted]:
@@ -401,11 +401,11 @@ class _Others:
         while waiting:
             wanted, nearest = waiting.pop(0)
             hidden = wanted.region.weights.hidden()
-            misfits = [misfit_of(artefact, wanted, hidden) for artefact in captured]
-            for misfit in misfits:
-                nearest = nearer(nearest, misfit) if misfit is not None else nearest
+            failures = [guard_failure_of(artefact, wanted, hidden) for artefact in captured]
+            for failure in failures:
+                nearest = nearer(nearest, failure) if failure is not None else nearest
             coming = len(captured) - (self._builder.made(primary) - self._made[primary])  # some are there already
-            if None in misfits or self._builder.has_many(wanted, coming):
+            if None in failures or self._builder.has_many(wanted, coming):
                 continue
             if self._builder.may_make(wanted, nearest):
                 wanted.why = _why(wanted, nearest) if wanted.region.bindings else None
@@ -413,9 +413,9 @@ class _Others:
         return []
 
 
-def _why(wanted: Wanted, misfit: Misfit | None) -> str | None:
+def _why(wanted: Wanted, failure: GuardFailure | None) -> str | None:
     """Why a region needs a further artefact; None if it has none yet."""
-    if misfit is not None:
-        return misfit.reason
+    if failure is not None:
+        return failure.reason
     # the artefacts that it runs have another primary key
     return "it is called in another way: other arguments, dtypes or memory formats" if wanted.region.bindings else None

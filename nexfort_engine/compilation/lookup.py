@@ -34,7 +34,7 @@ from ..lowering.vec_isa_cache import remember_in
 from ..modules.tree import Hidden
 from ..quant import matmul
 from ..reporting.report import named
-from ..runtime.artifact import Artefact, Binding, Misfit
+from ..runtime.artifact import Artefact, Binding, GuardFailure
 from ..runtime.devices import device_of
 from ..runtime.engine_state import EngineState
 from ..system.torch_modes import Values
@@ -71,22 +71,22 @@ class Finder:
         self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
 
-    def bind(self, wanted: Wanted) -> tuple[Binding | None, Misfit | None]:
+    def bind(self, wanted: Wanted) -> tuple[Binding | None, GuardFailure | None]:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
         region = wanted.region
         for binding in region.bindings:
             same = binding.artefact.primary == wanted.primary
-            if same and binding.artefact.misfit(wanted.flat) is None and binding.unchanged():
+            if same and binding.artefact.guard_failure(wanted.flat) is None and binding.unchanged():
                 return binding, None
-        nearest: Misfit | None = None
+        nearest: GuardFailure | None = None
         hidden = region.weights.hidden()
         for artefact in self._candidates(wanted):
-            misfit = misfit_of(artefact, wanted, hidden)
-            names = self.dependence(artefact.names, region) if misfit is None or misfit.sizes else None
+            failure = guard_failure_of(artefact, wanted, hidden)
+            names = self.dependence(artefact.names, region) if failure is None or failure.sizes else None
             if names is not None and not names.holds():
-                misfit = Misfit(f"{names.differs} is not what it was when the block was captured")
-            if misfit is not None:
-                nearest = nearer(nearest, misfit)
+                failure = GuardFailure(f"{names.differs} is not what it was when the block was captured")
+            if failure is not None:
+                nearest = nearer(nearest, failure)
             elif self._has_code(artefact, wanted):
                 binding = Binding(artefact, region.module, hidden, names)
                 region.bind(binding)
@@ -231,16 +231,16 @@ class Finder:
             note(f"low precision is not active: {reason}{more}")
 
 
-def misfit_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Misfit | None:
+def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> GuardFailure | None:
     """Why an artefact of the same primary key, whose code need not be there, may not serve a call; None if it may."""
-    misfit = artefact.misfit(wanted.flat)
-    if (misfit is None or misfit.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
-        return Misfit("an attribute of the block differs from the captured one")
-    return misfit
+    failure = artefact.guard_failure(wanted.flat)
+    if (failure is None or failure.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
+        return GuardFailure("an attribute of the block differs from the captured one")
+    return failure
 
 
-def nearer(one: Misfit | None, other: Misfit) -> Misfit:
-    """Which of two misfits says more: first one of sizes, and of those one that a size of 1 does not explain."""
+def nearer(one: GuardFailure | None, other: GuardFailure) -> GuardFailure:
+    """Which of two guard failures says more: first one of sizes, and of those one that a size of 1 does not explain."""
     if one is None:
         return other
-    return max(other, one, key=lambda misfit: (misfit.sizes, misfit.sizes and not misfit.narrow))
+    return max(other, one, key=lambda failure: (failure.sizes, failure.sizes and not failure.narrow))

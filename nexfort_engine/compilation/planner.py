@@ -187,7 +187,7 @@ class Planner:
                 region.weights.read()
             if region.disabled_reason is None and region.carries() is None:
                 wanted = self.requests.wanted(region, spec, flat)
-                wanted.flat = ghost(wanted.example)
+                wanted.flat = meta_example(wanted.example)
                 session.examples.append(wanted)
                 options = self._state.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
@@ -246,7 +246,7 @@ def _as_taken(value: Any) -> Any:
     return as_taken(value) if isinstance(value, torch.Tensor) else value
 
 
-def ghost(example: Example) -> Flat:
+def meta_example(example: Example) -> Flat:
     """The example's call without its data: sizes and options are all that the checks look at."""
     flat = Flat()
     flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]

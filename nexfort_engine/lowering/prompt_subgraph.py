@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Prompted:
+class PromptSubgraphs:
     """A graph without its parts. keeps: which inputs of the whole it still has; those, and then what the parts give."""
 
     parts: list[Part]
@@ -47,7 +47,7 @@ class Prompted:
         return {"keeps": self.keeps, "parts": [{"takes": part.takes, "of": part.of} for part in self.parts]}
 
 
-def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> Prompted | None:
+def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> PromptSubgraphs | None:
     """Take what a graph computes of a prompt and weights alone out of it, if it computes products of one.
 
     lasting: for each of its weights and what is made of them, which are its first inputs, whether its numbers stay
@@ -71,7 +71,7 @@ def take_out_prompts(module: GraphModule, lasting: Sequence[bool]) -> Prompted |
     if not parts:
         return None
     # prompts stay: their sizes may be asked for
-    return Prompted(parts, [*still_read(module, inputs[:weights]), *range(weights, len(inputs))])
+    return PromptSubgraphs(parts, [*still_read(module, inputs[:weights]), *range(weights, len(inputs))])
 
 
 def _made_of(graph: torch.fx.Graph, weights: list[Node], x: Node) -> dict[Node, Any]:

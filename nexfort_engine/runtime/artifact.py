@@ -93,7 +93,7 @@ def _spec_from_json(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class GuardFailure:
     """Why an artefact may not serve a call.
 
     sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more.
@@ -130,18 +130,18 @@ class Artefact:
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.code: Loaded | None = None
 
-    def misfit(self, flat: Flat) -> Misfit | None:
+    def guard_failure(self, flat: Flat) -> GuardFailure | None:
         """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
         extra = [option_recorder.look(flat.mappings, path) for path in self.options]
         if not all(isinstance(t, torch.Tensor) for t in extra):
-            return Misfit("an option that was a tensor is none")
+            return GuardFailure("an option that was a tensor is none")
         if list(map(kind_of, extra)) != self.option_kinds:
-            return Misfit("a tensor of the options is of another type, rank or device")
+            return GuardFailure("a tensor of the options is of another type, rank or device")
         if not self.check(flat.mappings):
-            return Misfit("the options answer differently from the captured call")
+            return GuardFailure("the options answer differently from the captured call")
         shapes = [t.shape for t in (*flat.tensors, *extra)]
         reason = self.conditions.broken(shapes, flat.ints)
-        return Misfit(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
+        return GuardFailure(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
 
 
 class Binding:
@@ -169,7 +169,8 @@ class Binding:
 
         Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
         """
-        fits = self.artefact.misfit(flat) is None if self.artefact.options else self.artefact.check(flat.mappings)
+        artefact = self.artefact
+        fits = artefact.guard_failure(flat) is None if artefact.options else artefact.check(flat.mappings)
         return fits and self.unchanged()
 
     def unchanged(self) -> bool:

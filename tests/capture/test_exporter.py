@@ -396,4 +396,4 @@ def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
     assert again.output == probe.artefact.output and again.guards == probe.artefact.guards
     flat = Flat()
     flatten_call((x(3), (5, 6), {"scale": 2.0}), {}, flat)
-    assert again.misfit(flat) is None
+    assert again.guard_failure(flat) is None

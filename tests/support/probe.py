@@ -69,8 +69,8 @@ class Probe:
         flat = Flat()
         if flatten_call(args, kwargs, flat) != self.spec:
             return "another structure"
-        misfit = self.artefact.misfit(flat)
-        return misfit.reason if misfit else None
+        failure = self.artefact.guard_failure(flat)
+        return failure.reason if failure else None
 
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         """What the graph gives."""
