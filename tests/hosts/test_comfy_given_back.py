@@ -145,7 +145,7 @@ def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeyp
     assert kind.one in asked and len(memory.given_back) == 2 and memory.resident == left
     assert torch.equal(roomy.sampled(changed)[0], found) and len(memory.given_back) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(ComfyWeights, "version", lambda _: None)
+        patch.setattr(ComfyWeights, "weights_version", lambda _: None)
         assert torch.equal(roomy.sampled(changed)[0], found), "as if nothing were kept"
         assert memory.resident > left, "each step asks for all"
         assert len(memory.given_back) == 2
@@ -167,7 +167,7 @@ def test_where_nothing_is_kept_no_page_is_given_back(
     roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     if why == "nobody can say":
-        monkeypatch.setattr(ComfyWeights, "version", lambda _: None)
+        monkeypatch.setattr(ComfyWeights, "weights_version", lambda _: None)
     elif why == "no room":
         monkeypatch.setattr(prepack_cache, "room_for", lambda *_: False)
     elif why == "memory was short":

@@ -116,7 +116,7 @@ def test_a_lora_is_seen_and_goes_as_if_nothing_had_left(
     found = offloaded.settled(changed)
     assert kind.one in offloaded.away and distance(found, first) > kind.error
     with monkeypatch.context() as patch:
-        patch.setattr(comfy_weights.ComfyWeights, "version", lambda _: None)
+        patch.setattr(comfy_weights.ComfyWeights, "weights_version", lambda _: None)
         assert torch.equal(offloaded.sampled(changed)[0], found), "as if nothing were kept"
         assert not offloaded.away
     assert torch.equal(offloaded.settled(), first)

@@ -69,7 +69,7 @@ def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
         assert not set(kept(clone)) & set(before), "made again"
         before = kept(clone)
         with monkeypatch.context() as patch:
-            patch.setattr(ComfyWeights, "version", lambda _: None)
+            patch.setattr(ComfyWeights, "weights_version", lambda _: None)
             assert torch.equal(sample(changed), results[strength]), "as if nothing were kept"
             assert not any(kept(clone))
     assert torch.equal(results[0.0], first)
@@ -149,7 +149,7 @@ def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, kind: Kind, monke
     assert kind.one in asked and distance(found, first) > kind.error
     assert torch.equal(paged.sampled(changed)[0], found)
     with monkeypatch.context() as patch:
-        patch.setattr(ComfyWeights, "version", lambda _: None)
+        patch.setattr(ComfyWeights, "weights_version", lambda _: None)
         assert torch.equal(paged.sampled(changed)[0], found), "as if nothing were kept"
     assert torch.equal(paged.sampled()[0], first), "and the model without it is what it was"
 

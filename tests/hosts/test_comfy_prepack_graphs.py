@@ -96,7 +96,7 @@ def test_a_lora_between_two_steps_of_the_way_to_a_graph(
 ) -> None:
     sample(watched.clone, steps=first)
     before = kept(watched.clone)
-    monkeypatch.setattr(ComfyWeights, "version", lambda _: "with a LoRA")
+    monkeypatch.setattr(ComfyWeights, "weights_version", lambda _: "with a LoRA")
     watched.fetched_anew()
     sample(watched.clone, steps=5)
     assert not set(kept(watched.clone)) & set(before)
@@ -104,13 +104,13 @@ def test_a_lora_between_two_steps_of_the_way_to_a_graph(
 
 
 def _no_room(watched: Watched, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ComfyWeights, "version", lambda _: "with a LoRA")
+    patch.setattr(ComfyWeights, "weights_version", lambda _: "with a LoRA")
     patch.setattr(prepack_cache, "room_for", lambda *_: False)
     watched.fetched_anew()
 
 
 def _nobody_can_say(_: Watched, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ComfyWeights, "version", lambda _: None)  # as with hooks
+    patch.setattr(ComfyWeights, "weights_version", lambda _: None)  # as with hooks
 
 
 def _released_meanwhile(watched: Watched, patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def _released_meanwhile(watched: Watched, patch: pytest.MonkeyPatch) -> None:
             once.append(engine.release())  # by another thread
         return found
 
-    patch.setattr(engine.graphs, "_spared", released)
+    patch.setattr(engine.graphs, "_released_weights", released)
 
 
 @pytest.mark.parametrize("change", [_no_room, _nobody_can_say, _released_meanwhile])
@@ -211,7 +211,7 @@ def test_a_graph_whose_pages_were_given_back_is_not_replayed_on_others(watched: 
 def test_a_lora_has_a_graph_made_after_pages_were_given_back(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     sample(watched.clone, steps=4)
     left, graphs = set(watched.memory.resident), len(Graph.made)
-    monkeypatch.setattr(ComfyWeights, "version", lambda _: "with a LoRA")
+    monkeypatch.setattr(ComfyWeights, "weights_version", lambda _: "with a LoRA")
     watched.fetched_anew()
     sample(watched.clone, steps=5)
     assert len(watched.memory.given_back) == 2 and watched.memory.resident == left
