@@ -27,6 +27,7 @@ HEAD = (
 CORE = ("core", "core, warm")
 # mode -> ways of its two processes
 MODES = {"O2": ("cold", "warm"), "O3": ("default+O3", "default+O3, warm")}
+_OTHER_RUNS = "Each row is one run. Where README gives `O2` another ratio, that is of another run: hosts differ."
 RUN = ("gpu", "backbone", "size", "steps", "commit", "command")
 
 Row = dict[str, str]
@@ -94,7 +95,7 @@ def low_precision(file: Path = RESULTS) -> str:
         cells += [two["error_to_eager"], three["error_to_eager"]]
         if all(cells):
             lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _OTHER_RUNS])
 
 
 def _place(backbone: str) -> int:

@@ -175,7 +175,7 @@ class Verifier:
         try:
             wide = _wider_result(region, args, kwargs)
         except torch.OutOfMemoryError:
-            return _Errors(why="there was no memory for a wider computation")
+            return _Errors(why="there was no memory for a run in higher precision")
         except (Unsupported, Ineligible) as reason:
             return _Errors(why=str(reason))
         except Exception as error:

@@ -349,5 +349,5 @@ def test_core_s_compile_node_behind_ours_is_left_alone_and_said(pair: MakePair) 
     plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()
     with torch._dynamo.config.patch(disable=True):  # what core would make of it is not the question
         assert torch.equal(sample(core(at.clone)), plain)
-    eager_only(at.since(mark), {"(whole module)"}, "core's TorchCompileModel")
+    eager_only(at.since(mark), {"(whole module)"}, "ComfyUI's TorchCompileModel")
     at.is_left_by(plain, before)

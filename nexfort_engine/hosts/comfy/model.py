@@ -113,7 +113,7 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
     clone = patcher.clone()
     if clone.get_wrappers(WrappersMP.APPLY_MODEL, _CORE_S_KEY):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_S_KEY)
-        log.warning("Nexfort: the model carried core's TorchCompileModel as well; it is taken off this branch")
+        log.warning("Nexfort: the model carried ComfyUI's TorchCompileModel as well; it is taken off this branch")
     for key in (KEY, _CLOCK):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, key)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
@@ -202,7 +202,7 @@ def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None
     for value in (*args, *kwargs.values()):
         wrappers = value.get("wrappers") if isinstance(value, dict) else None
         if wrappers and wrappers.get("apply_model", {}).get(_CORE_S_KEY):
-            return "core's TorchCompileModel comes after Nexfort's node and compiles the model itself; keep one of them"
+            return "ComfyUI's TorchCompileModel comes after Nexfort's node and compiles the model itself; keep one of them"
     return None
 
 
