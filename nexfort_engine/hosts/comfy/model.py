@@ -202,7 +202,7 @@ def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None
     for value in (*args, *kwargs.values()):
         wrappers = value.get("wrappers") if isinstance(value, dict) else None
         if wrappers and wrappers.get("apply_model", {}).get(_CORE_S_KEY):
-            return "ComfyUI's TorchCompileModel comes after Nexfort's node and compiles the model itself; keep one of them"
+            return "ComfyUI's TorchCompileModel comes after Nexfort's node and compiles the model too; keep one of them"
     return None
 
 
