@@ -6,13 +6,18 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pages
 import pytest
+from bundle_parts import put
 from pages import DESIGN, ROOT, USER, name_of, read
 from test_project import ENGINE, sources
 
+from nexfort_engine.cache import key
+from nexfort_engine.cache.store import Store
 from nexfort_engine.cli import main
 from nexfort_engine.config.options import KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
 
@@ -52,6 +57,46 @@ def test_each_command_is_there_with_its_flags(page: Path, capsys: pytest.Capture
         else:
             told = read(Path(spec.origin or "")) + "--help"
         assert [flag for flag in flags if flag not in told] == [], f"{name_of(page)}: {' '.join(given)}"
+
+
+ORDER = ["list", "path", "verify", "pin", "export", "import", "prune", "clear"]  # the last ones leave nothing
+RUNS = """
+import contextlib, io, runpy, sys
+for module in sys.argv[1:]:
+    sys.argv, code = [module, "--help"], 0
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code
+    assert not code and "usage" in said.getvalue(), module
+"""
+
+
+def test_commands_of_the_cache_run_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a cache that holds an artefact. Those for a ComfyUI and its models run in the tests of `run` and `warm`."""
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "cache"))
+    entry = put(Store(tmp_path / "cache"), info={"fingerprint": key.fingerprint("cpu"), "machine": key.machine("cpu")})
+    values = {"FILE": str(tmp_path / "all.tar"), "artefacts.tar": str(tmp_path / "all.tar"), "ID": entry.id}
+    written = {tuple(given) for page in PAGES for module, given in commands(page) if module == "nexfort_engine"}
+    mine = [
+        given for given in written if given[:1] in {("cache",), ("doctor",), ("plan",)} and "--comfyui" not in given
+    ]
+    assert len(mine) > 8
+    for given in sorted(mine, key=lambda given: (ORDER.index(given[1]) if given[1:] else -1, given)):
+        code = main.main([values.get(word, word) for word in given])
+        told = capsys.readouterr().err
+        asks = given[1:2] == ("import",) and "--trust" not in given  # what a bundle holds is code
+        assert ("with --trust" in told) if asks else code == 0, (given, told)
+
+
+def test_other_commands_start() -> None:
+    modules = {module for page in PAGES for module, _ in commands(page)}
+    command = [sys.executable, "-c", RUNS, *sorted(modules)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_of_commands_has_each_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,7 +270,7 @@ _ROWS = (
         "Computes what depends on the prompt and on weights alone once a picture and not in each step.",
         "PixArt 27.89 ms, 28.21 without; SDXL 29.48 and 29.96; SD2.1 12.48 and 12.56; Wan2.1-1.3B none (H200, "
         "2026-11-26)",
-        "Memory: at most 100 MiB or a 24th of the weights.",
+        "Memory: at most 100 MiB, or a 24th of the weights where that is more.",
         shapes=False,  # `CompileConfig.prompt_once` has its effect
         idle=_prompt_idle,
     ),
