@@ -94,9 +94,6 @@ def test_a_function_of_a_weight(pair: MakePair, share: float) -> None:
     at.is_left_by(plain, before)
 
 
-# Wan gives this one float32 whatever the rest computes in; the weight provider cannot know with which dtype
-CALLED_IN_FLOAT = {"comfy_wan": {"patch_embedding"}}
-
 
 @pytest.mark.usefixtures("attention_without_amx")
 @pytest.mark.parametrize("name", OBJECTS)
@@ -114,15 +111,13 @@ def test_another_dtype_to_compute_in(pair: MakePair, name: str) -> None:
     assert distance(wanted, plain) > 2 * TOLERANCE, "as half precision does"
     assert distance(sample(computing(at.clone)), wanted) < TOLERANCE
     new = at.since(mark)
-    assert {row["region"] for row in new["eager"]} == CALLED_IN_FLOAT.get(name, set()), new["eager"]
+    assert not new["eager"], new["eager"]
     assert 0 < len(new["artefacts"]) < len(regions_of(at)), new["artefacts"]
     at.is_left_by(plain, before)
     mark = at.mark()
     assert distance(sample(computing(at.clone)), wanted) < TOLERANCE
     assert distance(sample(host.attach(computing(at.patcher), CONFIG)), wanted) < TOLERANCE
-    again = at.since(mark)
-    assert {row["region"] for row in again.pop("eager")} == CALLED_IN_FLOAT.get(name, set())
-    nothing_new({**again, "eager": []})
+    nothing_new(at.since(mark))
 
 
 def test_a_dynamic_patcher_stays_dynamic_and_nothing_is_loaded_again() -> None:
