@@ -126,6 +126,7 @@ _ATTRIBUTES: Mapping[str, str] = {
         _set_sdp_use_math _set_sdp_use_mem_efficient _set_sdp_use_overrideable
     """,
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.fx.experimental.sym_node.SymNode": "_expr",
     "torch._inductor.codegen.triton.TritonKernel": "_load_mask",
     "torch._inductor.cpu_vec_isa.VecISA": "_arch_flags",
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner": "_create_compile_meta _create_compile_options",

@@ -75,9 +75,8 @@ class ComfyHome:
 
         wanted = size + management.extra_reserved_memory()
         if management.get_free_memory(device) < wanted:
-            mine = [
-                one for one in management.current_loaded_models if getattr(one.model, "model", None) is self._model()
-            ]
+            model, loaded = self._model(), management.current_loaded_models
+            mine = [one for one in loaded if model is not None and getattr(one.model, "model", None) is model]
             management.free_memory(wanted, device, keep_loaded=mine)
 
     def moved(self, size: int) -> None:
