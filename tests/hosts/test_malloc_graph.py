@@ -137,3 +137,20 @@ def test_a_host_that_lacks_it(prefetch: Any, missing: str | None, monkeypatch: p
         delattr(prefetch, missing)
     with paused():
         pass
+
+
+@pytest.mark.comfy
+@pytest.mark.usefixtures("comfyui", "artefact_cache")
+def test_the_host_s_pauses_count_before_the_first_of_ours(prefetch: Any) -> None:
+    """An engine may compile for the first time inside a block that ComfyUI has paused."""
+    from backbones import make
+    from patchers import CONFIG, patcher_around
+
+    from nexfort_engine.hosts.comfy import model as host
+
+    host.attach(patcher_around(make("comfy_flux").module, family="Flux"), CONFIG)
+    with prefetch.pause_malloc_graph():
+        with paused():
+            pass
+        assert prefetch.record().paused
+    assert not prefetch.record().paused

@@ -242,6 +242,7 @@ def new_engine(
     name: of the engine, where the class of `model` is none. computing: the dtype to compute in, where `model` does not
     say it. planned_as: in the place of `plain_call`. given: more of what Engine takes.
     """
+    malloc_graph.count_pauses()  # before the first one that an engine's own could lie in
     hooks = HostHooks(
         cancel=_cancel,
         stops=_stops,
