@@ -36,7 +36,7 @@ class Numbers:
     @classmethod
     def all_free(cls, values: Sequence[int]) -> Numbers:
         """Every number is free; those of 2 and more are taken for sizes."""
-        return cls(frozenset(range(len(values))), frozenset(i for i, value in enumerate(values) if value > 1))
+        return cls(frozenset(range(len(values))), cls.sizes_free(values).sizes)
 
     @classmethod
     def sizes_free(cls, values: Sequence[int]) -> Numbers:
