@@ -45,6 +45,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "cudagraphs/step_graphs.py": "captures and replays what was lowered",
     "dispatch/compiled_share.py": "steps aside where little of a network is compiled",
     "dispatch/slowdown.py": "compares times of steps",
+    "dispatch/speed.py": "compares times of steps",
     "dispatch/step_times.py": "compares times of steps",
     "dispatch/verify.py": "compares pictures with those of eager code",
     "flags.py": "an older name of a file that moved",

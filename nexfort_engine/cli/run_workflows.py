@@ -14,11 +14,12 @@ import struct
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..reporting.speed import current, headline
 from .comfy_server import ComfyError, ComfyServer, failure
 
 Event = dict[str, Any]
@@ -104,9 +105,15 @@ def run_workflows(
         run.reports = server.get("/nexfort/report")
     except ComfyError as error:
         run.notes.append(f"no compile report: {error}. Is the plugin loaded in this ComfyUI?")
-    for note in run.notes:
+    for note in (*run.notes, *speeds(run.reports["engines"] if run.reports else ())):
         say(note)
     return run
+
+
+def speeds(engines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each engine of which times are known: how much faster it is, as the server's report has it."""
+    rows = [(engine["name"], current(engine["report"])) for engine in engines]
+    return [f"{name}: {headline(row)}" for name, row in rows if row is not None]
 
 
 def _run_one(

@@ -19,7 +19,7 @@ from typing import Any
 from ..cache.ephemeral import Scratch
 from ..system.process_settings import disabled, keeps_nothing
 from .comfy_server import ComfyServer, failure, has_accelerator, mount, plugin_root
-from .run_workflows import Console, listening, load_workflow
+from .run_workflows import Console, listening, load_workflow, speeds
 from .warm_workflow import CannotWarmError, Workflow, compiles_anything, for_model, kind_of, prepared
 
 PACK = Path(__file__).resolve().parent.parent / "hosts" / "warm_pack"
@@ -89,7 +89,8 @@ class Warmed:
             f"{facts['loaded']} loaded in {facts['seconds_loading']:.1f} s, {facts['seconds']:.1f} s in all, "
             f"for {self.device}"
         )
-        return "\n".join([made, *self.eager(), *([] if self.problem is None else [f"not warm: {self.problem}"])])
+        told = [made, *speeds(self.engines), *self.eager()]
+        return "\n".join([*told, *([] if self.problem is None else [f"not warm: {self.problem}"])])
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it."""

@@ -3,12 +3,12 @@
 
 step_times.py compares times; here is what steps are told apart by, which of them say something, and what likely made a
 step slow. Eager's time comes from verifications, from steps that ran while artefacts were made beside them, and from
-runs without Nexfort that its user asked for. No step is run for it.
+runs without Nexfort that its user asked for. No step is run for it. How much faster steps are is in speed.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
+from .speed import Speed
 from .step_times import Lap, Pace, begin, kind_of
 
 WITHOUT = "a run without Nexfort"
@@ -43,13 +44,15 @@ class Promise:
         """graphs: steps may be CUDA graphs."""
         self._state, self._graphs = state, graphs
         self.pace = Pace(state.report.pace, self.likely_reason)
+        self.speed = Speed(state, self.likely_reason)
 
     def without(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step that its user wants eager, which shows how long eager takes."""
         ends = begin(_device(args, kwargs))
         result = plain(*args, **kwargs)
         if ends is not None:
-            self.pace.ran_eager(ends(), self._kind(args, kwargs), WITHOUT)
+            kind = self._kind(args, kwargs)
+            self.pace.ran_eager(self.speed.timed(ends(), (args, kwargs), kind[-1], WITHOUT), kind, WITHOUT)
         return result
 
     def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Lap] | None:
@@ -60,20 +63,24 @@ class Promise:
         """It ended. Its time is kept if it says something: a step that made artefacts says nothing."""
         if session.asked is None or session.planned or session.aside:
             return
-        kind = self._kind(*session.asked[1:])
+        given = session.asked[1:]
+        kind = self._kind(*given)
         if session.replayed or (session.trace.used and not session.behind):
             facts = Facts(session.trace.ran_eager, session.trace.fetched, session.trace.others, session.replayed)
-            self.pace.ran(lap, kind, facts)
+            self.pace.ran(self.speed.timed(lap, given, kind[-1], facts=facts), kind, facts)
         elif session.behind and not session.trace.used:
-            self.pace.ran_eager(lap, kind, BEFORE)
+            self.pace.ran_eager(self.speed.timed(lap, given, kind[-1], BEFORE), kind, BEFORE)
 
     def verified(self, told: Mapping[str, Any] | None, session: ForwardContext) -> None:
         """A step like this one was compared with eager, if it could be."""
         if told is not None and session.asked is not None:
-            self.pace.verified(told["eager_ms"] / 1e3, self._kind(*session.asked[1:]))
+            given, seconds = session.asked[1:], told["eager_ms"] / 1e3
+            kind = self._kind(*given)
+            self.pace.verified(seconds, kind)
+            self.speed.verified(seconds, given, kind[-1])
 
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """What steps have in common that should take the same time: sizes, batch, weights, and code of others."""
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What steps have in common that should take the same time: sizes, batch, weights, and last code of others."""
         mappings = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
         return kind_of(args, kwargs, self._state.version(), self._state.unquiet(mappings))
 

@@ -156,7 +156,7 @@ class Pace:
         )  # fmt: skip
 
 
-def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], *besides: Hashable) -> Hashable:
+def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], *besides: Hashable) -> tuple[Any, ...]:
     """A kind of step: the sizes and types of what it is called with, and besides what else has to be the same."""
     given = (*args, *kwargs.values()) if kwargs else args
     return (tuple([(t.shape, t.dtype) for t in given if isinstance(t, torch.Tensor)]), *besides)

@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .speed import current, headline
+
 if TYPE_CHECKING:
     from ..config.compile_config import CompileConfig
 
 MOST_REASONS = 64  # that are kept of one region
+MOST_SPEEDS = 32  # kinds of steps
 MORE_REASONS = "and for more reasons, which are not kept"
 _LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications", "pace")
 
@@ -73,6 +76,7 @@ class Report:
         self._rows: dict[str, list[Any]] = {name: [] for name in _LISTS}
         self._seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in _LISTS}
         self._reasons: Counter[tuple[str, str]] = Counter()  # of each list and region
+        self._speed: dict[str, dict[str, Any]] = {}  # by the kind of step, the one that ran last at the end
         self._calls = 0
         self._made_ns = 0  # on the clock, while artefacts were made
         self._call_ns = 0  # whole nanoseconds, so that a difference of two sums has no rounding in it
@@ -150,6 +154,19 @@ class Report:
         with self._lock:
             self._rows["pace"].append(dict(row))
 
+    def speed(self, key: str, row: Mapping[str, Any]) -> None:
+        """How long a kind of step takes, as cache/speed_record.py has it; in the place of what was told before."""
+        with self._lock:
+            self._speed.pop(key, None)
+            self._speed[key] = {"key": key, **row}
+            while len(self._speed) > MOST_SPEEDS:
+                del self._speed[next(iter(self._speed))]
+
+    @property
+    def seconds_cold(self) -> float:
+        """Seconds on the clock in which artefacts were made."""
+        return self._made_ns / 1e9
+
     @property
     def paced(self) -> int:
         """How often steps became slower than eager's, or no longer were."""
@@ -203,7 +220,8 @@ class Report:
             f"  artefacts: {data['artefacts_loaded']} loaded in {data['seconds_warm']:.1f} s, "
             f"{data['artefacts_compiled']} compiled in {data['seconds_cold']:.1f} s"
         )
-        lines = [head.replace(" :", ":"), made]
+        speed = current(data)
+        lines = [head.replace(" :", ":"), *([f"  {headline(speed)}"] if speed is not None else []), made]
         if data["cache_dir"]:
             lines.append(f"  cache: {data['cache_dir']}")
         lines += [f"  variant: {row['region']}: {row['reason']}" for row in data["variants"]]
@@ -229,6 +247,7 @@ class Report:
             state["_rows"] = {name: list(rows) for name, rows in self._rows.items()}
             state["_seen"] = {name: set(keys) for name, keys in self._seen.items()}
             state["_reasons"] = Counter(self._reasons)
+            state["_speed"] = dict(self._speed)
         del state["_lock"]
         return state
 
@@ -285,6 +304,7 @@ class Report:
             "precision": new["precision"],
             "verifications": new["verifications"],
             "pace": new["pace"],
+            "speed": [dict(row) for row in self._speed.values()],
         }
 
 

@@ -46,6 +46,8 @@ class HostHooks:
     apart: entered where memory is taken that outlives the call, for hosts that watch what a call takes.
     plain_call: the backbone's arguments without what others added to them (wrappers, patches), for planning.
     others_code: why the options it is called with bring code of others along, or None.
+    weights_name: which patches the weights carry, by a name that they have in every process; None where that cannot be
+        told.
     also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
         need is planned with it.
     """
@@ -55,6 +57,7 @@ class HostHooks:
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext
     plain_call: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs)
     others_code: Callable[[dict[Any, Any]], str | None] = callables_in
+    weights_name: Callable[[], str | None] = lambda: ""
     also: Also = lambda args, kwargs: []
 
 

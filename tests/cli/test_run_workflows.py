@@ -77,7 +77,8 @@ def test_a_run_reports_prompts_and_what_the_plugin_tells(imitation: Path, tmp_pa
     assert run.prompts[0]["seconds"] == 2.5 and run.prompts[0]["error"] is None
     assert run.prompts[0]["outputs"] == [str(imitation / "output" / "a.png")]
     assert "node bad (Loader)" in run.prompts[1]["error"]
-    assert run.as_dict()["reports"] == [{"artefacts_compiled": 0}]
+    assert [engine["name"] for engine in run.as_dict()["reports"]["engines"]] == ["Flux"]
+    assert said[-1] == "Flux: 2.00x faster: 0.50 s a step, was 1.00 s (verified, 1970-01-01) - compiled once in 22 s"
     assert "one: done in 2.5 s" in said
     json.dumps(run.as_dict())
 

@@ -26,6 +26,7 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch import forward_shim, slowdown
 from nexfort_engine.dispatch.step_times import STEPS as STEPS_COMPARED
 from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.hosts.comfy.patch_names import PatchNames
 from nexfort_engine.lowering import inductor
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
@@ -96,6 +97,40 @@ def test_bypassed_steps_tell_how_long_eager_takes(patcher: Any, monkeypatch: pyt
     (row,) = report(compiled)["pace"]
     assert row["slower"] and row["source"] == slowdown.WITHOUT and row["compiled_ms"] == pytest.approx(200)
     assert_clean(patcher)
+
+
+def test_the_log_ends_a_sampling_with_its_speed(
+    patcher: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = [0.1]
+    monkeypatch.setattr(slowdown, "begin", lambda device: lambda now=seconds[0]: lambda: now)
+    compiled = host.attach(patcher, CONFIG)
+    with caplog.at_level(logging.INFO, "nexfort"):
+        for _ in range(3):
+            sample(compiled)
+        seconds[0] = 0.2
+        for _ in range(3):
+            sample(patcher)
+        seconds[0] = 0.1
+        sample(compiled)
+    lines = [record.getMessage() for record in caplog.records if "loaded" in record.getMessage()]
+    assert len(lines) == 4, "a sampling without the node has no line"
+    assert lines[0].startswith(f"Nexfort: {STEPS} steps") and "not measured yet; " in lines[0]
+    assert lines[-1] == f"Nexfort: {STEPS} steps of 0.10 s, 2.0x; 0 compiled, 0 loaded"
+    assert_clean(patcher)
+
+
+def test_patches_have_a_name_that_says_which_they_are(patcher: Any) -> None:
+    def named(*patches: tuple[float, float]) -> str | None:
+        one = patcher.clone()
+        key = next(key for key in one.model.state_dict() if key.endswith("weight"))
+        for number, strength in patches:
+            one.add_patches({key: ("diff", (torch.full_like(one.model.state_dict()[key], number),))}, strength)
+        one.model.current_patcher = one
+        return PatchNames(one.model).name()
+
+    assert named() == "" and named((1.0, 0.5)) == named((1.0, 0.5))
+    assert len({named((1.0, 0.5)), named((1.0, 1.0)), named((2.0, 0.5)), named((1.0, 0.5), (2.0, 0.5))}) == 4
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ _KEYS = {
     "notes",
     "pace",
     "precision",
+    "speed",
     "verifications",
 }
 

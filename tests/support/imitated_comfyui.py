@@ -36,7 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
     def do_GET(self):
         if self.path == "/nexfort/report":
-            self.answer(200, [{"artefacts_compiled": 0}])
+            speed = [{"compiled": 0.5, "eager": 1.0, "eager_at": 1.0, "source": "verified", "saved": 0, "made": 22.0}]
+            self.answer(200, {"engines": [{"name": "Flux", "report": {"artefacts_compiled": 0, "speed": speed}}]})
         elif self.path.startswith("/history/"):
             if fault == "die":
                 os._exit(3)

@@ -29,6 +29,7 @@ from ...runtime.engine_state import HostHooks
 from ...system import process_settings
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
+from .patch_names import PatchNames
 from .progress import shown
 from .weights import ComfyWeights
 
@@ -117,6 +118,8 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
     for key in (KEY, _CLOCK):
         clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, key)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _wrapper(config))
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_sampling(config))
     for one in (clone, patcher):  # whichever was used last is the one that ComfyUI takes off the GPU
         one.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
         one.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release)
@@ -166,6 +169,24 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             return executor(*args, **kwargs)
 
     return run_compiled
+
+
+def _around_sampling(config: CompileConfig) -> Callable[..., Any]:
+    """A wrapper of one sampling, after which the log says how fast it was."""
+
+    def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        model = getattr(getattr(executor.class_obj, "model_patcher", None), "model", None)
+        network = getattr(model, "diffusion_model", None)
+        if not isinstance(network, nn.Module):
+            return executor(*args, **kwargs)
+        speed = engine_for(network, config, model).promise.speed
+        speed.begin_picture()
+        result = executor(*args, **kwargs)
+        if (line := speed.end_picture()) is not None:
+            log.info("%s", line)
+        return result
+
+    return sample
 
 
 def _clock(config: CompileConfig) -> Callable[..., Any]:
@@ -249,6 +270,7 @@ def new_engine(
         apart=malloc_graph.paused,
         plain_call=planned_as or plain_call,
         others_code=_others_code,
+        weights_name=PatchNames(model).name,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
     return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of steps on disk: the last of each, bounded, fresh, of one's own files alone, whoever writes besides."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexfort_engine.cache import speed_record
+from nexfort_engine.cache.speed_record import DAYS, FILE, FOLDER, MOST, blank, read, write
+
+
+def row(**given: Any) -> dict[str, Any]:
+    now = time.time()
+    return blank(compiled=0.5, compiled_at=now, eager=1.0, eager_at=now, source="verified", **given)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    assert read(tmp_path) == {}
+    mine = row(model="Flux", mode="O2", device="a card", sizes=[[1, 4, 8, 8]], recent=[[1.0, 0.5]])
+    write(tmp_path, {"a": {**mine, "reason": "not kept"}}, {})
+    assert read(tmp_path) == {"a": mine}
+
+
+def test_the_last_time_of_each_counts_and_counts_add_up(tmp_path: Path) -> None:
+    ours = row(steps=3, pictures=1, saved=1.5)
+    write(tmp_path, {"a": ours}, {"a": {"steps": 3}})
+    theirs = {**ours, "compiled": 0.25, "compiled_at": ours["compiled_at"] + 5, "eager": 9.0, "eager_at": 1.0}
+    write(tmp_path, {"a": theirs}, {"a": {"steps": 2, "pictures": 1, "saved": 0.5}})
+    found = read(tmp_path)["a"]
+    assert (found["compiled"], found["eager"], found["source"]) == (0.25, 1.0, "verified")
+    assert (found["steps"], found["pictures"], found["saved"]) == (5, 2, 2.0)
+
+
+def test_processes_that_write_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=write, args=(tmp_path, {str(n): row()}, {})) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(read(tmp_path)) == [str(n) for n in range(8)]
+
+
+def test_what_is_old_goes_and_there_is_an_end_to_it(tmp_path: Path) -> None:
+    old = time.time() - DAYS * 86400 - 10
+    write(tmp_path, {"half": {**row(), "eager_at": old}, "all": {**row(), "eager_at": old, "compiled_at": old}}, {})
+    found = read(tmp_path)
+    assert list(found) == ["half"] and found["half"]["eager"] is None and found["half"]["compiled"] == 0.5
+    write(tmp_path, {str(n): {**row(), "compiled_at": time.time() + n} for n in range(MOST + 5)}, {})
+    assert len(read(tmp_path)) == MOST and "4" not in read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 2, "rows": {}}',
+        '{"format": 1, "rows": {"a": {}}}',
+        json.dumps({"format": 1, "rows": {"a": {**row(), "compiled": "fast"}}}),
+        json.dumps({"format": 1, "rows": {"a": {**row(), "compiled": -1.0}}}),
+        json.dumps({"format": 1, "rows": {"a": {**row(), "steps": True}}}),
+        json.dumps({"format": 1, "rows": {"a": {**row(), "recent": [[1.0]]}}}),
+        json.dumps({"format": 1, "rows": {"a": {**row(), "saved": float("nan")}}}),
+    ],
+)
+def test_a_damaged_file_is_ignored_with_one_line_and_made_again(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, {"a": row()}, {})
+    (tmp_path / FOLDER / FILE).write_text(content)
+    with caplog.at_level(logging.INFO, "nexfort"):
+        assert read(tmp_path) == {}
+    assert [FILE in record.message for record in caplog.records] == [True]
+    write(tmp_path, {"b": row()}, {})
+    assert list(read(tmp_path)) == ["b"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and kinds of files are POSIX's here")
+def test_what_others_could_have_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, {"a": row()}, {})
+    file = tmp_path / FOLDER / FILE
+    file.chmod(0o666)
+    with caplog.at_level(logging.INFO, "nexfort"):
+        assert read(tmp_path) == {}
+    assert "0666" in caplog.records[0].message
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o600)
+    assert read(tmp_path) == {}
+
+
+def test_a_place_that_takes_nothing_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(speed_record, "update", full)
+    write(tmp_path, {"a": row()}, {})
+    (tmp_path / "file").write_text("")
+    write(tmp_path / "file", {"a": row()}, {})
+    assert read(tmp_path) == {} == read(tmp_path / "file")
