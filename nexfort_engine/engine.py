@@ -237,7 +237,9 @@ class Engine:
         """The backbone's own forward, or its region where it is one region as a whole."""
         own = self.table.whole_region
         if own is not None:
-            return lambda *args, **kwargs: own.call(plain, args, kwargs, session)
+            return lambda *args, **kwargs: (
+                own.call(plain, args, kwargs, session) if session.looks or not session.held else plain(*args, **kwargs)
+            )
         return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs), session)
 
     def _laid_back(self, result: Any, given: Any, session: ForwardContext) -> Any:
@@ -257,8 +259,10 @@ class Engine:
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
+        if session.asked is not None:
+            self.builder.handover.begins(args, kwargs, session)
         try:
-            if not graphs or self.graphs is None or not torch.cuda.is_available():
+            if session.held or not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
             else:
                 result = self.graphs.call(run, args, kwargs, session)
@@ -275,8 +279,9 @@ class Engine:
                 return run(*args, **kwargs)
         if ends is not None:
             self.promise.ended(ends(), session)
+        self.builder.handover.ended(session)
         self.worth.judge(session)
-        if due and session.behind:
+        if due and (session.behind or session.held):
             self._verify_due = True  # there is nothing compiled yet to compare
         elif kept is not None and session.root is not None:
             args, kwargs, replayed, names = kept
@@ -362,7 +367,7 @@ class Engine:
         region = self.table.of(module)
         if region is None or session.inside:
             return plain(*args, **kwargs)
-        if session.aside:
+        if session.aside or (session.held and not session.looks):
             session.trace.ran_eager = True
             return plain(*args, **kwargs)
         if session.instead is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nexfort_engine.reporting.report import Report
 
 EVENT = "nexfort.status"
+BESIDE = "background"  # the phase of what is compiled while nobody waits for it
 WHOLE = "(whole module)"
 # Ids of workflows that were closed stay until this many newer ones came.
 MOST = 512
@@ -81,6 +82,9 @@ def _listen() -> None:
 
 def watch(report: Report, event: Event | None) -> None:
     """How far compiling is, or None at the end of a call; the nodes of this report are told where that is news."""
+    if event is not None and event.phase == BESIDE:  # another prompt may run by now
+        _send(nodes_of(report))
+        return
     begins = _begins(report)
     if event is None:
         # At every step: only the first one, one that compiled, and one that is slower than others were, can have
@@ -146,13 +150,15 @@ def _told(seat: Seat) -> dict[str, Any]:
 def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
     """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is.
 
-    "slower" is there where steps of some sizes are slower than eager's.
+    "slower" is there where steps of some sizes are slower than eager's. In the "background" nobody waits for it.
     """
     eager = {row["region"] for row in report["eager"]}
     found: dict[str, Any] = {"state": "waiting", "eager": len(eager - {WHOLE})}
     if _is_slower(report):
         found["slower"] = True
-    if progress is not None and progress.done < progress.total:
+    if report["compiling_beside"]:
+        found["state"] = "background"
+    elif progress is not None and progress.done < progress.total:
         left = progress.seconds_left
         found |= {"state": "compiling", "done": progress.done, "total": progress.total}
         found["seconds_left"] = None if left is None else round(left)

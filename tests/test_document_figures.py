@@ -31,7 +31,7 @@ LIMITS = {
     "1.1 times": {"dispatch/verify.py": "FACTOR = 1.1"},
     "0.1 s": {"compilation/jobs.py": "WATCH = 0.1"},
     "10 s": {"cache/lock.py": "TIMEOUT = 10.0"},
-    "30 s": {"cache/staging.py": "PATIENCE = 30.0"},
+    "30 s": {"cache/staging.py": "PATIENCE = 30.0", "compilation/handover.py": "LONG = 30.0"},
     "60 s": {
         "cache/root_dir.py": "RETRY_AFTER = 60.0",
         "lowering/worker_pool.py": "_KEPT = 60.0",

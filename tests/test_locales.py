@@ -191,7 +191,9 @@ def test_every_text_of_the_panels_is_there_and_used() -> None:
     groups = "|".join(content("en", "main")["nexfort"])
     plain = set(re.findall(rf"'((?:{groups})\.\w+)'", code)) | set(re.findall(r"\btext\('([^']+)'", code))
     assert not plain - keys, "a text without a translation"
-    composed = {f"badge.{state}" for state in ("waiting", "compiling", "warm", "compiled", "eager", "off")}
+    composed = {
+        f"badge.{state}" for state in ("waiting", "compiling", "background", "warm", "compiled", "eager", "off")
+    }
     composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}
     composed |= {f"cache.{one}" for one in re.findall(r"'(\w+)'", code.split("const ORDERS = ")[1].split("]")[0])}
     composed |= {"report.loaded", "report.compiled", "cache.artefact", "cache.sizeAndUse", "cache.actions"}

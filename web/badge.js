@@ -73,7 +73,7 @@ function draw(node) {
   const { button, widget } = badges.get(node)
   const status = statusOf(node)
   const said = stateText(status)
-  button.dataset.state = (status.eager || status.slower) && status.state !== 'compiling' ? 'eager' : status.state
+  button.dataset.state = (status.eager || status.slower) && !['compiling', 'background'].includes(status.state) ? 'eager' : status.state
   button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
   button.title = text('badge.open')
   button.setAttribute('aria-label', text('badge.label', { said }))

@@ -36,6 +36,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "cache/": "stores artefacts; what an entry holds is checked when it is read",
     "clear_cache.py": "starts a command",
     "cli/": "commands",
+    "compilation/handover.py": "says which steps run what was made",
     "compilation/selfcheck.py": "asks whether a device can compile at all",
     "compiled.py": "an older name of a file that moved",
     "cudagraphs/capture_check.py": "tries whether a step can be a CUDA graph",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Background: artefacts made beside the steps, which run eager meanwhile; compiled code takes over between two steps.
+"""Background: artefacts made beside the steps, which run eager meanwhile. handover.py says until when.
 
 One thread of an engine at a time. It holds the lock of captures for as long as it makes something, as a step does that
 waits for its artefacts; a step of an engine that works this way never waits for that lock. It asks no host for a
-cancel: what is begun is finished and kept.
+cancel: what is begun is finished and kept. No failure of it reaches a step, which runs eager with the reason.
 """
 
 from __future__ import annotations
@@ -12,27 +12,37 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import copy_context
+from dataclasses import replace
 
 import torch
 
 from ..capture.types import LOCK
-from ..reporting.report import named
+from ..reporting import progress
+from ..reporting.report import Report, named
 from ..reporting.resource_shortages import describe_error
 from ..runtime.forward_context import current
 
 log = logging.getLogger("nexfort")
 
-NOTE = "artefacts were made in the background; the steps until they were there ran eager"
+NOTE = "artefacts are made in the background; what begins before they are there runs eager"
+PHASE = "background"  # of its progress
+_BESIDE = "{}, in the background"
+_ENDED = progress.Event(1, 1, 0.0, "Nexfort: compiled in the background; the next picture runs compiled", PHASE)
+_FAILED = progress.Event(1, 1, 0.0, "Nexfort: compiling in the background failed; see the report", PHASE)
 
 
 class Background:
-    """The thread of one engine that makes artefacts."""
+    """The thread of one engine that makes artefacts.
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        """note: takes what the report is told."""
-        self._note = note
+    waits: there is no thread to be had, and what is missing is made before steps. problem: why its last work failed, ""
+    if it did not. failures: how often it failed since it last did not. begun: how often it began.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._thread: threading.Thread | None = None
-        self.failed = False  # something is wrong with it: what is missing is made before the step, which says why
+        self.waits = False
+        self.problem, self.failures, self.begun = "", 0, 0
 
     @property
     def busy(self) -> bool:
@@ -47,37 +57,52 @@ class Background:
     def start(self, work: Callable[[], object]) -> bool:
         """Do the work on a thread of its own, in the caller's context and on its device, but in no step.
 
-        False: there is no thread to be had. What is missing is made before steps from then on.
+        False: there is no thread to be had.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         context = copy_context()
         context.run(current.set, None)
+        context.run(progress.sink.set, _beside(progress.sink.get()))
         thread = threading.Thread(target=context.run, args=(self._run, work, device), name="nexfort-background")
         thread.daemon = True
+        self._report.making(True)
         try:
             thread.start()
         except RuntimeError as error:
-            self.failed = True
-            self._note(f"artefacts are made before steps, not in the background: {describe_error(error)}")
+            self._report.making(False)
+            self.waits = True
+            self._report.note(f"artefacts are made before steps, not in the background: {describe_error(error)}")
             return False
-        self._thread = thread
-        self._note(NOTE)
+        self._thread, self.begun = thread, self.begun + 1
+        self._report.note(NOTE)
         return True
 
     def _run(self, work: Callable[[], object], device: int | None) -> None:
+        ended = _FAILED
         try:
             if device is not None:
                 torch.cuda.set_device(device)
             with LOCK:
                 work()
-        except Exception as error:
-            # nobody waits for this thread, so that it has to be told here; the next step makes what is missing itself
-            self.failed = True
+            self.problem, self.failures, ended = "", 0, _ENDED
+        except Exception as error:  # nobody waits for this thread, so that it has to be told here
+            self.problem = f"making artefacts in the background failed: {named(error)}"
+            self.failures += 1
             log.warning("Nexfort: making artefacts in the background failed", exc_info=True)
-            self._note(f"making artefacts in the background failed ({named(error)}); they are made before steps")
+            self._report.note(self.problem)
+        finally:
+            self._report.making(False)
+            progress.tell(ended)
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait until everything is there; whether it is."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.busy
+
+
+def _beside(sink: progress.Sink | None) -> progress.Sink | None:
+    """A sink to which is told that nobody waits for what is being made."""
+    if sink is None:
+        return None
+    return lambda event: sink(replace(event, text=_BESIDE.format(event.text), phase=PHASE))

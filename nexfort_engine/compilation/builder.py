@@ -40,6 +40,7 @@ from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
 from .background import Background
 from .eligibility import Eligibility
+from .handover import Handover
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
 from .lookup import Finder, Wanted, guard_failure_of, nearer
 from .model_keys import ModelKeys
@@ -59,8 +60,9 @@ Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextMan
 MOST_VARIANTS = 8
 _MOST_STORED = 64
 _KEEPS_CHANGING = "what it depends on keeps changing"
-_MOST_TRIES = 2  # in the background, for one kind of call of a region
+_MOST_TRIES = 2  # in the background, without one that fits, for one kind of call of a region
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
+_NOT_MADE = "what was made in the background does not fit this call"
 _PENDING: Refusal = ((lambda _: True), "it is being made")
 
 
@@ -70,11 +72,13 @@ class Builder:
     def __init__(self, state: EngineState, table: RegionTable, planner: Planner, eligibility: Eligibility) -> None:
         self.state, self.planner, self.finder, self.keys = state, planner, Finder(state), ModelKeys(state)
         self._table, self._eligibility = table, eligibility
-        self.background = Background(state.report.note) if state.config.background else None
+        self.background = Background(state.report) if state.config.background else None
+        self.handover = Handover(state, self.background)
         self.requests, self.refusals, self.artefacts = planner.requests, planner.refusals, state.known.artefacts
         self._made, self._reported = state.known.made, state.known.reported
         self._then: Then = lambda args, kwargs: contextlib.nullcontext([])
         self._tried: Counter[tuple[str, str]] = Counter()
+        self._failed: dict[tuple[str, str], set[int]] = {}  # in which works of the background
         self._noted: Recent[tuple[str, str], None] = Recent(MOST_CALLS)  # artefacts, sizes that the store was told of
 
     def followed_by(self, then: Then) -> None:
@@ -122,6 +126,10 @@ class Builder:
         session.refused = refusal[1], self.refusals.taken()
         return None
 
+    def lacked(self, session: ForwardContext) -> None:
+        """A region has no artefact in a step. Raises HalfDone where the step has to begin anew."""
+        self.handover.lacked(session)
+
     def take_back(self, refused: list[Any]) -> None:
         """Forget what was refused for a call: eager refuses the call as well."""
         self.refusals.take_back(refused)
@@ -130,7 +138,7 @@ class Builder:
         """Take the lock. False: it is for another step, or for the background, to make what is missing here."""
         if session.behind:
             return False
-        if self.background is None or self.background.failed:
+        if self.background is None or self.background.waits:
             while not LOCK.acquire(timeout=WATCH):  # another engine makes something
                 self.state.hooks.cancel()
             return True
@@ -148,6 +156,10 @@ class Builder:
         binding, failure = self.finder.bind(wanted)
         if binding is None and await_left(self.state.hooks.cancel):
             binding, failure = self.finder.bind(wanted)
+        if binding is not None:
+            self._tried.pop((wanted.primary, wanted.region.path), None)
+        elif (given_up := self._given_up(wanted)) is not None:
+            return None, self.refusals.of(wanted) or given_up
         if binding is None and not session.planned and self.may_make(wanted, failure):
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
@@ -166,15 +178,19 @@ class Builder:
             return None, (failure.check, f"it was compiled for other sizes: {failure.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _beside(self, session: ForwardContext, wanted: Wanted, work: Callable[[], object]) -> bool:
-        """Have it made beside this step, which goes on eager. False: it is to be made now.
+    def _given_up(self, wanted: Wanted) -> Refusal | None:
+        """Why nothing is made for a call beside the steps any more, None where it may be."""
+        if self.background is None or self.background.waits:
+            return None
+        if self.background.failures >= _MOST_TRIES:
+            return (lambda _: True), self.background.problem
+        return ((lambda _: True), _NOT_MADE) if self._tried[wanted.primary, wanted.region.path] >= _MOST_TRIES else None
 
-        What is still missing after some tries is the step's own matter, which has the reason.
-        """
-        tries = (wanted.primary, wanted.region.path)
-        if self.background is None or self.background.failed or self._tried[tries] >= _MOST_TRIES:
+    def _beside(self, session: ForwardContext, wanted: Wanted, work: Callable[[], object]) -> bool:
+        """Have it made beside this step, which goes on eager. False: it is to be made now."""
+        if self.background is None or self.background.waits:
             return False
-        self._tried[tries] += 1
+        self._tried[wanted.primary, wanted.region.path] += 1
         wanted.flat = meta_example(wanted.example)  # the step's own tensors are not kept while it is made
         session.behind = self.background.start(work)
         return session.behind
@@ -313,10 +329,18 @@ class Builder:
             self.state.report.note(note)
         if job.problem is None:
             self._adopt(wanted, job)
-        elif job.refused or self.background is None or not self.background.here:
+        elif job.refused or not self._is_tried_again(wanted):
             self.refusals.add(wanted, job.guards, job.problem, self.finder.dependence(job.names, wanted.region))
         else:  # the host may have moved the weights meanwhile: not for good
             log.info("Nexfort: %s is tried again: %s", wanted.region.path, job.problem)
+
+    def _is_tried_again(self, wanted: Wanted) -> bool:
+        """Whether what could not be made is tried once more. In the background it may have failed for what passes."""
+        if self.background is None or not self.background.here:
+            return False
+        failed = self._failed.setdefault((wanted.primary, wanted.region.path), set())
+        failed.add(self.background.begun)
+        return len(failed) < _MOST_TRIES
 
     def _cancel(self) -> None:
         """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""

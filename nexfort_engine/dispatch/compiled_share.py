@@ -127,7 +127,7 @@ class Worth:
         if not self._has_told and session.trace.used:
             self._has_told = True
             self._tell_of_blocks_that_are_not_called(session)
-        if not session.trace.lost or session.behind or session.aside:
+        if not session.trace.lost or session.behind or session.held or session.aside:
             return
         ran = [(region, None) for region in self._used(session)]
         try:

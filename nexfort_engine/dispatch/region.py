@@ -54,6 +54,9 @@ class ArtifactProvider(Protocol):
     def take_back(self, refused: list[Any]) -> None:
         """Forget what was refused for a call: eager refuses the call as well."""
 
+    def lacked(self, session: ForwardContext) -> None:
+        """There is none for this call. Raises HalfDone where the step has to begin anew."""
+
 
 class Region:
     """One region of one model: finds the artefact for a call and runs it."""
@@ -114,6 +117,8 @@ class Region:
                 due = held.due()
                 with unwatched():
                     binding = self._artifacts.obtain(self, key, flat, session)
+            if session.looks:
+                binding, due = None, []
                 weights = [] if due else held.read()
             kept = prepack_for(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
@@ -130,6 +135,7 @@ class Region:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
+            self._artifacts.lacked(session)
             return self._refused(key, plain, args, kwargs, session)
         if lease is not None and not lease.kept:
             session.trace.fetched = True

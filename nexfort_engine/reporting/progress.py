@@ -47,6 +47,16 @@ def use_sink(fn: Sink | None) -> Iterator[None]:
         sink.reset(token)
 
 
+def tell(event: Event) -> None:
+    """Send one event to the sink of this context, if there is one."""
+    told = sink.get()
+    try:
+        if told is not None:
+            told(event)
+    except Exception as error:  # as in Tracker
+        logger.warning("Nexfort: progress display failed (%s: %s)", type(error).__name__, error)
+
+
 class Tracker:
     """Counts regions done out of `total` and tells the sink of the context it was made in.
 

@@ -79,6 +79,7 @@ class Report:
         self._speed: dict[str, dict[str, Any]] = {}  # by the kind of step, the one that ran last at the end
         self._calls = 0
         self._made_ns = 0  # on the clock, while artefacts were made
+        self._making = 0  # threads that make artefacts beside the steps
         self._call_ns = 0  # whole nanoseconds, so that a difference of two sums has no rounding in it
 
     @property
@@ -137,6 +138,16 @@ class Report:
         """Artefacts were made, several at once or not, in `seconds` on the clock."""
         with self._lock:
             self._made_ns += round(seconds * 1e9)
+
+    def making(self, begins: bool) -> None:
+        """A thread begins to make artefacts beside the steps, or has ended."""
+        with self._lock:
+            self._making += 1 if begins else -1
+
+    @property
+    def is_making(self) -> bool:
+        """Whether artefacts are being made beside the steps now."""
+        return self._making > 0
 
     def note(self, text: str) -> None:
         """Anything else a user should know. The same text is kept once."""
@@ -203,6 +214,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data that JSON can hold.
 
+        `compiling_beside`: artefacts are being made beside the steps now, which run eager meanwhile.
         `seconds_cold` is the time on the clock in which artefacts were captured and lowered, several at once;
         `seconds_warm` adds up the loading of each. The seconds of each artefact are those of its own work.
         """
@@ -224,6 +236,7 @@ class Report:
         lines = [head.replace(" :", ":"), *([f"  {headline(speed)}"] if speed is not None else []), made]
         if data["cache_dir"]:
             lines.append(f"  cache: {data['cache_dir']}")
+        lines += ["  compiling in the background; steps run eager meanwhile"] if data["compiling_beside"] else []
         lines += [f"  variant: {row['region']}: {row['reason']}" for row in data["variants"]]
         lines += [f"  eager: {row['region']}: {row['reason']}" for row in data["eager"]]
         lines += [f"  not active: {row['token']}: {row['reason']}" for row in data["inactive"]]
@@ -249,6 +262,7 @@ class Report:
             state["_reasons"] = Counter(self._reasons)
             state["_speed"] = dict(self._speed)
         del state["_lock"]
+        state["_making"] = 0  # the threads are the original's
         return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -293,6 +307,7 @@ class Report:
             "artefacts": new["artefacts"],
             "variants": new["variants"],
             "eager": new["eager"],
+            "compiling_beside": self._making > 0,
             "seconds_cold": (self._made_ns - start.made) / 1e9,
             "seconds_warm": math.fsum(loaded),
             "calls": self._calls - start.calls,

@@ -37,6 +37,19 @@ def callables_in(options: dict[Any, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """What a call is a step of, as the host knows it: one run of a sampler, or one node that runs.
+
+    name: one object for all calls of it, and for no other. steps: how many there are, 0 where it is unknown. ended: how
+    many of them have ended when the call begins; asking may wait for the device.
+    """
+
+    name: object
+    steps: int = 0
+    ended: Callable[[], int] = lambda: 0
+
+
+@dataclass(frozen=True)
 class HostHooks:
     """What an engine asks its host.
 
@@ -50,6 +63,7 @@ class HostHooks:
         told.
     also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
         need is planned with it.
+    picture: which picture a call is a step of; None where nobody says.
     """
 
     cancel: Callable[[], None] = lambda: None
@@ -59,6 +73,7 @@ class HostHooks:
     others_code: Callable[[dict[Any, Any]], str | None] = callables_in
     weights_name: Callable[[], str | None] = lambda: ""
     also: Also = lambda args, kwargs: []
+    picture: Callable[[tuple[Any, ...], dict[str, Any]], Picture | None] = lambda args, kwargs: None
 
 
 class EngineState:

@@ -71,6 +71,9 @@ class ForwardContext:
         self.refused: tuple[str, list[Any]] | None = None
         self.aside = False  # too little of it can be compiled: what is left of it runs as it would without an engine
         self.behind = False  # what it lacks is being made beside it: whatever is not there yet runs eager to its end
+        self.held = False  # its picture runs eager to the end, whatever is there by now
+        self.looks = False  # and its regions only look for artefacts
+        self.begins_picture = False  # it is a picture's first step
         self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
         # of `observed`
         self.watching: Any = None  # what looks at its operators
@@ -81,6 +84,12 @@ class ForwardContext:
         """The step begins, in the modes of torch that are there now. wary: options bring code of others along."""
         self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         self.wary = self.others_ran = wary
+
+    def hold(self, *, looks: bool = False) -> None:
+        """From its beginning on the step runs eager, whatever is there. looks: its regions look for artefacts."""
+        self.held, self.looks, self.behind = True, looks, not looks
+        self.images = False
+        self.fresh_trace()
 
     def fresh_trace(self) -> StepTrace:
         """Begin a fresh trace: what ran before says nothing of what runs now."""

@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from backbones import make
 from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_are
 
 import nexfort_engine
-from nexfort_engine.compilation.background import NOTE
+from nexfort_engine.cache.store import Store
+from nexfort_engine.compilation.background import NOTE, PHASE
 from nexfort_engine.compilation.builder import Builder
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import inductor
+from nexfort_engine.lowering import inductor, worker_pool
+from nexfort_engine.reporting import progress
 from nexfort_engine.runtime import artifact
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 OPTIONS = {"options": {"compile.background": True}}
+BLOCKS = {"blocks.0", "blocks.1", "final"}
 
 
 class Gate:
@@ -139,7 +145,7 @@ def test_the_host_s_cancel_is_left_to_the_steps(gate: Gate, monkeypatch: pytest.
     assert asked == {threading.current_thread().name}
 
 
-def test_where_the_background_fails_the_step_makes_what_is_missing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_background_fails_once_it_makes_what_is_missing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     gate.opened.set()
     tiny = subject()
     with monkeypatch.context() as patch:
@@ -147,7 +153,79 @@ def test_where_the_background_fails_the_step_makes_what_is_missing(gate: Gate, m
         assert equal_bits(tiny.run(), tiny.eager_before)
         finish(tiny, gate)
     assert "ZeroDivisionError" in tiny.report.as_dict()["notes"][-1]
+    assert equal_bits(tiny.run(), tiny.eager_before), "it is the background that tries again, and not the step"
+    finish(tiny, gate)
     assert ran(tiny, monkeypatch) > 2 and tiny.report.as_dict()["artefacts_compiled"] > 2
+
+
+def test_where_the_background_fails_again_steps_are_eager_with_the_reason(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.opened.set()
+    tiny, made = subject(), []
+    monkeypatch.setattr(Builder, "_lower", lambda *_: (made.append(threading.current_thread().name), 1 / 0))
+    for _ in range(4):
+        assert equal_bits(tiny.run(), tiny.eager_before)
+        finish(tiny, gate)
+    assert made == ["nexfort-background"] * 2
+    eager = tiny.report.as_dict()["eager"]
+    assert {row["region"] for row in eager} >= BLOCKS
+    assert all("background failed: ZeroDivisionError" in row["reason"] for row in eager)
+
+
+@pytest.mark.parametrize("fails", ["compiler", "disk", "workers", "memory"])
+def test_a_failure_while_it_makes_one_leaves_steps_eager_with_the_reason(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    gate.opened.set()
+    tiny = subject()
+    if fails == "compiler":
+        monkeypatch.setattr(inductor, "lower", lambda *_: 1 / 0)
+        told = "ZeroDivisionError"
+    elif fails == "disk":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(Store, "commit", lambda *_, **__: raised(full))
+        told = os.strerror(errno.ENOSPC)
+    elif fails == "memory":
+        monkeypatch.setattr(Builder, "_capture", lambda *_: raised(torch.OutOfMemoryError("no memory")))
+        told = "no memory"
+    else:
+        monkeypatch.setattr(worker_pool, "count_for", lambda *_: 2)
+        monkeypatch.setattr(worker_pool, "taken", lambda *_: raised(worker_pool.NoWorkers("none is to be had")))
+        told = "none is to be had"
+    for _ in range(6):
+        assert equal_bits(tiny.run(), tiny.eager_before) or fails == "workers"
+        finish(tiny, gate)
+    found = tiny.report.as_dict()
+    if fails == "workers":
+        assert found["artefacts_compiled"] > 2 and ran(tiny, monkeypatch) > 2
+        assert any(told in note for note in found["notes"])
+    else:
+        assert found["eager"] and all(told in row["reason"] for row in found["eager"])
+        assert {row["region"] for row in found["eager"]} >= BLOCKS
+
+
+def test_the_report_says_while_it_compiles(gate: Gate) -> None:
+    tiny = subject()
+    assert not tiny.report.is_making
+    tiny.run()
+    assert gate.began.wait(60)
+    assert tiny.report.as_dict()["compiling_beside"] and "compiling in the background" in str(tiny.report)
+    finish(tiny, gate)
+    assert not tiny.report.as_dict()["compiling_beside"] and "compiling in" not in str(tiny.report)
+
+
+def test_progress_says_that_nobody_waits(gate: Gate) -> None:
+    tiny, heard = subject(), list[progress.Event]()
+    with progress.use_sink(heard.append):
+        tiny.run()
+    finish(tiny, gate)
+    assert heard and all(event.phase == PHASE and "in the background" in event.text for event in heard)
+    assert heard[-1].done == heard[-1].total
+
+
+def raised(error: BaseException) -> Any:
+    raise error
 
 
 def test_a_verified_step_waits_for_what_there_is_to_verify(gate: Gate) -> None:

@@ -233,3 +233,23 @@ def test_a_node_that_was_set_back_is_told_of_what_it_attached_before(status: typ
     queue.begin("3", of_workflow("a"), "4")
     status.watch(first, None)
     assert told_by_place(status) == {("a", "4"): "compiled"}
+
+
+def test_in_the_background_the_badge_says_so_until_it_is_made(
+    status: types.ModuleType, sent: list[Any], queue: Queue
+) -> None:
+    report = Report()
+    queue.begin("p1", {"extra_pnginfo": {"workflow": {"id": "w1"}}}, "7")
+    status.remember("7", MODEL, report)
+    report.making(True)
+    report.call(0.1)
+    status.watch(report, None)
+    assert [node["state"] for node in sent[-1][1]["nodes"]] == ["background"]
+    queue.begin("p2", {"extra_pnginfo": {"workflow": {"id": "w2"}}}, "7")  # another prompt, with another engine
+    beside = Event(1, 3, 2.0, "", status.BESIDE)
+    status.watch(report, beside)
+    assert [(node["workflow"], node["state"]) for node in sent[-1][1]["nodes"]] == [("w1", "background")]
+    report.compiled("blocks.0", "key", 0.5)
+    report.making(False)
+    status.watch(report, Event(3, 3, 0.0, "", status.BESIDE))
+    assert [(node["workflow"], node["state"]) for node in sent[-1][1]["nodes"]] == [("w1", "compiled")]

@@ -19,6 +19,7 @@ _KEYS = {
     "artefacts_compiled",
     "artefacts",
     "variants",
+    "compiling_beside",
     "eager",
     "seconds_cold",
     "seconds_warm",
@@ -73,6 +74,17 @@ def test_an_empty_report_has_the_same_keys():
     data = Report().as_dict()
     assert set(data) == _KEYS
     assert data["config"] == {} and data["calls"] == 0 and data["seconds_cold"] == 0.0
+
+
+def test_it_says_whether_artefacts_are_made_beside_the_steps():
+    report = Report()
+    assert report.as_dict()["compiling_beside"] is False
+    for begins in (True, True, False):
+        report.making(begins)
+    assert report.is_making and report.as_dict()["compiling_beside"] is True
+    assert copy.deepcopy(report).is_making is False, "what makes them is not copied"
+    report.making(False)
+    assert not report.is_making
 
 
 def test_what_is_handed_out_is_a_copy():

@@ -10,6 +10,7 @@ weights that ComfyUI moves, casts or patches in weights.py, conditions that it m
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from ...config.compile_config import CompileConfig
 from ...engine import Engine
 from ...modules.tree import replaced_forward
 from ...reporting.report import Report
-from ...runtime.engine_state import HostHooks
+from ...runtime.engine_state import HostHooks, Picture
 from ...system import process_settings
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
@@ -218,6 +219,24 @@ def _run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return next((levels for levels in found if levels is not None), None)
 
 
+def picture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picture | None:
+    """What a call is a step of: one run of a sampler; without noise levels one node that runs, such as a VAE's."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, dict) and isinstance(levels := value.get("sample_sigmas"), torch.Tensor):
+            return Picture(levels, len(levels) - 1, functools.partial(_ended, levels, value.get("sigmas")))
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return Picture(context) if context is not None else None
+
+
+def _ended(levels: torch.Tensor, now: Any) -> int:
+    """How many steps of a sampler's run have ended, by the noise level now. It waits for the device."""
+    if not isinstance(now, torch.Tensor) or not now.numel():
+        return 0
+    return int((levels[:-1] > now.max().to(levels)).sum())
+
+
 def _core_s_compile(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the call is left to core's compile node, which would trace through the shims; None if it is not there."""
     for value in (*args, *kwargs.values()):
@@ -271,6 +290,7 @@ def new_engine(
         plain_call=planned_as or plain_call,
         others_code=_others_code,
         weights_name=PatchNames(model).name,
+        picture=picture,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
     return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)

@@ -23,7 +23,7 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of everything that `shown` shows from now on. It is called on the thread that samples."""
+    """Tell `listener` of everything that `shown` shows from now on, on the thread that samples or makes artefacts."""
     _listeners.append(listener)
 
 

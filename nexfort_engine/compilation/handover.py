@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handover: when steps that run eager beside the making of their artefacts give way to compiled ones.
+
+A picture is all of one kind: where its first step lacks something, each of its steps runs eager to its end, also those
+that begin when all is there. Once what was begun is made, such steps look for it: what still lacks is made too, and the
+next picture finds all. The host says what a picture is (`HostHooks.picture`); without a host that does, each call
+is one. Only a picture whose remaining steps would take long is taken over in its middle, and the report says so.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..dispatch.fallback import is_repeatable
+from ..reporting.report import named
+from ..runtime.engine_state import EngineState, Picture
+from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
+from ..runtime.forward_context import ForwardContext
+from .background import Background
+
+LONG = 30.0  # seconds that the remaining steps of a picture would take eager
+_WITHIN = "compiled code took over within a picture, after step {} of {}: the rest would have taken {:.0f} s uncompiled"
+_MIXED = "what a step lacks is being made: all of its picture runs uncompiled"
+
+
+class Handover:
+    """Which steps of one engine are held eager."""
+
+    def __init__(self, state: EngineState, background: Background | None) -> None:
+        """background: what makes artefacts beside the steps; None where steps wait for them."""
+        self._state, self._background = state, background
+        self._name: Callable[[], object] = lambda: None  # of the picture of the last step
+        self._is_eager = self._has_all = False  # that picture is; what its steps need is there
+        self._began = 0.0  # since when its steps are timed
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: ForwardContext) -> None:
+        """A step begins: it is held where its picture is eager."""
+        if self._background is None:
+            return
+        picture = self._picture(args, kwargs)
+        if picture is None or self._name() is not picture.name:
+            self._name, self._is_eager, self._has_all = _remembered(picture), False, False
+            session.begins_picture = picture is not None
+        elif self._is_eager and not self._takes_over(picture):
+            self._hold(session, looks=not (self._has_all or self._background.busy))
+
+    def ended(self, session: ForwardContext) -> None:
+        """A step ended."""
+        self._has_all |= session.looks and not session.behind
+
+    def lacked(self, session: ForwardContext) -> None:
+        """A region has no artefact in a step. In the first of a picture that decides of what kind the picture is.
+
+        Raises HalfDone where regions before it ran compiled, and the step may begin anew.
+        """
+        if not (session.behind and session.begins_picture):
+            return
+        if not self._is_eager:
+            self._is_eager, self._began = True, time.perf_counter()
+        if session.trace.used and is_repeatable(self._state, session):
+            self._hold(session)
+            raise HalfDone(_MIXED)
+
+    def _hold(self, session: ForwardContext, *, looks: bool = False) -> None:
+        session.hold(looks=looks)
+        self._state.hold_twice()  # eager code asks the host for all weights
+
+    def _picture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picture | None:
+        try:
+            return self._state.hooks.picture(args, kwargs)
+        except Exception as error:  # an argument's own code
+            if is_passed_on(error, self._state.hooks.stops()):
+                raise
+            self._state.report.note(UNSEEN.format(named(error)))
+            return None
+
+    def _takes_over(self, picture: Picture) -> bool:
+        """Whether all is there, and the picture's remaining steps would take too long to wait for its end."""
+        took = time.perf_counter() - self._began
+        if not self._has_all or took * picture.steps < LONG or (ended := picture.ended()) < 1:
+            return False
+        left = took / ended * (picture.steps - ended)
+        if left < LONG:
+            return False
+        self._is_eager = False
+        self._state.report.note(_WITHIN.format(ended, picture.steps, left))
+        return True
+
+
+def _remembered(picture: Picture | None) -> Callable[[], object]:
+    """What gives a picture's name as long as that lives; names that nothing can be told of are kept."""
+    if picture is None:
+        return lambda: None
+    try:
+        return weakref.ref(picture.name)
+    except TypeError:
+        return lambda: picture.name
