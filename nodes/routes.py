@@ -54,7 +54,8 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/nodes: {"nodes": [{"id", "class", "workflow", "state", "eager"}]}, the compile nodes that ran.
 
     "workflow" is the id of the workflow that ran, null for a prompt that was queued without one. "state" is waiting,
-    compiling (with "done", "total", "seconds_left"), warm, compiled, eager or off.
+    compiling (with "done", "total", "seconds_left"), warm, compiled, eager, off or disabled (NEXFORT_DISABLE). "speed"
+    is there once steps were timed: {"ratio", "reason"}. "unsaved": what is compiled cannot be kept.
     """
     return {"nodes": await asyncio.to_thread(status.nodes)}
 

@@ -47,8 +47,8 @@ _progress: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary(
 # The ids and classes of the nodes that attached an engine, and the prompt that it ran in last.
 _made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
-# How much of its pace a report had to say when its nodes were told last.
-_paced: weakref.WeakKeyDictionary[Report, int] = weakref.WeakKeyDictionary()
+# What a report had to say of its speed when its nodes were told last.
+_speeds: weakref.WeakKeyDictionary[Report, tuple[int, str]] = weakref.WeakKeyDictionary()
 
 
 def remember(node: str | None, kind: str, report: Report | None) -> None:
@@ -87,10 +87,10 @@ def watch(report: Report, event: Event | None) -> None:
         return
     begins = _begins(report)
     if event is None:
-        # At every step: only the first one, one that compiled, and one that is slower than others were, can have
-        # changed what the badge says.
-        paced, _paced[report] = _paced.get(report, 0), report.paced
-        if _progress.pop(report, None) is None and not begins and paced == report.paced:
+        # At every step: only the first one, one that compiled, and one that is faster or slower than others were, can
+        # have changed what the badge says.
+        before, _speeds[report] = _speeds.get(report), (report.paced, str(_speed(report.last_speed)))
+        if _progress.pop(report, None) is None and not begins and before == _speeds[report]:
             return
     else:
         _progress[report] = event
@@ -143,19 +143,24 @@ def _told(seat: Seat) -> dict[str, Any]:
     told = {"id": seat.node, "class": seat.kind, "workflow": seat.workflow}
     report = None if seat.report is None else seat.report()
     if report is None:
-        return {**told, "state": "off", "eager": 0}
+        return {**told, "state": "disabled" if _disabled() else "off", "eager": 0}
     return {**told, **state(report.as_dict(), _progress.get(report))}
 
 
 def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
     """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is.
 
-    "slower" is there where steps of some sizes are slower than eager's. In the "background" nobody waits for it.
+    "slower" is there where steps of some sizes are slower than eager's, "speed" once steps were timed, "unsaved" where
+    what is compiled cannot be kept. In the "background" nobody waits for it.
     """
     eager = {row["region"] for row in report["eager"]}
     found: dict[str, Any] = {"state": "waiting", "eager": len(eager - {WHOLE})}
     if _is_slower(report):
         found["slower"] = True
+    if (speed := _speed((report.get("speed") or (None,))[-1])) is not None:
+        found["speed"] = speed
+    if _is_unsaved(report):
+        found["unsaved"] = True
     if report["compiling_beside"]:
         found["state"] = "background"
     elif progress is not None and progress.done < progress.total:
@@ -174,6 +179,29 @@ def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
 def _is_slower(report: Mapping[str, Any]) -> bool:
     """Whether the last row on some sizes says so, as web/report.js reads them too."""
     return any({str(row["sizes"]): row["slower"] for row in report.get("pace", ())}.values())
+
+
+def _speed(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """How many times as fast the steps are that ran last, None where it is not known; and a likely reason if slower."""
+    if row is None:
+        return None
+    from nexfort_engine.reporting.speed import is_slower, ratio
+
+    found = ratio(row)
+    rounded = None if found is None else round(found, 2)
+    return {"ratio": rounded, "reason": row.get("reason", "") if is_slower(row) else ""}
+
+
+def _is_unsaved(report: Mapping[str, Any]) -> bool:
+    from nexfort_engine.reporting.report import UNSAVED
+
+    return any(UNSAVED in note for note in report["notes"])
+
+
+def _disabled() -> bool:
+    from nexfort_engine.system.process_settings import disabled
+
+    return disabled()
 
 
 def _send(told: list[dict[str, Any]]) -> None:

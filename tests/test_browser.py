@@ -28,6 +28,7 @@ chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_p
 BADGE = browser.BADGE
 TAB = browser.TAB
 REPORT = browser.REPORT
+WAITING, COMPILED, WARM = "not run yet", "compiled just now, not measured yet", "ready from cache, not measured yet"
 
 
 # ---- the badge and the report ------------------------------------------------------------------------------
@@ -36,14 +37,14 @@ REPORT = browser.REPORT
 @pytest.mark.large  # below it does so in the first minute
 def test_the_badge_goes_through_its_states(page: Any) -> None:
     said = browser.run_and_watch(page)
-    assert said[0] == "waiting"
+    assert said[0] == WAITING
     assert any(text.startswith("compiling 0 of ") for text in said), said
-    assert said[-1] == "compiled"
+    assert said[-1] == COMPILED
     browser.shoot(page, "badge")
     page.reload()
     page.wait_for_function(browser.READY)
     browser.load(page, served.tiny_workflow("flux_compile_model"))
-    page.locator(BADGE, has_text="compiled").wait_for()
+    page.locator(BADGE, has_text=COMPILED).wait_for()
 
 
 @pytest.mark.parametrize("vue", [pytest.param(False, marks=pytest.mark.large), True], ids=["canvas", "vue_nodes"])
@@ -53,15 +54,15 @@ def test_the_first_minute(chromium: Any, server: ComfyServer, vue: bool) -> None
         page.evaluate(browser.RECORD)
         browser.load(page, served.tiny_workflow("flux_plain", seed=31))
         browser.search_and_place(page, "nexfort", "Nexfort Compile Model", (930, 520))
-        page.locator(BADGE, has_text="waiting").wait_for()
+        page.locator(BADGE, has_text=WAITING).wait_for()
         browser.connect(page, "UNETLoader", "NexfortCompileModel")
         browser.connect(page, "NexfortCompileModel", "KSampler")
         browser.queue(page)
         said = page.evaluate("() => window.said")
-        assert (said[0], said[-1]) == ("waiting", "compiled"), said
+        assert (said[0], said[-1]) == (WAITING, COMPILED), said
         assert any(text.startswith("compiling ") for text in said), said
         page.locator(BADGE).click()
-        page.locator(REPORT).wait_for()
+        page.locator(REPORT).locator("summary", has_text="Details").click()
         assert f"Compiled\n{server.get('/nexfort/cache')['count']} in " in page.locator(REPORT).inner_text()
 
 
@@ -73,6 +74,8 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     report.wait_for()
     (told,) = [engine["report"] for engine in filled.get("/nexfort/report")["engines"] if engine["nodes"]]
     assert told["artefacts_compiled"] > 0
+    assert report.locator(".nexfort-headline").inner_text().startswith("Not measured yet")
+    report.locator("summary", has_text="Details").click()
     shown = report.inner_text()
     assert f"{len(told['regions'])} of {len({row['kind'] for row in told['regions']})} kinds" in shown
     assert f"Compiled\n{told['artefacts_compiled']} in {told['seconds_cold']:.1f} s" in shown
@@ -128,7 +131,7 @@ def test_a_workflow_is_benchmarked_both_ways(page: Any, filled: ComfyServer) -> 
     runs = [run for key, run in filled.get("/history").items() if key not in before]
     prompts = [run["prompt"][2] for run in sorted(runs, key=lambda run: run["prompt"][0])]
     of_kind = lambda kind: [node["inputs"] for p in prompts for node in p.values() if node["class_type"] == kind]  # noqa: E731
-    assert [inputs["enabled"] for inputs in of_kind("NexfortCompileModel")] == [False, False, True, True]
+    assert [inputs["enabled"] for inputs in of_kind("NexfortCompileModel")] == [True, False, False, True]
     assert len({inputs["seed"] for inputs in of_kind("KSampler")}) == 4, "nothing of a run is cached"
     assert not of_kind("SaveImage"), "pictures of a benchmark are previews"
     assert all(run["status"]["completed"] for run in runs)
@@ -140,7 +143,7 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
     with page.expect_request("**/nexfort/cache/prune") as pruned:
         said = browser.run_and_watch(page, seed=5)
     assert json.loads(pruned.value.post_data) == {"max_bytes": 2 << 30}, "the limit holds after each run"
-    assert said[-1] == "compiled"
+    assert said[-1] == COMPILED
     browser.shoot(page, "vue_nodes")
     page.locator(f"[data-node-id] {BADGE}").click()
     report = page.locator(REPORT)
@@ -183,34 +186,34 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
         browser.open_in_tab(page, {**saved, "id": first}, "first")
         browser.open_in_tab(page, {**saved, "id": second}, "second")
         browser.queue(page)
-        assert said(page) == ["compiled"]
+        assert said(page) == [COMPILED]
         browser.go_to_tab(page, "first")
-        assert said(page) == ["waiting"], "the node of the other workflow ran, and not this one"
+        assert said(page) == [WAITING], "the node of the other workflow ran, and not this one"
         page.locator(BADGE).click()
         page.locator(REPORT).get_by_text("Nothing to report yet").wait_for()
         page.keyboard.press("Escape")
         browser.go_to_tab(page, "second")
-        assert said(page) == ["compiled"]
+        assert said(page) == [COMPILED]
         browser.go_to_tab(page, "first")
         browser.set_seed(page, 50)
         browser.queue(page)  # ComfyUI keeps the output of the compile node, which does not run again
-        assert said(page) == ["compiled"]
+        assert said(page) == [COMPILED]
         for name in ("a", "b"):
             browser.open_in_tab(page, {**saved, "id": twice}, name)
         browser.set_seed(page, 60)
         browser.queue(page)
         browser.go_to_tab(page, "a")
-        assert said(page) == ["waiting"], "the same file, opened once more"
+        assert said(page) == [WAITING], "the same file, opened once more"
         browser.go_to_tab(page, "b")
-        assert said(page) == ["compiled"]
+        assert said(page) == [COMPILED]
         page.reload()
         page.wait_for_function(browser.READY)
         browser.shown_in_tab(page, "b")
-        assert said(page) == ["compiled"]
+        assert said(page) == [COMPILED]
         browser.open_in_tab(page, {**saved, "id": third}, "third")
-        assert said(page) == ["waiting"]
+        assert said(page) == [WAITING]
         filled.run(prompt, timeout=300)  # over the API, without a workflow
-        page.locator(BADGE, has_text="compiled").wait_for()
+        page.locator(BADGE, has_text=COMPILED).wait_for()
 
 
 @pytest.mark.large  # above are tabs that the same badge tells apart
@@ -223,14 +226,14 @@ def test_a_badge_in_a_subgraph_tells_of_its_own_workflow(chromium: Any, filled: 
         page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "ran"])
         browser.queue(page)
         page.evaluate(ENTER)
-        page.locator(BADGE, has_text="compiled").wait_for()
+        page.locator(BADGE, has_text=COMPILED).wait_for()
         page.evaluate(load, [{**saved, "id": str(uuid.uuid4())}, "new"])
         page.evaluate(ENTER)
         page.locator(BADGE).wait_for()
-        assert said(page) == ["waiting"]
+        assert said(page) == [WAITING]
         browser.go_to_tab(page, "ran", badges=False)
         page.evaluate(ENTER)
-        page.locator(BADGE, has_text="compiled").wait_for()
+        page.locator(BADGE, has_text=COMPILED).wait_for()
 
 
 # ---- languages ---------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ def test_after_a_restart(
             what_is_pinned_stays_and_the_rest_goes(page, server)
             fill()
             said = browser.run_and_watch(page)
-            assert (said[0], said[-1]) == ("waiting", "warm")
+            assert (said[0], said[-1]) == (WAITING, WARM)
             assert not [text for text in said if "compiling" in text]
 
 

@@ -40,7 +40,7 @@ def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     assert page.evaluate(MODES_OF) == ["max-autotune"]
     badge = page.locator(BADGE)
     badge.wait_for()
-    assert badge.inner_text() == "waiting"
+    assert badge.inner_text() == "not run yet"
     browser.set_value(page, "Nexfort.Nodes.ShowBadges", False)
     badge.wait_for(state="hidden")
     browser.set_value(page, "Nexfort.Nodes.ShowBadges", True)

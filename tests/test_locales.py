@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import served
 
+from nexfort_engine.dispatch import speed
+
 LOCALES = served.ROOT / "locales"
 WEB = served.ROOT / "web"
 LANGUAGES = ("en", "zh", "ja", "ko", "de", "fr", "es")
@@ -191,9 +193,10 @@ def test_every_text_of_the_panels_is_there_and_used() -> None:
     groups = "|".join(content("en", "main")["nexfort"])
     plain = set(re.findall(rf"'((?:{groups})\.\w+)'", code)) | set(re.findall(r"\btext\('([^']+)'", code))
     assert not plain - keys, "a text without a translation"
-    composed = {
-        f"badge.{state}" for state in ("waiting", "compiling", "background", "warm", "compiled", "eager", "off")
-    }
+    states = ["waiting", "compiling", "background", "warm", "compiled", "eager", "off", "disabled", "bypassed"]
+    composed = {f"badge.{state}" for state in (*states, "faster", "slowerHere", "alike", "unmeasured", "slower")}
+    composed |= {f"speed.{one}" for one in ("faster", "slower", "alike")}
+    composed |= {f"speed.source.{one}" for one in (speed.VERIFIED, speed.BYPASSED, speed.FIRST_STEPS)}
     composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}
     composed |= {f"cache.{one}" for one in re.findall(r"'(\w+)'", code.split("const ORDERS = ")[1].split("]")[0])}
     composed |= {"report.loaded", "report.compiled", "cache.artefact", "cache.sizeAndUse", "cache.actions"}

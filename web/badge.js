@@ -4,11 +4,17 @@
 
 import { element } from './elements.js'
 import { openReport } from './report.js'
+import { times, verdict } from './speed.js'
 import { onStatus, statusOf } from './status.js'
 import { duration, text } from './texts.js'
 
 export const COMPILE_NODES = ['NexfortCompileModel', 'NexfortCompileVAE', 'NexfortCompileControlNet']
 const HEIGHT = 36
+// The modes of the front end's nodes in which they do not run.
+const SKIPPED = { 2: 'bypassed', 4: 'bypassed' }
+const MODE_EVERY = 200 // milliseconds
+// States in which steps run compiled, so that their speed is said.
+const RUNS = ['warm', 'compiled']
 const badges = new Map()
 let visible = true
 
@@ -58,24 +64,46 @@ export function showBadges(yes) {
 /** Keep the badges true. */
 export function watchBadges() {
   onStatus(drawBadges)
+  // No event tells that a node is bypassed, or no longer is.
+  setInterval(() => {
+    for (const [node, badge] of badges) if (node.mode !== badge.mode) draw(node)
+  }, MODE_EVERY)
 }
 
 /** What a badge says of a state. */
 export function stateText(status) {
   const left = status.state === 'compiling' && status.seconds_left
   const values = { done: status.done, total: status.total, left: left && duration(status.seconds_left) }
-  const state = text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values)
-  const said = status.slower ? text('badge.slower', { said: state }) : state
-  return status.eager ? text('badge.someEager', { said, count: status.eager }) : said
+  let said = withSpeed(status, text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values))
+  if (status.eager) said = text('badge.someEager', { said, count: status.eager })
+  return status.unsaved ? text('badge.unsaved', { said }) : said
+}
+
+/** A state with how much faster its steps are. */
+function withSpeed(status, said) {
+  if (!RUNS.includes(status.state)) return said
+  const found = verdict(status.speed?.ratio)
+  if (found === 'unmeasured') return text(status.slower ? 'badge.slower' : 'badge.unmeasured', { said })
+  return text(`badge.${found === 'slower' ? 'slowerHere' : found}`, { ratio: times(status.speed.ratio), said })
+}
+
+/** Which of the badge's colours a state has: what wants a look is amber. */
+function colourOf(status) {
+  if (['compiling', 'background'].includes(status.state)) return status.state
+  const isSlower = status.slower || (RUNS.includes(status.state) && verdict(status.speed?.ratio) === 'slower')
+  return status.eager || isSlower || status.unsaved ? 'eager' : status.state
 }
 
 function draw(node) {
   const { button, widget } = badges.get(node)
-  const status = statusOf(node)
+  const skipped = SKIPPED[node.mode]
+  const status = skipped ? { state: skipped, eager: 0 } : statusOf(node)
+  badges.get(node).mode = node.mode
   const said = stateText(status)
-  button.dataset.state = (status.eager || status.slower) && !['compiling', 'background'].includes(status.state) ? 'eager' : status.state
+  button.dataset.state = colourOf(status)
+  button.style.setProperty('--nexfort-done', status.state === 'compiling' ? `${(100 * status.done) / status.total}%` : '0%')
   button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
-  button.title = text('badge.open')
+  button.title = [status.speed?.reason, text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')].filter(Boolean).join('\n')
   button.setAttribute('aria-label', text('badge.label', { said }))
   if (Boolean(widget.hidden) === visible) {
     widget.hidden = !visible

@@ -9,7 +9,7 @@ import { benchmarkWorkflow } from './benchmark.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
 import { replaceCompileNodes } from './replace.js'
-import { openReport, verifyNext } from './report.js'
+import { UNSAVED, openReport, verifyNext } from './report.js'
 import { ask, change, toast } from './server.js'
 import { watchStatus } from './status.js'
 import { text, textsReady } from './texts.js'
@@ -40,13 +40,21 @@ async function afterRun() {
   const limit = limitBytes()
   if (limit !== null) await change('cache/prune', { max_bytes: limit })
   await refreshCache()
-  if (setting(TELL_EAGER) === false) return
   const report = await ask('report', { quiet: true })
+  for (const { report: one } of report?.engines ?? []) tellUnsaved(one.notes.find((note) => note.includes(UNSAVED)))
+  if (setting(TELL_EAGER) === false) return
   for (const { name, report: one } of report?.engines ?? []) {
     const reasons = one.eager.map((row) => row.reason).filter((reason) => !told.has(`${name}: ${reason}`))
     for (const reason of reasons) told.add(`${name}: ${reason}`)
     if (reasons.length) toast('warn', text('toast.eager', { name }), [...new Set(reasons)].join('\n'))
   }
+}
+
+/** Say once why what is compiled cannot be kept. */
+function tellUnsaved(reason) {
+  if (!reason || told.has(reason)) return
+  told.add(reason)
+  toast('warn', text('toast.unsaved'), reason)
 }
 
 app.registerExtension({

@@ -3,9 +3,12 @@
 
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { ask, change, toast } from './server.js'
+import { speedSection } from './speed.js'
 import { onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
 
+// In the server's note that what is compiled cannot be kept.
+export const UNSAVED = 'only as long as this process'
 let open = null
 
 /** Open the report of a node, or of everything that is alive without one. */
@@ -57,23 +60,35 @@ async function show(body, node) {
   const known = node && toldOf(node)
   const isOf = ({ nodes }) => nodes.some((one) => known.some(({ id, workflow }) => one.id === id && one.workflow === workflow))
   const engines = node ? told.engines.filter(isOf) : told.engines
+  const opened = body.querySelector('.nexfort-details[open]') !== null // events come while somebody reads
   const parts = engines.map((engine) => engineSection(engine, told))
+  for (const part of parts) part.querySelector('.nexfort-details').open = opened
   body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
 }
 
 function engineSection({ name, report }, { cache, memory }) {
-  const section = element('section', {}, element('h3', {}, name))
-  section.append(facts(report, cache, memory))
+  const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed))
+  const unsaved = report.notes.find((note) => note.includes(UNSAVED))
+  if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: unsaved })))
   const verified = report.verifications.at(-1)
   if (verified) section.append(verification(verified))
   section.append(list('report.slower', slowerNow(report.pace ?? []).map(slowerLine)))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
-  section.append(list('report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)))
-  section.append(list('report.precision', report.precision.map(precisionLine)))
-  section.append(list('report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)))
-  section.append(list('report.notes', report.notes))
-  if (report.artefacts.length) section.append(artefacts(report.artefacts))
+  section.append(details(report, cache, memory))
   return section
+}
+
+/** What the engine did, in its own words. */
+function details(report, cache, memory) {
+  const lists = [
+    ['report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)],
+    ['report.precision', report.precision.map(precisionLine)],
+    ['report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)],
+    ['report.notes', report.notes]
+  ]
+  const parts = [facts(report, cache, memory), ...lists.map(([key, lines]) => list(key, lines))]
+  if (report.artefacts.length) parts.push(artefacts(report.artefacts))
+  return element('details', { class: 'nexfort-details' }, element('summary', {}, text('report.details')), parts)
 }
 
 function facts(report, cache, memory) {

@@ -38,6 +38,11 @@ export function toldOf(node) {
   return []
 }
 
+/** Whether anything is being compiled, as far as was told. */
+export function compilesNow() {
+  return [...states.values()].some(({ state }) => state === 'compiling' || state === 'background')
+}
+
 /** Ask for the state of all nodes. */
 export async function refreshStatus() {
   const told = await ask('nodes', { quiet: true })

@@ -16,7 +16,7 @@ import torch
 
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
-from .speed import Speed
+from .speed import BYPASSED, FIRST_STEPS, Speed
 from .step_times import Lap, Pace, begin, kind_of
 
 WITHOUT = "a run without Nexfort"
@@ -52,7 +52,7 @@ class Promise:
         result = plain(*args, **kwargs)
         if ends is not None:
             kind = self._kind(args, kwargs)
-            self.pace.ran_eager(self.speed.timed(ends(), (args, kwargs), kind[-1], WITHOUT), kind, WITHOUT)
+            self.pace.ran_eager(self.speed.timed(ends(), (args, kwargs), kind[-1], BYPASSED), kind, WITHOUT)
         return result
 
     def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Lap] | None:
@@ -69,7 +69,7 @@ class Promise:
             facts = Facts(session.trace.ran_eager, session.trace.fetched, session.trace.others, session.replayed)
             self.pace.ran(self.speed.timed(lap, given, kind[-1], facts=facts), kind, facts)
         elif session.behind and not session.trace.used:
-            self.pace.ran_eager(self.speed.timed(lap, given, kind[-1], BEFORE), kind, BEFORE)
+            self.pace.ran_eager(self.speed.timed(lap, given, kind[-1], FIRST_STEPS), kind, BEFORE)
 
     def verified(self, told: Mapping[str, Any] | None, session: ForwardContext) -> None:
         """A step like this one was compared with eager, if it could be."""

@@ -39,7 +39,7 @@ _LAST = 12  # steps whose median counts
 _MOST_KINDS = 64
 _IMAGE = 4  # dimensions of what has a size, besides the first tensor: images and videos, but no text
 
-VERIFIED = "verified"
+VERIFIED, BYPASSED, FIRST_STEPS = "verified", "bypassed", "first"  # where uncompiled steps came from
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 

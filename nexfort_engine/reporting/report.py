@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..config.compile_config import CompileConfig
 
 MOST_REASONS = 64  # that are kept of one region
+UNSAVED = "only as long as this process"  # in a note: what is compiled cannot be kept
 MOST_SPEEDS = 32  # kinds of steps
 MORE_REASONS = "and for more reasons, which are not kept"
 _LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications", "pace")
@@ -172,6 +173,12 @@ class Report:
             self._speed[key] = {"key": key, **row}
             while len(self._speed) > MOST_SPEEDS:
                 del self._speed[next(iter(self._speed))]
+
+    @property
+    def last_speed(self) -> Mapping[str, Any] | None:
+        """The row on the kind of step that ran last."""
+        with self._lock:
+            return next(reversed(self._speed.values()), None)
 
     @property
     def seconds_cold(self) -> float:

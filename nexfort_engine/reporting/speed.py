@@ -12,6 +12,7 @@ from typing import Any
 
 ALIKE = 0.03  # nearer to 1 than this a ratio says neither faster nor slower
 NOT_MEASURED = "not measured yet"
+SOURCES = {"first": "before it was compiled"}  # those whose name does not say it
 HOW = "run it once with the node bypassed, or verify a step"
 
 
@@ -45,7 +46,8 @@ def headline(row: Mapping[str, Any]) -> str:
     if found is None:
         ours = f": {seconds(row['compiled'])} a step; to compare, {HOW}" if row["compiled"] else ""
         return NOT_MEASURED + ours
-    was = f"{seconds(row['compiled'])} a step, was {seconds(row['eager'])} ({row['source']}, {_clock(row['eager_at'])})"
+    source = f"{SOURCES.get(row['source'], row['source'])}, {_clock(row['eager_at'])}"
+    was = f"{seconds(row['compiled'])} a step, was {seconds(row['eager'])} ({source})"
     if is_slower(row):
         return f"slower here: {times(found)}: {was}; {row.get('reason') or 'the reason is not known'}"
     parts = [f"{found:.2f}x faster: {was}" if found > 1 + ALIKE else f"about as fast, {times(found)}: {was}"]

@@ -115,7 +115,7 @@ def test_a_ratio_needs_a_few_steps_of_each_and_the_first_do_not_count(tmp_path: 
     bypassed(ours, LEAST - 1)
     assert ratio(last(ours)) is None
     bypassed(ours, 1)
-    assert ratio(last(ours)) == pytest.approx(1.5) and last(ours)["source"] == slowdown.WITHOUT
+    assert ratio(last(ours)) == pytest.approx(1.5) and last(ours)["source"] == speed.BYPASSED
     assert "1.50x faster: 0.20 s a step, was 0.30 s" in str(ours.report)
 
 
@@ -214,7 +214,7 @@ def test_slower_steps_are_told_with_a_likely_reason(tmp_path: Path, clock: Clock
     clock.seconds = 0.2
     run(ours, MADE + FIRST + LEAST)
     assert last(ours)["reason"]
-    assert headline(last(ours)).startswith("slower here: 0.5x: 0.20 s a step, was 0.10 s (a run without Nexfort, ")
+    assert headline(last(ours)).startswith("slower here: 0.5x: 0.20 s a step, was 0.10 s (bypassed, ")
 
 
 def test_a_picture_without_enough_steps_tells_how_many_it_had(tmp_path: Path, clock: Clock) -> None:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much faster it is, and which state it is in, as a person sees it: each is reached by doing what leads to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import browser_pages
+import pytest
+import served
+from browser_pages import page_of
+
+from nexfort_engine.cli.comfy_server import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# fixtures
+base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
+chromium, page = browser_pages.chromium, browser_pages.page
+
+BADGE, REPORT = browser.BADGE, browser.REPORT
+HEADLINE = ".nexfort-headline"
+STEPS = 8
+RUN, BYPASSED = 0, 4  # modes of the front end's nodes
+SET_MODE = """mode => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel').mode = mode }"""
+WORDS = {"faster": "× faster, ", "alike": "about as fast: ", "slower": "slower here: "}
+
+
+def workflow() -> dict[str, Any]:
+    """The tiny workflow with as many steps as a measurement wants."""
+    made = served.tiny_workflow("flux_compile_model", seed=300)
+    for node in made.values():
+        if node["class_type"] == "KSampler":
+            node["inputs"]["steps"] = STEPS
+    return made
+
+
+def run(page: Any, seed: int, mode: int = RUN) -> str:
+    """Run the workflow that is open with another seed; what the badge says then."""
+    page.evaluate(SET_MODE, mode)
+    browser.set_seed(page, seed)
+    browser.queue(page)
+    return str(page.locator(BADGE).inner_text())
+
+
+def speed(server: ComfyServer) -> dict[str, Any]:
+    """The last row on speed of the one engine that a node of a workflow made."""
+    (report,) = [engine["report"] for engine in server.get("/nexfort/report")["engines"] if engine["nodes"]]
+    return dict(report["speed"][-1])
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What a row comes to: these networks are so small that any of it may be."""
+    ratio = row["eager"] / row["compiled"]
+    return "faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "alike"
+
+
+def test_speed_is_shown_after_a_bypassed_run_and_kept(
+    chromium: Any, server: ComfyServer, comfyui: Path, base: Path, cache: Path
+) -> None:
+    browser.forget(server)
+    with page_of(chromium, server) as page:
+        browser.load(page, workflow())
+        page.locator(BADGE).wait_for()
+        assert run(page, 301) == "compiled just now, not measured yet"
+        page.evaluate(SET_MODE, BYPASSED)
+        page.locator(BADGE, has_text="bypassed").wait_for()
+        assert run(page, 302, BYPASSED) == "bypassed"
+        said = run(page, 303)
+        row = speed(server)
+        assert row["source"] == "bypassed" and WORDS[verdict(row)] in said and said.endswith("compiled just now")
+        browser.shoot(page, "speed_badge")
+        page.reload()
+        page.wait_for_function(browser.READY)
+        browser.load(page, workflow())
+        page.locator(BADGE, has_text=WORDS[verdict(row)]).wait_for()
+        page.locator(BADGE).click()
+        headline = page.locator(REPORT).locator(HEADLINE)
+        assert headline.get_attribute("data-verdict") == verdict(row) and "(bypassed, " in headline.inner_text()
+        assert page.locator(".nexfort-picture").count() == 2, "pictures that were not bypassed"
+        browser.in_both_themes(page, REPORT, "speed")
+    root = str(browser.front_end_or_skip())
+    with served.server(comfyui, base, cache, "--front-end-root", root) as again, page_of(chromium, again) as page:
+        browser.load(page, workflow())
+        page.locator(BADGE).wait_for()
+        said = run(page, 304)
+        kept = speed(again)
+        assert kept["eager"] == row["eager"] and kept["pictures"] == row["pictures"] + 1
+        assert WORDS[verdict(kept)] in said and said.endswith("ready from cache")
+
+
+def test_steps_of_another_size_are_not_compared(page: Any, server: ComfyServer) -> None:
+    made = workflow()
+    browser.load(page, made)
+    page.locator(BADGE).wait_for()
+    run(page, 311)
+    run(page, 312, BYPASSED)
+    browser.load(page, served.resize(copy.deepcopy(made), 48, 80))
+    page.locator(BADGE).wait_for()
+    assert run(page, 313).endswith("not measured yet")
+    page.locator(BADGE).click()
+    assert page.locator(REPORT).locator(HEADLINE).inner_text().startswith("Not measured yet")
+
+
+def test_a_compile_is_counted_with_a_bar_on_the_node(page: Any, server: ComfyServer) -> None:
+    browser.forget(server)
+    page.evaluate(
+        "() => { window.bars = new Set(); new MutationObserver(() => document.querySelectorAll('.nexfort-badge')"
+        ".forEach((one) => window.bars.add(one.style.getPropertyValue('--nexfort-done'))))"
+        ".observe(document.body, { childList: true, subtree: true }) }"
+    )
+    said = browser.run_and_watch(page, seed=321)
+    compiling = [text for text in said if text.startswith("compiling ")]
+    assert compiling and compiling[0].startswith("compiling 0 of ")
+    assert {"0%", "50%"} <= set(page.evaluate("() => [...window.bars]")), "one of two blocks done is half of a bar"
+
+
+@pytest.fixture
+def started(
+    request: pytest.FixtureRequest, comfyui: Path, base: Path, tmp_path: Path
+) -> Iterator[tuple[ComfyServer, str]]:
+    """A server in a state of its own, and what the badge ends with."""
+    variable, end = request.param
+    tmp_path.chmod(0o700)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no folder", encoding="utf-8")
+    folder = tmp_path if variable else blocked
+    made = served.server(comfyui, base, folder, "--front-end-root", str(browser.front_end_or_skip()))
+    made.env.update({variable: "1"} if variable else {})
+    with made as running:
+        yield running, end
+
+
+@pytest.mark.parametrize(
+    "started",
+    [("NEXFORT_DISABLE", "off (NEXFORT_DISABLE)"), ("", "cannot be saved")],
+    ids=["disabled", "unsaved"],
+    indirect=True,
+)
+def test_a_server_that_cannot_says_so(chromium: Any, started: tuple[ComfyServer, str]) -> None:
+    running, end = started
+    with page_of(chromium, running) as page:
+        said = browser.run_and_watch(page, seed=331)
+        assert said[0] == "not run yet" and said[-1].endswith(end), said
+        if end.startswith("off"):
+            return
+        page.get_by_text("Nexfort cannot save what is compiled").first.wait_for()
+        page.locator(BADGE).click()
+        banner = page.locator(REPORT).locator(".nexfort-banner")
+        assert "blocked" in banner.inner_text() and "Make room or give access" in banner.inner_text()
+        browser.in_both_themes(page, REPORT, "unsaved")
