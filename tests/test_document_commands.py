@@ -21,7 +21,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.cli import main
 from nexfort_engine.config.options import KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
 
-COMMAND = re.compile(r"\bpython3? -m ((?:nexfort_engine|benchmarks)[\w.]*)([^\n`]*)")
+COMMAND = re.compile(r"(?:\bpython3? -m ((?:nexfort_engine|benchmarks)[\w.]*)|^nexfort\b)([^\n`]*)", re.MULTILINE)
 PAGES = [*USER, *DESIGN, ROOT / "benchmarks" / "README.md", ROOT / "CONTRIBUTING.md"]
 CLI = read(ROOT / "docs" / "cli.md")
 INTERNAL = {"NEXFORT_WORKS_FOR"}  # the engine sets it for its own processes
@@ -32,7 +32,9 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
     found = []
     for module, rest in COMMAND.findall(read(page)):
         rest = re.split(r"\s#|\s\\$|;|&&|[,.:)](?:\s|$)", rest)[0]
-        found.append((module, shlex.split(rest, posix=True) if rest.count("'") % 2 == 0 else rest.split()))
+        found.append(
+            (module or "nexfort_engine", shlex.split(rest, posix=True) if rest.count("'") % 2 == 0 else rest.split())
+        )
     return found
 
 
@@ -82,7 +84,9 @@ def test_commands_of_the_cache_run_as_they_are_written(
     values = {"FILE": str(tmp_path / "all.tar"), "artefacts.tar": str(tmp_path / "all.tar"), "ID": entry.id}
     written = {tuple(given) for page in PAGES for module, given in commands(page) if module == "nexfort_engine"}
     mine = [
-        given for given in written if given[:1] in {("cache",), ("doctor",), ("plan",)} and "--comfyui" not in given
+        given
+        for given in written
+        if given[:1] in {("cache",), ("doctor",), ("plan",)} and not {"--comfyui", "--base-directory"} & {*given}
     ]
     assert len(mine) > 8
     for given in sorted(mine, key=lambda given: (ORDER.index(given[1]) if given[1:] else -1, given)):

@@ -69,6 +69,8 @@ def add_where(action: argparse.ArgumentParser) -> argparse.ArgumentParser:
     where = action.add_mutually_exclusive_group()
     where.add_argument("--dir", type=Path, metavar="DIR", help="the cache in this directory")
     where.add_argument("--comfyui", type=Path, metavar="PATH", help="the cache of the ComfyUI in this directory")
+    text = "the cache of the ComfyUI that has this --base-directory"
+    where.add_argument("--base-directory", type=Path, metavar="DIR", help=text)
     return action
 
 
@@ -89,18 +91,33 @@ def _size(text: str) -> int:
 
 
 def cache_root(options: argparse.Namespace) -> Path:
-    """The cache the options mean: a named one, that of a ComfyUI, or that of this user."""
+    """The cache the options mean: a named one, that of a ComfyUI, or that of this user.
+
+    ValueError for a named directory that is not there. A bundle may be imported into a new one.
+    """
     from ..cache.paths import chosen_root, default_root
-    from ..hosts.comfy_install import ComfyError, comfyui_around, comfyui_cache, is_comfyui
+    from ..hosts.comfy_install import ComfyError, base_around, comfyui_cache, is_comfyui
 
     if options.dir is not None:
-        return Path(options.dir).expanduser().absolute()
+        return given_directory(options.dir, "--dir", may_be_new=options.command is _import)
+    if options.base_directory is not None:
+        return comfyui_cache(given_directory(options.base_directory, "--base-directory"))
     if options.comfyui is not None:
         if not is_comfyui(options.comfyui):
             raise ComfyError(f"found no ComfyUI at {options.comfyui}: expected its root, with main.py and comfy/")
         return comfyui_cache(options.comfyui)
-    around = None if chosen_root() else comfyui_around()
+    around = None if chosen_root() else base_around()
     return default_root() if around is None else comfyui_cache(around)
+
+
+def given_directory(path: Path, option: str, *, may_be_new: bool = False) -> Path:
+    """A directory that an option names, as an absolute path; ValueError where there is none."""
+    found = Path(path).expanduser().absolute()
+    if not found.is_dir() and not (may_be_new and not found.exists()):
+        raise ValueError(
+            f"{option} is {found}, {'a file' if found.exists() else 'which is not there'}; expected a directory"
+        )
+    return found
 
 
 def store_of(options: argparse.Namespace) -> Store:

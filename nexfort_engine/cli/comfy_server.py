@@ -27,6 +27,7 @@ from typing import Any
 
 from ..cache.ephemeral import Scratch
 from ..hosts.comfy_install import ComfyError, find_comfyui, is_comfyui, plugin_root
+from .missing_models import HEAD, is_missing_model, missing_models
 
 __all__ = ["ComfyError", "ComfyServer", "failure", "find_comfyui", "is_comfyui", "mount", "plugin_root"]
 
@@ -283,7 +284,8 @@ class ComfyServer:
         """Queues a workflow in API format and returns its prompt id; ComfyError says which node is wrong."""
         answer = self.post("/prompt", {"prompt": workflow, "client_id": self.client_id})
         # One sound output is enough for the server to accept a workflow; what it leaves out is told here.
-        self.warnings += _node_problems(answer.get("node_errors"))
+        errors = answer.get("node_errors")
+        self.warnings += [*_node_problems(errors), *(f"missing: {line}" for line in missing_models(errors))]
         return str(answer["prompt_id"])
 
     def wait(self, prompt_id: str, timeout: float | None = None) -> dict[str, Any]:
@@ -324,9 +326,11 @@ def _refusal_text(text: str) -> str:
     """ComfyUI's answer to an invalid workflow, as one readable line."""
     try:
         content = json.loads(text)
-        problems = _node_problems(content.get("node_errors"))
+        errors = content.get("node_errors")
+        problems, missing = _node_problems(errors), missing_models(errors)
         head = content["error"]["message"]
-        return "; ".join([head, *(problems or filter(None, [content["error"].get("details")]))])
+        said = "; ".join([head, *(problems or filter(None, [] if missing else [content["error"].get("details")]))])
+        return "\n  ".join([f"{said}; {HEAD}", *missing]) if missing else said
     except (ValueError, KeyError, TypeError, AttributeError):  # not that kind of answer
         return text[:2000].strip()
 
@@ -336,6 +340,7 @@ def _node_problems(node_errors: Mapping[str, Any] | None) -> list[str]:
         f"node {node} ({found['class_type']}): {one['message']}: {one['details']}"
         for node, found in (node_errors or {}).items()
         for one in found["errors"]
+        if not is_missing_model(one)
     ]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ..cache.key import cpu_facts, package_version
 from ..cache.paths import base_root, chosen_root, default_limit, default_root, size_text
 from ..cache.store import Store
-from ..hosts.comfy_install import comfyui_around, comfyui_cache, comfyui_version, find_comfyui, plugin_root
+from ..hosts.comfy_install import base_around, comfyui_cache, comfyui_version, find_comfyui, plugin_root
 
 COMPILERS = ("g++", "gcc", "clang++", "clang", "cl")
 # Settings of others that change what is compiled or where it is kept.
@@ -147,7 +147,7 @@ def _comfyui() -> dict[str, Any] | None:
 
 
 def _cache() -> dict[str, Any]:
-    around = None if chosen_root() else comfyui_around()
+    around = None if chosen_root() else base_around()
     store = Store(default_root() if around is None else comfyui_cache(around), base_root())
     rows = store.rows()
     return {

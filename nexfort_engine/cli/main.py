@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nexfort_engine cache|doctor|plan|run|warm`; `cache` and `plan` have files of their own.
+"""The command line: `nexfort cache|doctor|plan|run|warm`; `cache` and `plan` have files of their own.
+
+`python -m nexfort_engine` is the same, in the plugin's folder, where the package is not installed.
 
 It parses, calls, prints and sets the exit code; the work is done in `doctor.py`, `run_workflows.py` and `warm.py`,
 which are imported only by the command that needs them.
@@ -17,10 +19,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .. import __version__
 from . import cache_command, plan_command
 from .output import say
 
-PROGRAM = "python -m nexfort_engine"
+PROGRAM = "nexfort"
+EXAMPLES = """\
+examples:
+  nexfort run workflows/api/flux_compile_model.json    run a workflow without a browser
+  nexfort warm --workflow FILE                         compile ahead of the first user
+  nexfort cache list                                   what the cache of this ComfyUI holds
+  nexfort cache list --base-directory DIR              that of a ComfyUI with another base directory
+  nexfort doctor                                       what a bug report needs
+Where the package is not installed, `python -m nexfort_engine` in the plugin's folder is the same as `nexfort`.
+"""
+RUN_EXAMPLES = """\
+examples:
+  nexfort run workflow_api.json --comfyui ~/ComfyUI --report report.json
+  nexfort run a.json b.json --base-directory /data/comfyui --output-dir pictures
+"""
+WARM_EXAMPLES = """\
+examples:
+  nexfort warm --workflow workflow_api.json
+  nexfort warm --model flux1-dev.safetensors --width 1024 --height 1024
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        PROGRAM, description="Nexfort's compile cache, precision plan, self-check, warming, headless runs."
+        PROGRAM,
+        description="Nexfort's compile cache, precision plan, self-check, warming, headless runs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"nexfort {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cache_command.add_to(commands)
     plan_command.add_to(commands)
@@ -56,6 +82,8 @@ def _add_run(commands: Any) -> None:
         "run",
         help="run workflows in a real ComfyUI without a browser",
         description="Starts ComfyUI, runs the workflows one by one, saves what they make, stops ComfyUI.",
+        epilog=RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW_API.json", help="workflow in API format")
     run.add_argument("--report", type=Path, metavar="FILE", help="write what was compiled and how long it took")
@@ -68,8 +96,10 @@ def _add_warm(commands: Any) -> None:
     warm = commands.add_parser(
         "warm",
         help="fill the cache before the first user comes",
-        description="Starts ComfyUI, runs one step of a workflow or of a model file, and stops ComfyUI. What was "
+        description="Starts ComfyUI, runs one step of a workflow or of a model file, and stops ComfyUI. What was\n"
         "compiled stays in the cache. It needs a GPU of the kind that will use the cache.",
+        epilog=WARM_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = warm.add_mutually_exclusive_group(required=True)
     what.add_argument("--workflow", type=Path, metavar="FILE", help="a workflow in API format")
@@ -94,7 +124,7 @@ def _add_warm(commands: Any) -> None:
 def _add_server(command: argparse.ArgumentParser) -> None:
     command.add_argument("--comfyui", type=Path, metavar="PATH", help="ComfyUI's root (default: looked for)")
     command.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep compiled artefacts here")
-    command.add_argument("--base-dir", type=Path, metavar="DIR", help="ComfyUI's --base-directory")
+    command.add_argument("--base-directory", type=Path, metavar="DIR", help="ComfyUI's --base-directory")
     command.add_argument("--python", default=sys.executable, metavar="FILE", help="the Python that ComfyUI runs with")
     text = "an argument for ComfyUI, such as --comfy-arg=--lowvram; may be given more than once"
     command.add_argument("--comfy-arg", action="append", default=[], metavar="ARG", help=text)
@@ -133,7 +163,7 @@ def _run(options: argparse.Namespace) -> int:
         comfyui,
         plugin=plugin_root(),
         cache_dir=options.cache_dir,
-        base_dir=options.base_dir,
+        base_dir=_base_directory(options),
         extra_args=arguments,
         python=options.python,
         on_line=say if options.verbose else None,
@@ -172,11 +202,17 @@ def _warm(options: argparse.Namespace) -> int:
             cache_dir=options.cache_dir,
             extra_args=options.comfy_arg,
             on_line=tell if options.verbose else None,
-            base_dir=options.base_dir,
+            base_dir=_base_directory(options),
             python=options.python,
         )
     say(json.dumps(done.as_dict(), indent=1) if options.json else str(done))
     return 0 if done.problem is None else 1
+
+
+def _base_directory(options: argparse.Namespace) -> Path | None:
+    if options.base_directory is None:
+        return None
+    return cache_command.given_directory(options.base_directory, "--base-directory")
 
 
 def _tell_beside(line: str) -> None:

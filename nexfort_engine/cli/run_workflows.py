@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import struct
+import sys
 import threading
 import time
 import urllib.parse
@@ -25,6 +27,8 @@ from .comfy_server import ComfyError, ComfyServer, failure
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
 _LONGEST_END = 3.0  # seconds that a server is listened to after the last prompt, however much it says
+_COUNTED_EVERY = 10.0  # seconds, where nobody watches
+_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
 _TEXT_EVENT = 3  # the binary message that carries progress text
 
 
@@ -179,18 +183,35 @@ def _output_directory(server: ComfyServer) -> Path:
 
 
 class Console:
-    """Turns the server's events into few, readable lines."""
+    """Turns the server's events into few, readable lines.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    is_watched: somebody sees each line as it comes. Else what counts up is said every ten seconds and at its end.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], *, is_watched: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._is_watched = sys.stdout.isatty() if is_watched is None else is_watched
         self._last = ""
+        self._counted = -math.inf  # when something that counts up was said
 
     def __call__(self, event: Event) -> None:
         """Says what happened, and nothing twice in a row."""
         line = describe(event)
-        if line is not None and line != self._last:
-            self._last = line
-            self._say(line)
+        if line is None or line == self._last or not self._may_say(line):
+            return
+        self._last = line
+        self._say(line)
+
+    def _may_say(self, line: str) -> bool:
+        count = _COUNT.search(line)
+        if self._is_watched or count is None or count[1] == count[2]:
+            return True
+        if self._clock() - self._counted < _COUNTED_EVERY:
+            return False
+        self._counted = self._clock()
+        return True
 
 
 def describe(event: Event) -> str | None:

@@ -55,8 +55,16 @@ def comfyui_around() -> Path | None:
     return root if plugin.parent.name == "custom_nodes" and is_comfyui(root) else None
 
 
+def base_around() -> Path | None:
+    """The directory in whose custom_nodes this plugin lies: a ComfyUI, or what one has as its --base-directory."""
+    plugin = Path(os.path.abspath(__file__)).parents[2]
+    root = plugin.parent.parent
+    is_base = is_comfyui(root) or any((root / name).is_dir() for name in ("models", "user", "output"))
+    return root if plugin.parent.name == "custom_nodes" and is_base else None
+
+
 def comfyui_cache(root: Path) -> Path:
-    """Where the plugin keeps its artefacts in a ComfyUI, unless its user directory was moved."""
+    """Where the plugin keeps its artefacts in a ComfyUI or its base directory, unless the user directory was moved."""
     return Path(root).absolute() / "user" / "__cache" / "nexfort"
 
 

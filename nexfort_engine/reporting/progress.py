@@ -9,6 +9,7 @@ compile.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
+
+SAID_EVERY = 10.0  # seconds between two lines into a pipe
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ class Tracker:
 
 
 class TerminalSink:
-    """A sink for the command line: a tqdm bar on a terminal, otherwise one plain line a step.
+    """A sink for the command line: a tqdm bar on a terminal, otherwise a plain line every ten seconds and at the end.
 
     Use it as `with TerminalSink() as show, use_sink(show): ...`.
     """
@@ -171,6 +174,7 @@ class TerminalSink:
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None
         self._last: tuple[int, int] | None = None
+        self._said = -math.inf
         self._make_bar = _find_tqdm() if self._stream.isatty() else None
 
     def __enter__(self) -> TerminalSink:
@@ -182,8 +186,9 @@ class TerminalSink:
     def __call__(self, event: Event) -> None:
         """Show `event`."""
         if self._make_bar is None:
-            if (event.done, event.total) != self._last:
-                self._last = (event.done, event.total)
+            due = time.monotonic() - self._said >= SAID_EVERY or event.done >= event.total
+            if due and (event.done, event.total) != self._last:
+                self._last, self._said = (event.done, event.total), time.monotonic()
                 print(event.text, file=self._stream, flush=True)
             return
         if self._bar is None:

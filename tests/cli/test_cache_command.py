@@ -61,6 +61,7 @@ def both(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_path(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "path") == (0, f"{cache}\n")
     assert json.loads(run(capsys, "path", "--json")[1]) == {"path": str(cache)}
+    (tmp_path / "other").mkdir()
     assert run(capsys, "path", "--dir", str(tmp_path / "other")) == (0, f"{tmp_path / 'other'}\n")
     assert not cache.exists(), "looking creates nothing"
 
@@ -76,7 +77,7 @@ def test_the_cache_of_a_comfyui(
     assert run(capsys, "path", "--comfyui", str(root)) == (0, f"{expected}\n")
     code, error = run(capsys, "path", "--comfyui", str(tmp_path))
     assert code == 1 and "found no ComfyUI" in error and "expected" in error
-    monkeypatch.setattr(comfy_install, "comfyui_around", lambda: root)
+    monkeypatch.setattr(comfy_install, "base_around", lambda: root)
     assert run(capsys, "path") == (0, f"{expected}\n")
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "chosen"))
     assert run(capsys, "path") == (0, f"{tmp_path / 'chosen'}\n")
@@ -191,6 +192,7 @@ def test_the_base_cache_is_listed_below(
         assert "base cache: " in run(capsys, "list")[1]
         code, error = run(capsys, "pin", below.id)
         assert code == 1 and "base cache" in error and "Errno" not in error
+    cache.mkdir(mode=0o700)
     assert "base" not in json.loads(run(capsys, "list", "--json", "--dir", str(cache))[1])
 
 

@@ -289,7 +289,7 @@ def test_the_run_command(comfyui: Path, tmp_path: Path) -> None:
     command += [
         "--comfyui",
         str(comfyui),
-        "--base-dir",
+        "--base-directory",
         str(tmp_path / "base"),
         "--output-dir",
         str(tmp_path / "out"),

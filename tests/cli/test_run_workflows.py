@@ -62,7 +62,7 @@ def test_messages_of_the_socket_are_understood() -> None:
 
 def test_lines_are_not_said_twice() -> None:
     said: list[str] = []
-    console = run_workflows.Console(said.append)
+    console = run_workflows.Console(said.append, is_watched=True)
     for value in (1, 1, 2):
         console({"type": "progress", "data": {"node": "5", "value": value, "max": 2}})
     assert said == ["node 5: step 1 of 2", "node 5: step 2 of 2"]

@@ -183,7 +183,7 @@ def test_a_workflow_without_compile_nodes_gets_them(
         one["inputs"] = {name: source if link == [compiler, 0] else link for name, link in one["inputs"].items()}
     (tmp_path / "plain.json").write_text(json.dumps(workflow))
     before = left_behind(base)
-    common = ("--cpu", "--json", "--comfyui", comfyui, "--base-dir", base, "--cache-dir", cache)
+    common = ("--cpu", "--json", "--comfyui", comfyui, "--base-directory", base, "--cache-dir", cache)
     code, out, error = run(capsys, *common, "--workflow", tmp_path / "plain.json")
     told = json.loads(out)
     assert code == 0, error
@@ -200,6 +200,6 @@ def test_a_workflow_without_compile_nodes_gets_them(
 def test_a_model_nobody_has_inputs_for_is_one_sentence(
     comfyui: Path, base: Path, elsewhere: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:
-    common = ("--cpu", "--json", "--comfyui", comfyui, "--base-dir", base, "--cache-dir", tmp_path / "cache")
+    common = ("--cpu", "--json", "--comfyui", comfyui, "--base-directory", base, "--cache-dir", tmp_path / "cache")
     code, out, _ = run(capsys, *common, "--model", elsewhere["kl_vae"])
     assert code == 1 and json.loads(out)["problem"]

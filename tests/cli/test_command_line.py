@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a process of its own: which cache it finds, what it refuses, what it says into a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bundle_parts import put
+from pages import ROOT
+from served import comfyui_or_skip
+
+from nexfort_engine import __version__
+from nexfort_engine.cache.store import Store
+from nexfort_engine.cli import run_workflows
+from nexfort_engine.cli.missing_models import HEAD, missing_models
+from nexfort_engine.hosts.comfy_install import comfyui_cache
+
+BESIDE = ("NEXFORT_CACHE_DIR", "NEXFORT_CACHE_BASE", "TORCHINDUCTOR_CACHE_DIR", "COMFYUI_PATH")
+
+
+def nexfort(*arguments: object, home: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the command line of the plugin that lies in `source`."""
+    kept = {name: value for name, value in os.environ.items() if name not in BESIDE}
+    given = {**kept, "PYTHONPATH": str(source), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    command = [sys.executable, "-m", "nexfort_engine", *map(str, arguments)]
+    return subprocess.run(command, cwd=home, env=given, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """The plugin in the custom_nodes of a base directory, with a cache of one artefact beside it."""
+    base = tmp_path / "base"
+    (base / "custom_nodes").mkdir(parents=True)
+    (base / "models").mkdir()
+    plugin = base / "custom_nodes" / "nexfort"
+    plugin.symlink_to(ROOT, target_is_directory=True)
+    put(Store(comfyui_cache(base)))
+    return plugin
+
+
+def test_it_finds_the_cache_of_the_base_directory_it_lies_in(linked: Path, tmp_path: Path) -> None:
+    expected = comfyui_cache(tmp_path / "base")
+    for where in ((), ("--base-directory", tmp_path / "base")):
+        done = nexfort("cache", "list", *where, home=tmp_path, source=linked if not where else ROOT)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1].startswith("1 artefacts, ") and done.stdout.endswith(f", in {expected}\n")
+    assert str(expected) in nexfort("doctor", "--no-check", home=tmp_path, source=linked).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cache", "list", "--dir", "nowhere"),
+        ("cache", "verify", "--base-directory", "nowhere"),
+        ("cache", "clear", "--comfyui", "nowhere"),
+        ("plan", "--dir", "nowhere"),
+        ("run", "workflow.json", "--comfyui", "imitated", "--base-directory", "nowhere"),
+        ("warm", "--workflow", "workflow.json", "--cpu", "--comfyui", "imitated", "--base-directory", "nowhere"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_a_directory_that_is_not_there_is_an_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "workflow.json").write_text('{"1": {"class_type": "EmptyImage", "inputs": {}}}')
+    (tmp_path / "imitated" / "comfy").mkdir(parents=True)
+    (tmp_path / "imitated" / "main.py").touch()
+    done = nexfort(*arguments, home=tmp_path)
+    assert done.returncode == 1 and "nowhere" in done.stderr and "expected" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "nowhere").exists()
+
+
+def test_it_says_its_version_its_name_and_examples(tmp_path: Path) -> None:
+    assert nexfort("--version", home=tmp_path).stdout == f"nexfort {__version__}\n"
+    for command in ((), ("run",), ("warm",)):
+        said = nexfort(*command, "--help", home=tmp_path).stdout
+        assert said.startswith("usage: nexfort ") and "examples:\n  nexfort " in said
+
+
+def test_the_base_directory_is_spelt_in_one_way(tmp_path: Path) -> None:
+    for command in ("run", "warm", "cache list", "cache clear", "plan"):
+        said = nexfort(*command.split(), "--help", home=tmp_path).stdout
+        assert "--base-directory DIR" in said and "--base-dir " not in said, command
+
+
+# ---- into a pipe -------------------------------------------------------------------------------------------
+
+
+def test_what_counts_up_is_no_line_a_second_in_a_pipe() -> None:
+    said: list[str] = []
+    now = [0.0]
+    console = run_workflows.Console(said.append, is_watched=False, clock=lambda: now[0])
+    for second in range(31):
+        now[0] = float(second)
+        left = f", about {30 - second} s left" if second < 30 else ""
+        text = f"Nexfort: {second // 3} of 10 regions{left}"
+        console({"type": "progress_text", "data": {"node": "5", "text": text}})
+    assert [line.split(",")[0] for line in said] == [f"Nexfort: {count} of 10 regions" for count in (0, 3, 6, 10)]
+    watched: list[str] = []
+    console = run_workflows.Console(watched.append, is_watched=True)
+    for value in (1, 2, 3):
+        console({"type": "progress", "data": {"node": "5", "value": value, "max": 9}})
+    assert len(watched) == 3
+
+
+# ---- models that are missing -------------------------------------------------------------------------------
+
+
+def refusal(name: str, node: str = "12") -> dict[str, object]:
+    """ComfyUI's answer for a loader whose file is in no list."""
+    extra = {"input_name": "unet_name", "received_value": name}
+    problem = {"type": "value_not_in_list", "message": "Value not in list", "details": "...", "extra_info": extra}
+    return {node: {"class_type": "UNETLoader", "errors": [problem]}}
+
+
+def test_each_missing_model_is_a_line_with_its_link() -> None:
+    (line,) = missing_models(refusal("flux1-dev.safetensors"))
+    assert line.startswith("flux1-dev.safetensors -> models/diffusion_models (node 12, UNETLoader)  https://")
+    assert missing_models(refusal("folder\\own.safetensors")) == ["folder\\own.safetensors (node 12, UNETLoader)"]
+    assert missing_models({**refusal("euler"), "3": {"class_type": "A", "errors": []}}) == [] == missing_models(None)
+
+
+@pytest.mark.comfy
+@pytest.mark.slow
+def test_a_run_without_its_models_lists_them(tmp_path: Path) -> None:
+    comfyui = comfyui_or_skip()
+    (tmp_path / "base" / "models").mkdir(parents=True)
+    workflow = ROOT / "workflows" / "api" / "flux_compile_model.json"
+    done = nexfort(
+        *("run", workflow, "--comfyui", comfyui, "--base-directory", tmp_path / "base", "--report", "report.json"),
+        home=tmp_path,
+    )
+    lines = [line for line in done.stdout.splitlines() if "https://" in line]
+    assert done.returncode == 1 and HEAD in done.stdout and len(lines) == 4, done.stdout + done.stderr
+    assert all(line.startswith("  ") and "-> models/" in line for line in lines)
+    assert "Value not in list" not in done.stdout
+    (prompt,) = json.loads((tmp_path / "report.json").read_text())["prompts"]
+    assert HEAD in prompt["error"]
