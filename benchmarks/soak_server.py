@@ -46,7 +46,7 @@ class Server:
         for link, target in (("models", folder / "models"), ("custom_nodes/soak", ROOT / "benchmarks" / "soak_pack")):
             if not (self.base / link).exists():
                 (self.base / link).symlink_to(target, target_is_directory=True)
-        environment = {"TMPDIR": str(self.temporary), _MARK: self.mark}
+        environment = {"TMPDIR": str(self.temporary), _MARK: self.mark, "NEXFORT_WAIT": "1"}
         environment |= {"NEXFORT_DISABLE": "1"} if cache is None else {}
         arguments = ["--disable-api-nodes", "--force-fp32", "--cache-classic"]
         self.running = ComfyServer(

@@ -95,7 +95,10 @@ def _prepare(comfyui: Path, base: Path, say: Say) -> dict[str, str]:
 
 def _server(comfyui: Path, base: Path, scratch: Path) -> ComfyServer:
     arguments = ["--disable-api-nodes", "--force-fp32"]
-    return ComfyServer(comfyui, plugin=ROOT, base_dir=base, cache_dir=scratch / "cache", extra_args=arguments)
+    waits = {"NEXFORT_WAIT": "1"}  # the first picture is compared with the uncompiled one
+    return ComfyServer(
+        comfyui, plugin=ROOT, base_dir=base, cache_dir=scratch / "cache", extra_args=arguments, env=waits
+    )
 
 
 def _workflow(

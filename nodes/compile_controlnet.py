@@ -35,9 +35,9 @@ class NexfortCompileControlNet(io.ComfyNode):
             display_name="Nexfort Compile ControlNet",
             category=CATEGORY,
             description=(
-                "Runs the control net's own network compiled: the same picture in less time. The first step that it "
-                "acts in compiles it (with progress shown on the sampler). After that every size, batch and hint runs "
-                "the same artefacts. After a restart they are loaded from disk. "
+                "Runs the control net's own network compiled: the same picture in less time. The first time it "
+                "is compiled in the background, and runs uncompiled meanwhile. After that every size, batch and hint "
+                "runs the same artefacts. After a restart they are loaded from disk. "
                 "Put it right behind the loader. The control net that comes in stays uncompiled for other nodes."
             ),
             search_aliases=[
@@ -79,9 +79,10 @@ class NexfortCompileControlNet(io.ComfyNode):
         options: str = "",
         enabled: bool = True,
         verify: bool = False,
+        wait: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first step."""
-        return compiled(control_net, _attach, (mode, dynamic, memory_format, options), enabled, verify, cls)
+        return compiled(control_net, _attach, (mode, dynamic, memory_format, options, wait), enabled, verify, cls)
 
 
 def _attach(control_net: Any, config: CompileConfig) -> tuple[Any, Report | None]:

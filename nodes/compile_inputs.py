@@ -57,6 +57,11 @@ On: after the first step the same step is run uncompiled beside it, block by blo
 The report shows distance and speed-up; a block that is further from the exact result than it should be runs uncompiled.
 It costs about eight steps. Switch it on when you want to see for yourself."""
 
+WAIT_TOOLTIP = """\
+Off: what is missing is compiled in the background, and pictures are made uncompiled until it is there.
+On: the first step waits until all of it is compiled, with progress shown on the sampler.
+Switch it on where the first picture is to be the compiled one already. max-autotune always waits."""
+
 
 def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precision: bool = True) -> list[io.Input]:
     """The widgets after what is to be compiled, in order. Those an API workflow may leave out are optional.
@@ -74,21 +79,22 @@ def shared_inputs(*, memory_format: str, memory_format_tooltip: str, low_precisi
         io.String.Input("options", default="", multiline=True, optional=True, advanced=True, tooltip=OPTIONS_TOOLTIP),
         io.Boolean.Input("enabled", default=True, optional=True, advanced=True, tooltip=ENABLED_TOOLTIP),
         io.Boolean.Input("verify", default=False, optional=True, advanced=True, tooltip=VERIFY_TOOLTIP),
+        io.Boolean.Input("wait", default=False, optional=True, advanced=True, tooltip=WAIT_TOOLTIP),
     ]
 
 
 def compiled(
     given: Any,
     attach: Callable[[Any, CompileConfig], tuple[Any, Report | None]],
-    widgets: tuple[str, bool, str, str | None],
+    widgets: tuple[str, bool, str, str | None, bool],
     enabled: bool,
     verify: bool,
     node: type[io.ComfyNode],
 ) -> io.NodeOutput:
     """A node's output: what came in with the engine attached, or itself where the node is switched off.
 
-    attach: gives what comes out and its report. widgets: mode, dynamic, memory_format and options. verify: compare the
-    first step with eager. node: the class that runs, whose badge is told. Raises ValueError as `read_config`.
+    attach: gives what comes out and its report. widgets: mode, dynamic, memory_format, options, wait. verify: compare
+    the first step with eager. node: the class that runs, whose badge is told. Raises ValueError as `read_config`.
     """
     config = read_config(*widgets) if enabled else None
     result, report = (given, None) if config is None or config.disable else attach(given, config)
@@ -101,17 +107,19 @@ def compiled(
     return io.NodeOutput(result)
 
 
-def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None) -> CompileConfig:
-    """The config of a node's widgets, with `options` on top.
+def read_config(mode: str, dynamic: bool, memory_format: str, options: str | None, wait: bool = False) -> CompileConfig:
+    """The config of a node's widgets, with `options` on top. wait: the first step waits for what it lacks.
 
     Raises ValueError with one sentence for options text that cannot be read.
     """
     from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.system.process_settings import waits
 
     text = (options or "").strip()
     CompileConfig.parse(text)  # on its own first, so that an error is about what the user wrote
     widgets: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "memory_format": memory_format}
-    return CompileConfig.parse({**widgets, **_given(text)})
+    config = CompileConfig.parse({**widgets, **_given(text)})
+    return config if wait or waits() else config.without_waiting()
 
 
 def check_options(options: str | None) -> bool | str:

@@ -35,9 +35,9 @@ class NexfortCompileModel(io.ComfyNode):
             display_name="Nexfort Compile Model",
             category=CATEGORY,
             description=(
-                "Runs the diffusion model compiled: the same picture in less time. The first step compiles "
-                "(seconds, with progress shown on the sampler). After that every size, batch and prompt "
-                "length runs at full speed. After a restart the compiled artefacts are loaded from disk. "
+                "Runs the diffusion model compiled: the same picture in less time. The first time it is compiled "
+                "in the background, and the picture is made uncompiled meanwhile. After that every size, batch and "
+                "prompt length runs at full speed. After a restart the compiled artefacts are loaded from disk. "
                 "Put it right before the sampler, after LoRA and model-sampling nodes."
             ),
             search_aliases=[
@@ -72,9 +72,10 @@ class NexfortCompileModel(io.ComfyNode):
         options: str = "",
         enabled: bool = True,
         verify: bool = False,
+        wait: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a clone. Nothing is compiled here: that happens in the first step."""
-        return compiled(model, _attach, (mode, dynamic, memory_format, options), enabled, verify, cls)
+        return compiled(model, _attach, (mode, dynamic, memory_format, options, wait), enabled, verify, cls)
 
 
 def _attach(model: Any, config: CompileConfig) -> tuple[Any, Report | None]:

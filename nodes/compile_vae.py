@@ -69,9 +69,10 @@ class NexfortCompileVAE(io.ComfyNode):
         options: str = "",
         enabled: bool = True,
         verify: bool = False,
+        wait: bool = False,
     ) -> io.NodeOutput:
         """Attach the engine to a copy. Nothing is compiled here: that happens in the first decode."""
-        return compiled(vae, _attach, (mode, dynamic, memory_format, options), enabled, verify, cls)
+        return compiled(vae, _attach, (mode, dynamic, memory_format, options, wait), enabled, verify, cls)
 
 
 def _attach(vae: Any, config: CompileConfig) -> tuple[Any, Report | None]:

@@ -48,8 +48,10 @@ def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     browser.load(page, served.tiny_workflow("flux_compile_model"))
     assert page.evaluate(MODES_OF) == ["O2"], "a node that brings its own mode keeps it"
     prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
-    assert len(saved["widgets_values"]) == 6, "the badge is saved in no workflow"
+    assert set(prompt["inputs"]) == {
+        *("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify", "wait")
+    }
+    assert len(saved["widgets_values"]) == 7, "the badge is saved in no workflow"
 
 
 # ---- other packs' compile nodes ----------------------------------------------------------------------------
@@ -126,7 +128,9 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -
     if not vue:  # there the text box is among the advanced inputs, which are folded away
         page.get_by_placeholder("options").locator("visible=true").nth(1).wait_for()
     prompt, saved = page.evaluate(SAVED)
-    assert set(prompt["inputs"]) == {*("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify")}
+    assert set(prompt["inputs"]) == {
+        *("model", "mode", "dynamic", "memory_format", "options", "enabled", "verify", "wait")
+    }
     assert saved["inputs"][0]["link"] is not None
 
 

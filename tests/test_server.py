@@ -108,7 +108,7 @@ def test_object_info_shows_the_dropdowns(server: ComfyServer, name: str) -> None
     assert shown["required"]["mode"][1]["default"] == "O2"
     assert shown["required"]["dynamic"][1]["default"] is True
     assert shown["required"]["memory_format"][1]["options"] == ["channels_last", "contiguous_format"]
-    assert list(shown["optional"]) == ["options", "enabled", "verify"]
+    assert list(shown["optional"]) == ["options", "enabled", "verify", "wait"]
     assert all(options[1]["advanced"] for options in shown["optional"].values())
 
 

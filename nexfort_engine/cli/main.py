@@ -149,6 +149,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from ..system.process_settings import WAIT_VARIABLE
     from .comfy_server import ComfyServer, plugin_root
     from .run_workflows import load_workflow, run_workflows
 
@@ -165,6 +166,7 @@ def _run(options: argparse.Namespace) -> int:
         cache_dir=options.cache_dir,
         base_dir=_base_directory(options),
         extra_args=arguments,
+        env={WAIT_VARIABLE: "1"},
         python=options.python,
         on_line=say if options.verbose else None,
     )

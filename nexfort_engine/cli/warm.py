@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.ephemeral import Scratch
-from ..system.process_settings import disabled, keeps_nothing
+from ..system.process_settings import WAIT_VARIABLE, disabled, keeps_nothing
 from .comfy_server import ComfyServer, failure, has_accelerator, mount, plugin_root
 from .run_workflows import Console, listening, load_workflow, speeds
 from .warm_workflow import CannotWarmError, Workflow, compiles_anything, for_model, kind_of, prepared
@@ -140,7 +140,7 @@ def warm(
             comfyui,
             plugin=plugin_root(),
             cache_dir=cache_dir,
-            env={} if cache_dir is None else {"NEXFORT_CACHE_BASE": ""},
+            env={WAIT_VARIABLE: "1", **({} if cache_dir is None else {"NEXFORT_CACHE_BASE": ""})},
             extra_args=[*arguments, *(["--cpu"] if cpu and "--cpu" not in extra_args else []), *extra_args],
             on_line=on_line,
             **server_options,

@@ -122,6 +122,13 @@ class CompileConfig:
         """This config where nobody says whether weights changed, so that no result may be kept from call to call."""
         return replace(self, has_weight_versions=False)
 
+    def without_waiting(self) -> CompileConfig:
+        """This config where nobody waits for artefacts, unless its user says whether to, or they cannot be made so."""
+        name = "compile.background"
+        if self.option(name) is not None or no_effect(self, name, True):
+            return self
+        return replace(self, options=(*self.options, (name, True)))
+
     @property
     def profile(self) -> str:
         """How much compile time to spend: "search" (max-autotune), "fast" (jit) or "standard".

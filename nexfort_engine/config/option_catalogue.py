@@ -285,8 +285,9 @@ _ROWS = (
     OptionSpec(
         "compile.background",
         OFF,
-        "Runs the first steps uncompiled while artefacts are made.",
-        cost="The first picture is partly the uncompiled one's.",
+        "Runs the first picture uncompiled while artefacts are made. ComfyUI's nodes switch it on, unless **wait** is "
+        "on.",
+        cost="The first picture is the uncompiled one's.",
         devices="all",
         shapes=False,
         idle=_background_idle,

@@ -23,6 +23,7 @@ from .shared_settings import HELD
 logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "NEXFORT_DISABLE"
+WAIT_VARIABLE = "NEXFORT_WAIT"
 DISK_VARIABLE = "NEXFORT_GRAPH_CACHE"  # the old engine's name; its users set it to 0 or 1
 _OFF_WORDS = ("", "0", "false", "no", "off")
 
@@ -56,6 +57,11 @@ _unsupported: set[str] = set()
 def disabled() -> bool:
     """Whether NEXFORT_DISABLE asks for a pass-through; read afresh on each call."""
     return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in _OFF_WORDS
+
+
+def waits() -> bool:
+    """Whether NEXFORT_WAIT asks nodes to wait for what is compiled; read afresh on each call."""
+    return os.environ.get(WAIT_VARIABLE, "").strip().lower() not in _OFF_WORDS
 
 
 def keeps_nothing() -> bool:

@@ -152,9 +152,44 @@ def test_widgets_become_a_config(
     given = object()
     result = node(plugin, name).execute(given, mode, dynamic, memory_format)
     assert result.result == ("a clone",)
-    ((received, config),) = handed
+    received, config = handed[0]
     assert received is given
-    assert config == CompileConfig.parse({"mode": mode, "dynamic": dynamic, "memory_format": memory_format})
+    widgets = {"mode": mode, "dynamic": dynamic, "memory_format": memory_format}
+    assert config == CompileConfig.parse(widgets).without_waiting()
+    assert config.inactive() == CompileConfig.parse(widgets).inactive()
+    assert config.background == (dynamic and "max-autotune" not in mode)
+    node(plugin, name).execute(given, mode, dynamic, memory_format, wait=True)
+    assert handed[1][1] == CompileConfig.parse(widgets) and not handed[1][1].background
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize(
+    ("options", "wait", "variable", "expected"),
+    [
+        ("", False, None, True),
+        ("", True, None, False),
+        ("", False, "1", False),
+        ("", False, "0", True),
+        ('{"options": {"compile.background": false}}', False, None, False),
+        ('{"options": {"compile.background": true}}', True, "1", True),
+        ('{"options": {"compile.fold": false}}', False, None, True),
+        ("O3:benchmark", False, None, True),
+    ],
+)
+def test_nobody_waits_unless_it_is_asked_for(
+    plugin: types.ModuleType,
+    handed: list[tuple[Any, CompileConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    wait: bool,
+    variable: str | None,
+    expected: bool,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("NEXFORT_WAIT", variable)
+    node(plugin, "NexfortCompileModel").execute(object(), "O2", True, "channels_last", options, wait=wait)
+    ((_, config),) = handed
+    assert config.background is expected and config.inactive() == []
 
 
 @pytest.mark.comfy
@@ -201,7 +236,7 @@ def test_options_text_replaces_the_widgets_it_names(
     compile_model = node(plugin, "NexfortCompileModel")
     assert compile_model.validate_inputs(options) is True
     compile_model.execute(object(), "O2", True, "channels_last", options)
-    assert handed[0][1] == CompileConfig.parse(expected)
+    assert handed[0][1] == CompileConfig.parse(expected).without_waiting()
 
 
 @pytest.mark.comfy

@@ -25,7 +25,7 @@ from patchers import in_the_middle
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_TO_NODES = ("comfy_execution.graph", "comfy_execution.caching", "execution", "comfy_extras.nodes_controlnet")
-WIDGETS = {"mode": "O2", "dynamic": True, "memory_format": "contiguous_format"}
+WIDGETS = {"mode": "O2", "dynamic": True, "memory_format": "contiguous_format", "wait": True}
 Prompt = dict[str, dict[str, Any]]
 
 

@@ -153,10 +153,19 @@ def name_only(base: Path, graphs: Iterable[Graph]) -> None:
         (place / name).touch()
 
 
-def server(comfyui: Path, base: Path, cache: Path, *extra_args: str, plugin: Path = ROOT) -> ComfyServer:
-    """A server on a CPU with the plugin and nothing of the user's."""
+def server(
+    comfyui: Path, base: Path, cache: Path, *extra_args: str, plugin: Path = ROOT, waits: bool = True
+) -> ComfyServer:
+    """A server on a CPU with the plugin and nothing of the user's. waits: first steps wait for what is compiled."""
     arguments = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", *extra_args]
-    return ComfyServer(comfyui, plugin=plugin, base_dir=base, cache_dir=cache, extra_args=arguments)
+    return ComfyServer(
+        comfyui,
+        plugin=plugin,
+        base_dir=base,
+        cache_dir=cache,
+        extra_args=arguments,
+        env={"NEXFORT_WAIT": str(int(waits))},
+    )
 
 
 def request(

@@ -103,7 +103,7 @@ def compile_vae(graph: Graph, flavour: str, vae: Out) -> Out:
 
 def _widgets(mode: str) -> dict[str, object]:
     given = {"mode": mode, "dynamic": True, "memory_format": "channels_last"}
-    return {**given, "options": "", "enabled": True, "verify": False}
+    return {**given, "options": "", "enabled": True, "verify": False, "wait": False}
 
 
 def prepared(
