@@ -74,7 +74,8 @@ class PagedMemory:
         return len(self.resident) * PAGE
 
     def get_residency(self) -> list[int]:
-        return [(page in self.resident) + 2 * self.pinned(page) for page in range(self.get_nr_pages())]
+        pinned = {page for at, size in +self.pins for page in range(at // PAGE, (at + size - 1) // PAGE + 1)}
+        return [(page in self.resident) + 2 * (page in pinned) for page in range(self.get_nr_pages())]
 
     def free_memory(self, size: int) -> int:
         """Let pages of this size go from the end; the mark is where it stopped."""

@@ -32,6 +32,7 @@ from . import malloc_graph
 from .conditioning import Conds, StepInvariant
 from .patch_names import PatchNames
 from .progress import shown
+from .small_weights import SmallWeights
 from .weights import ComfyWeights
 
 log = logging.getLogger("nexfort")
@@ -66,12 +67,12 @@ _live: weakref.WeakSet[Told] = weakref.WeakSet()
 class _Engines(dict):
     """The engines of one network by config. A copy of the network starts without any: it has modules of its own.
 
-    conds: what of its calls was copied to the GPU.
+    conds: what of its calls was copied to the GPU. small: weights that stay at their addresses.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.conds = Conds()
+        self.conds, self.small = Conds(), SmallWeights()
 
     def __deepcopy__(self, _memo: Any) -> _Engines:
         return _Engines()
@@ -124,6 +125,8 @@ def attach(patcher: Any, config: CompileConfig) -> Any:
     for one in (clone, patcher):  # whichever was used last is the one that ComfyUI takes off the GPU
         one.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
         one.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _release)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_LOAD, KEY)
+    clone.add_callback_with_key(CallbacksMP.ON_LOAD, KEY, _loaded)
     if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _CLOCK)
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _CLOCK, _clock(config))
@@ -137,8 +140,16 @@ def _release(patcher: Any, unloaded: bool, *_: Any) -> None:
     if unloaded and isinstance(network, nn.Module):
         engines = _engines(network)
         engines.conds.clear()
+        engines.small.clear()
         for engine in engines.values():
             engine.release()
+
+
+def _loaded(patcher: Any, *_: Any) -> None:
+    """ComfyUI loaded the model."""
+    network = getattr(patcher.model, "diffusion_model", None)
+    if isinstance(network, nn.Module):
+        _engines(network).small.loaded(patcher)
 
 
 def _wrapper(config: CompileConfig) -> Callable[..., Any]:

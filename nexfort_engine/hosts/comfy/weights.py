@@ -278,10 +278,11 @@ class ComfyWeights:
         for layer in layers:
             dtypes = [self.dtype(layer, name) if getattr(layer, name, None) is not None else None for name in _NAMES]
             words = {"compute_dtype": None, "want_requant": False, **_as_it_is(layer, dtypes[0])}
-            weight, bias = resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], **words)
-            found.append({n: value for n, value in zip(_NAMES, (weight, bias), strict=True) if value is not None})
+            resolved = zip(_NAMES, resolve(layer, dtypes[0], device, dtypes[1] or dtypes[0], **words), strict=True)
+            own = {name: _as_it_lies(layer, name, value) for name, value in resolved if value is not None}
+            found.append(own)
             # a copy was cast or patched for this call, and what has no place of its own goes with the call
-            lease.kept &= weight is getattr(layer, "_v_weight", None) and bias is getattr(layer, "_v_bias", None)
+            lease.kept &= all(value is getattr(layer, f"_v_{name}", None) for name, value in own.items())
             lease.kept &= layer._prefetch["signature"] is not None
         lease.kept &= len(lease.pages) == len(layers)
         return found
@@ -295,6 +296,18 @@ def _is_quantised(layer: nn.Module) -> bool:
 def _as_it_is(layer: nn.Module, dtype: Any) -> dict[str, Any]:
     """What ComfyUI's function is asked so that a quantised weight comes back as one, patched or not."""
     return {"compute_dtype": dtype, "want_requant": True} if _is_quantised(layer) else {}
+
+
+def _as_it_lies(layer: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A weight where it lies in its pages, if the same numbers are there as ComfyUI gives.
+
+    A LoRA is run over a weight once, and its result goes there too. What ComfyUI gives in that call is a copy beside.
+    """
+    lies = getattr(layer, f"_v_{name}", None)
+    if lies is None or layer._prefetch["signature"] is None or getattr(layer, f"{name}_function", None):
+        return value
+    is_same_kind = hasattr(lies, "__tensor_flatten__") == hasattr(value, "__tensor_flatten__")
+    return lies if is_same_kind and lies.dtype == value.dtype else value
 
 
 def _is_paged(layer: nn.Module, device: torch.device) -> bool:
