@@ -48,6 +48,7 @@ class RegionWeights:
         self._due: list[Any] = []
         self._sound: WeightLease | None = None  # as artefacts want it, with the other weights as they are
         self._leased: dict[int, torch.dtype] = {}  # place among the weights -> dtype that it has on lease
+        self._unpacked: frozenset[int] = frozenset()  # places of those that are plain tensors on lease only
 
     @property
     def layers(self) -> Layers | None:
@@ -63,17 +64,20 @@ class RegionWeights:
             due = layers.due() if layers is not None else []
         except NotLeased as reason:
             raise Ineligible(str(reason)) from None
-        if not due and not self._leased:
+        if not due and not self._leased and not self._unpacked:
             return due
         raw = self.slots.read()
         changed = not self._seen.again(raw) or list(map(_DTYPE, raw)) != self._dtypes
         if changed or due is not self._due:
             self._sound = None
             leased = layers.dtypes(due, raw) if layers is not None else {}
-            self._due = due
-            if leased != self._leased:
-                self._leased, self._structure = leased, None
+            unpacked = layers.unpacked(due) if layers is not None else frozenset()
+            self._due, again = due, unpacked != self._unpacked
+            if leased != self._leased or again:
+                self._leased, self._unpacked, self._structure = leased, unpacked, None
                 self._changed()
+            if again and not changed:
+                self._inspect(raw)
         if changed and due and layers is not None:
             layers.forget()
             self._inspect(raw)
@@ -153,9 +157,10 @@ class RegionWeights:
     def _inspect(self, weights: list[torch.Tensor]) -> None:
         if self._has_others():
             weights = self.slots.read()
+        taken = self._as_taken(weights)
         try:
-            self.parts = Parts.of(weights)
-            plain = self.parts.take(weights) if self.parts is not None else weights
+            self.parts = Parts.of(taken)
+            plain = self.parts.take(taken) if self.parts is not None else taken
             self._problem = weight_problem(plain) if plain is not None else None
         except Refused as reason:
             self.parts, self._problem = None, str(reason)
@@ -166,6 +171,12 @@ class RegionWeights:
             self._device = weights[0].device if weights else None
             if before is not None and self.structure() != before:
                 self._changed()
+
+    def _as_taken(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The weights with a plain tensor in the place of each that is one on lease only."""
+        if not self._unpacked:
+            return weights
+        return [_stand_in(w) if i in self._unpacked else w for i, w in enumerate(weights)]
 
     def renew(self) -> None:
         """Find the weights anew: a submodule may have been exchanged, and the new one has tables of its own."""
@@ -187,7 +198,7 @@ class RegionWeights:
     def structure(self) -> list[Any]:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""
         if self._structure is None:
-            weights = self.slots.read()
+            weights = self._as_taken(self.slots.read())
             plain = (self.parts.take(weights) if self.parts is not None else None) or weights
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
             self._structure = [structure(self._module, self._leased, self._state.besides), strides]
@@ -212,3 +223,7 @@ class RegionWeights:
         if self._layers is not None:
             self._layers.forget()
             self._sound = None
+
+
+def _stand_in(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(weight.shape), dtype=weight.dtype, device="meta")

@@ -105,6 +105,12 @@ class WeightProvider(Protocol):
     def needs_host_forward(self, layer: nn.Module) -> bool:
         """Whether the layer's own code would now do more than use its weights. Raises NotLeased."""
 
+    def unpacks(self, layer: nn.Module, name: str) -> bool:
+        """Whether a weight that is no plain tensor is leased as one now."""
+
+    def shown(self, layer: nn.Module) -> Mapping[str, Any]:
+        """What a layer shows besides `hidden`, while it has to be leased."""
+
     def covers(self, layer: nn.Module) -> bool:
         """Whether `weights_version` tells all that changes the layer's weights as they are leased."""
 
@@ -156,11 +162,9 @@ class Layers:
         """id(submodule) -> the attributes that a capture is shown in the place of its own."""
         copies = dict.fromkeys(self.provider.copies, ABSENT)
         everywhere: dict[int, Mapping[str, Any]] = {id(sub): copies for sub in self._module.modules()}
-        casting = {id(layer) for layer, _ in self._due}
-        return everywhere | {
-            id(layer): {**copies, **self.provider.hidden, **({CASTS_TO_INPUT: True} if id(layer) in casting else {})}
-            for layer, _ in self._all
-        }
+        leased = {id(layer): {CASTS_TO_INPUT: True, **self.provider.shown(layer)} for layer, _ in self._due}
+        hidden = {**copies, **self.provider.hidden}
+        return everywhere | {id(layer): {**hidden, **leased.get(id(layer), {})} for layer, _ in self._all}
 
     def resident(self) -> bool:
         """Whether no layer has to be leased. Asked on every call: flat, and without a call for each layer."""
@@ -197,6 +201,10 @@ class Layers:
         """Place in the block's list -> dtype, for those weights of the layers `due` that are cast on their way."""
         leased = {i: self.provider.dtype(layer, name) for layer, places in due for name, i in places.items()}
         return {i: dtype for i, dtype in leased.items() if weights[i] is not None and dtype != weights[i].dtype}
+
+    def unpacked(self, due: list[Any]) -> frozenset[int]:
+        """Places in the block's list of those weights of the layers `due` that are leased as plain tensors only."""
+        return frozenset(i for layer, own in due for name, i in own.items() if self.provider.unpacks(layer, name))
 
     def reacquire(
         self, due: list[Any], device: torch.device, placeholders: Placeholders = NO_PLACEHOLDERS
@@ -255,9 +263,9 @@ class Layers:
     def examples(self, weights: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """The block's weights as they would be leased, without their data."""
         found, due = list(weights), self.due()
-        dtypes = self.dtypes(due, weights)
+        dtypes, unpacked = self.dtypes(due, weights), self.unpacked(due)
         for i in (i for _, places in due for i in places.values()):
-            found[i] = _blank(weights[i], dtypes.get(i, weights[i].dtype), device)
+            found[i] = _blank(weights[i], dtypes.get(i, weights[i].dtype), device, plain=i in unpacked)
         return found
 
 
@@ -268,9 +276,9 @@ def layers_in(root: nn.Module, slots: Collection[Slot]) -> list[nn.Module]:
     return [sub for sub, own in rows if own and there.issuperset(own)]
 
 
-def _blank(own: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _blank(own: torch.Tensor, dtype: torch.dtype, device: torch.device, *, plain: bool) -> torch.Tensor:
     """A weight's placeholder. One that is no plain tensor, nor says what it is made of, is leased as a plain one."""
-    if is_plain(own) or is_traceable_wrapper_subclass(own):
+    if is_plain(own) or (is_traceable_wrapper_subclass(own) and not plain):
         return torch.empty_like(own, dtype=dtype, device=device)
     return torch.empty(tuple(own.shape), dtype=dtype, device=device)
 

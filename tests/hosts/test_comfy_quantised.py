@@ -205,11 +205,14 @@ def test_a_model_that_is_loaded_in_part_runs_the_same_artefacts(
         assert any(type(layer.weight).__name__ == "QuantizedTensor" for layer in layers), "none is left to its layer"
         assert distance(sample(clone), plain) < TOLERANCE
         nothing_new(clone, mark)
-        wanted = sample(with_lora(patcher, 1.0))
-        assert distance(wanted, plain) > MOVES
-        assert distance(sample(with_lora(clone, 1.0)), wanted) < TOLERANCE
-        found = eager_since(clone, mark)
-        assert found and all("patched on its way" in row["reason"] for row in found), found
+        for strength in (1.0, 0.5):  # a weight that a LoRA is run over is computed with in full, as in eager
+            wanted = sample(with_lora(patcher, strength))
+            assert distance(wanted, plain) > MOVES
+            assert distance(sample(with_lora(clone, strength)), wanted) < TOLERANCE
+            new = host.report_of(clone).since(mark)  # type: ignore[union-attr]
+            assert not new["eager"] and bool(new["artefacts"]) == (strength == 1.0), new
+            mark = mark_of(clone)
+        assert torch.equal(sample(patcher), plain) and distance(sample(clone), plain) < TOLERANCE
         unload()
     mark = mark_of(clone)
     assert torch.equal(sample(clone), before) and torch.equal(sample(patcher), plain)

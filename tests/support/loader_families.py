@@ -153,7 +153,8 @@ def lora_file(family: Family, seed: int = 0, rank: Callable[[int], int] = lambda
     made: Weights = {}
     names = [n for n, w in family.weights().items() if n.endswith("weight") and w.ndim == 2]
     for i, name in enumerate(n for n in names if n.startswith(family.blocks)):
-        (high, wide), key, size = family.weights()[name].shape, f"diffusion_model.{name.removesuffix('.weight')}", rank(i)
+        (high, wide), size = family.weights()[name].shape, rank(i)
+        key = f"diffusion_model.{name.removesuffix('.weight')}"
         made[f"{key}.lora_up.weight"] = 0.5 * torch.randn((high, size), generator=generator) / size**0.5
         made[f"{key}.lora_down.weight"] = torch.randn((size, wide), generator=generator) / wide**0.5
         made[f"{key}.alpha"] = torch.tensor(float(size))

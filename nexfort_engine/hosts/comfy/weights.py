@@ -26,6 +26,7 @@ from torch import nn
 from ...modules.tree import ABSENT
 from ...weights.lease import NotLeased
 from ...weights.offload import AWAY, Offload, is_away, take_back
+from ...weights.subclass_unwrap import is_plain
 from . import offload as comfy_offload
 from .offload import ComfyHome, is_dynamic
 from .plugin_layers import OwnCasts, casts_itself
@@ -164,18 +165,22 @@ class ComfyWeights:
         return False
 
     def needs_host_forward(self, layer: nn.Module) -> bool:
-        """As the layer's own forward asks, or because its weights are in main memory. Raises NotLeased."""
+        """As the layer's own forward asks, or because its weights are in main memory."""
         own = layer.__dict__
         if is_away(layer):
             return True
         if own.get("weight_function") or own.get("bias_function"):
-            if _is_quantised(layer):
-                # it would compute with the weight in full, which is other code than that of its quantised self
-                raise NotLeased(
-                    "a quantised weight is patched on its way to the GPU, as not all of the model fits there"
-                )
             return True
         return bool(layer.comfy_cast_weights) and layer.weight is not None
+
+    def unpacks(self, layer: nn.Module, name: str) -> bool:
+        """Functions that ComfyUI runs over a quantised weight are given it in full, and so is the layer then."""
+        return name == "weight" and _is_quantised(layer) and bool(layer.__dict__.get("weight_function"))
+
+    def shown(self, layer: nn.Module) -> Mapping[str, Any]:
+        """A quantised layer with such functions quantises no input either, as if ComfyUI had asked it to cast."""
+        functions = layer.__dict__.get("weight_function") or layer.__dict__.get("bias_function")
+        return {"comfy_force_cast_weights": True} if functions and _is_quantised(layer) else {}
 
     def covers(self, layer: nn.Module) -> bool:
         """Whether nothing but ComfyUI's own patches changes the layer's weights on their way."""
@@ -250,7 +255,8 @@ class ComfyWeights:
         found = {name: value for name, value in zip(_NAMES, (weight, bias), strict=True) if value is not None}
         if ticket is not None and ticket[0] is not None:
             # what went over a stream may lie in a buffer that the next layer overwrites
-            found = {name: value.clone() for name, value in found.items()}
+            went = dict(zip(_NAMES, ticket[1:], strict=True))
+            found = {name: value.clone() if _lies_in(value, went[name]) else value for name, value in found.items()}
             comfy.ops.uncast_bias_weight(layer, weight, bias, ticket)
         return found
 
@@ -288,13 +294,23 @@ class ComfyWeights:
         return found
 
 
+def _lies_in(value: torch.Tensor, other: Any) -> bool:
+    """Whether a weight may lie in the memory of what it was made of. A weight that was unpacked does not."""
+    if not is_plain(value) or not isinstance(other, torch.Tensor):
+        return True
+    return is_plain(other) and value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _is_quantised(layer: nn.Module) -> bool:
     """Whether the layer computes with its weight as it is stored."""
     return hasattr(getattr(layer, "weight", None), "__tensor_flatten__")
 
 
 def _as_it_is(layer: nn.Module, dtype: Any) -> dict[str, Any]:
-    """What ComfyUI's function is asked so that a quantised weight comes back as one, patched or not."""
+    """What ComfyUI's function is asked so that a quantised weight comes back as one, patched or not.
+
+    Not where functions are run over it: those give it in full.
+    """
     return {"compute_dtype": dtype, "want_requant": True} if _is_quantised(layer) else {}
 
 
