@@ -44,6 +44,7 @@ class Seat:
 _lock = threading.Lock()
 _seats: OrderedDict[Place, Seat] = OrderedDict()
 _progress: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary()
 # The ids and classes of the nodes that attached an engine, and the prompt that it ran in last.
 _made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
@@ -83,6 +84,7 @@ def _listen() -> None:
 def watch(report: Report, event: Event | None) -> None:
     """How far compiling is, or None at the end of a call; the nodes of this report are told where that is news."""
     if event is not None and event.phase == BESIDE:  # another prompt may run by now
+        _beside[report] = event
         _send(nodes_of(report))
         return
     begins = _begins(report)
@@ -144,14 +146,14 @@ def _told(seat: Seat) -> dict[str, Any]:
     report = None if seat.report is None else seat.report()
     if report is None:
         return {**told, "state": "disabled" if _disabled() else "off", "eager": 0}
-    return {**told, **state(report.as_dict(), _progress.get(report))}
+    return {**told, **state(report.as_dict(), _progress.get(report), _beside.get(report))}
 
 
-def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
+def state(report: Mapping[str, Any], progress: Event | None, beside: Event | None = None) -> dict[str, Any]:
     """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is.
 
     "slower" is there where steps of some sizes are slower than eager's, "speed" once steps were timed, "unsaved" where
-    what is compiled cannot be kept. In the "background" nobody waits for it.
+    what is compiled cannot be kept. In the "background" nobody waits for it; beside: how far that is.
     """
     eager = {row["region"] for row in report["eager"]}
     found: dict[str, Any] = {"state": "waiting", "eager": len(eager - {WHOLE})}
@@ -163,6 +165,8 @@ def state(report: Mapping[str, Any], progress: Event | None) -> dict[str, Any]:
         found["unsaved"] = True
     if report["compiling_beside"]:
         found["state"] = "background"
+        if beside is not None and beside.done < beside.total:
+            found |= {"done": beside.done, "total": beside.total}
     elif progress is not None and progress.done < progress.total:
         left = progress.seconds_left
         found |= {"state": "compiling", "done": progress.done, "total": progress.total}

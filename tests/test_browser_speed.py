@@ -118,6 +118,19 @@ def test_a_compile_is_counted_with_a_bar_on_the_node(page: Any, server: ComfySer
     assert {"0%", "50%"} <= set(page.evaluate("() => [...window.bars]")), "one of two blocks done is half of a bar"
 
 
+def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfyServer) -> None:
+    made = workflow()
+    (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
+    made["hook"] = {"class_type": "TestBlockHook", "inputs": {"model": ours["inputs"]["model"]}}
+    ours["inputs"]["model"] = ["hook", 0]
+    browser.load(page, made)
+    page.locator(BADGE).wait_for()
+    said = run(page, 341)
+    assert said.endswith(", 1 block uncompiled"), said
+    page.locator(BADGE).click()
+    page.locator(REPORT).get_by_text("double_blocks.0: ").wait_for()
+
+
 @pytest.fixture
 def started(
     request: pytest.FixtureRequest, comfyui: Path, base: Path, tmp_path: Path

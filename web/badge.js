@@ -74,9 +74,13 @@ export function watchBadges() {
 export function stateText(status) {
   const left = status.state === 'compiling' && status.seconds_left
   const values = { done: status.done, total: status.total, left: left && duration(status.seconds_left) }
-  let said = withSpeed(status, text(left ? 'badge.compilingLeft' : `badge.${status.state}`, values))
+  let said = withSpeed(status, text(left ? 'badge.compilingLeft' : keyOf(status), values))
   if (status.eager) said = text('badge.someEager', { said, count: status.eager })
   return status.unsaved ? text('badge.unsaved', { said }) : said
+}
+
+function keyOf({ state, total }) {
+  return state === 'background' && total ? 'badge.backgroundAt' : `badge.${state}`
 }
 
 /** A state with how much faster its steps are. */
@@ -101,7 +105,7 @@ function draw(node) {
   badges.get(node).mode = node.mode
   const said = stateText(status)
   button.dataset.state = colourOf(status)
-  button.style.setProperty('--nexfort-done', status.state === 'compiling' ? `${(100 * status.done) / status.total}%` : '0%')
+  button.style.setProperty('--nexfort-done', status.total ? `${(100 * status.done) / status.total}%` : '0%')
   button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
   button.title = [status.speed?.reason, text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')].filter(Boolean).join('\n')
   button.setAttribute('aria-label', text('badge.label', { said }))

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+_TOLD_FROM = 3  # a third is done before a time is told
 SAID_EVERY = 10.0  # seconds between two lines into a pipe
 
 
@@ -87,7 +88,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         self._began = self._stepped = self._clock()
         if self._total:
-            logger.info("Nexfort: %s %d regions", self.phase, self._total)
+            logger.info("Nexfort: %s %d blocks", self.phase, self._total)
             self._emit()
         return self
 
@@ -98,7 +99,7 @@ class Tracker:
             took, work = self._clock() - self._began, self._work
             end = "done" if kind is None else f"stopped by {kind.__name__}"
             logger.info(
-                "Nexfort: %s %s, %d of %d regions in %.1f s (%.1f s of work)",
+                "Nexfort: %s %s, %d of %d blocks in %.1f s (%.1f s of work)",
                 *(self.phase, end, self._done, self._total, took, work),
             )
 
@@ -126,19 +127,19 @@ class Tracker:
         """The present state."""
         with self._lock:
             done, total, left = self._done, self._total, self._seconds_left()
-        text = f"Nexfort: {done} of {total} regions"
+        text = f"Nexfort: {done} of {total} blocks"
         if left is not None and done < total:
             text += f", about {_readable(left)} left"
         return Event(done, total, left, text, self.phase)
 
     def text(self) -> str:
-        """For people: "Nexfort: 3 of 14 regions, about 12 s left"."""
+        """For people: "Nexfort: 5 of 14 blocks, about 10 s left"."""
         return self.event().text
 
     def _seconds_left(self) -> float | None:
         if self._done >= self._total:
             return 0.0
-        if not self._done:
+        if self._done * _TOLD_FROM < self._total:  # too little to go by: the first ones are slow
             return None
         # By the clock, not by the seconds of work, since several are made at once; and when one of those is done, the
         # others are halfway.
@@ -192,7 +193,7 @@ class TerminalSink:
                 print(event.text, file=self._stream, flush=True)
             return
         if self._bar is None:
-            self._bar = self._make_bar(total=event.total, file=self._stream, unit="region", leave=False)
+            self._bar = self._make_bar(total=event.total, file=self._stream, unit="block", leave=False)
         self._bar.total = event.total
         self._bar.n = event.done
         self._bar.set_description_str(event.text, refresh=False)

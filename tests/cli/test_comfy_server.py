@@ -267,7 +267,7 @@ def test_a_node_that_fails_is_named(server: ComfyServer) -> None:
 def test_progress_text_arrives(server: ComfyServer, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(library)
     monkeypatch.setattr(run_workflows, "_listener", lambda: getattr(run_workflows, f"_listen_{library}"))
-    text = f"Nexfort: 3 of 14 regions, through {library}"
+    text = f"Nexfort: 3 of 14 blocks, through {library}"
     workflow = {"7": {"class_type": "NexfortTestTalk", "inputs": {"text": text, "fail": False}}}
     said: list[str] = []
     with run_workflows.listening(server, run_workflows.Console(said.append)):

@@ -96,9 +96,9 @@ def test_what_counts_up_is_no_line_a_second_in_a_pipe() -> None:
     for second in range(31):
         now[0] = float(second)
         left = f", about {30 - second} s left" if second < 30 else ""
-        text = f"Nexfort: {second // 3} of 10 regions{left}"
+        text = f"Nexfort: {second // 3} of 10 blocks{left}"
         console({"type": "progress_text", "data": {"node": "5", "text": text}})
-    assert [line.split(",")[0] for line in said] == [f"Nexfort: {count} of 10 regions" for count in (0, 3, 6, 10)]
+    assert [line.split(",")[0] for line in said] == [f"Nexfort: {count} of 10 blocks" for count in (0, 3, 6, 10)]
     watched: list[str] = []
     console = run_workflows.Console(watched.append, is_watched=True)
     for value in (1, 2, 3):

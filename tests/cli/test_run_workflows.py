@@ -49,9 +49,9 @@ def test_a_workflow_may_be_wrapped_as_it_is_posted(tmp_path: Path) -> None:
 
 
 def test_messages_of_the_socket_are_understood() -> None:
-    text = struct.pack(">II", 3, 2) + b"17" + b"Nexfort: 3 of 14 regions"
+    text = struct.pack(">II", 3, 2) + b"17" + b"Nexfort: 3 of 14 blocks"
     event = run_workflows.decode(text)
-    assert event and run_workflows.describe(event) == "Nexfort: 3 of 14 regions"
+    assert event and run_workflows.describe(event) == "Nexfort: 3 of 14 blocks"
     assert run_workflows.decode(struct.pack(">I", 1) + b"image") is None
     assert run_workflows.decode(b"") is None and run_workflows.decode("no json") is None
     assert run_workflows.decode(struct.pack(">II", 3, 10_000) + b"17") is not None

@@ -249,6 +249,7 @@ def test_in_the_background_the_badge_says_so_until_it_is_made(
     beside = Event(1, 3, 2.0, "", status.BESIDE)
     status.watch(report, beside)
     assert [(node["workflow"], node["state"]) for node in sent[-1][1]["nodes"]] == [("w1", "background")]
+    assert [(node["done"], node["total"]) for node in sent[-1][1]["nodes"]] == [(1, 3)]
     report.compiled("blocks.0", "key", 0.5)
     report.making(False)
     status.watch(report, Event(3, 3, 0.0, "", status.BESIDE))

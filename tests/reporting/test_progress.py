@@ -29,11 +29,12 @@ class _Terminal(io.StringIO):
 def test_the_text_is_the_promised_one():
     clock = _Clock()
     tracker = Tracker(14, clock=clock)
-    assert tracker.text() == "Nexfort: 0 of 14 regions"
-    for _ in range(3):
+    assert tracker.text() == "Nexfort: 0 of 14 blocks"
+    for _ in range(5):
+        assert "left" not in tracker.text(), "no time is told before a third is done"
         clock.now += 1.1
         tracker.step("blocks", 1.1)
-    assert tracker.text() == "Nexfort: 3 of 14 regions, about 12 s left"
+    assert tracker.text() == "Nexfort: 5 of 14 blocks, about 10 s left"
 
 
 def test_the_estimate_follows_the_clock_not_the_work():
@@ -47,7 +48,7 @@ def test_the_estimate_follows_the_clock_not_the_work():
     assert tracker.event().seconds_left == pytest.approx(6.0)
     clock.now += 100
     assert tracker.event().seconds_left == 0.0
-    assert tracker.text() == "Nexfort: 4 of 8 regions, about 1 s left"
+    assert tracker.text() == "Nexfort: 4 of 8 blocks, about 1 s left"
 
 
 def test_the_first_estimate_knows_that_others_are_halfway():
@@ -55,29 +56,30 @@ def test_the_first_estimate_knows_that_others_are_halfway():
     tracker = Tracker(22, clock=clock)
     tracker.at_once = 16
     clock.now += 10
-    tracker.step("blocks", 10.0)
-    assert 10 < tracker.event().seconds_left < 20, "by the pace of one alone it would be 210"
-    for _ in range(21):
+    for _ in range(8):
+        tracker.step("blocks", 10.0)
+    assert 4 < tracker.event().seconds_left < 8, "by the pace of eight alone it would be 17"
+    for _ in range(14):
         tracker.step("blocks", 10.0)
     assert tracker.event().seconds_left == 0.0
 
 
 def test_long_waits_are_told_in_minutes():
     clock = _Clock()
-    tracker = Tracker(4, clock=clock)
+    tracker = Tracker(3, clock=clock)
     clock.now += 100
     tracker.step("blocks", 100)
-    assert tracker.text() == "Nexfort: 1 of 4 regions, about 5 min left"
+    assert tracker.text() == "Nexfort: 1 of 3 blocks, about 3 min left"
 
 
 def test_the_end_has_no_estimate_and_more_steps_than_announced_are_fine():
     tracker = Tracker(1)
     tracker.step("a", 0.1)
-    assert tracker.text() == "Nexfort: 1 of 1 regions"
+    assert tracker.text() == "Nexfort: 1 of 1 blocks"
     tracker.step("b", 0.1)
-    assert tracker.text() == "Nexfort: 2 of 2 regions"
+    assert tracker.text() == "Nexfort: 2 of 2 blocks"
     tracker.add(2)
-    assert tracker.text().startswith("Nexfort: 2 of 4 regions, about")
+    assert tracker.text().startswith("Nexfort: 2 of 4 blocks, about")
     with pytest.raises(ValueError, match="total is -1"):
         Tracker(-1)
 
@@ -135,7 +137,7 @@ def test_a_sink_may_ask_the_tracker():
     with use_sink(lambda event: texts.append(tracker.text())):
         tracker = Tracker(1)
         tracker.step("a", 0.1)
-    assert texts == ["Nexfort: 1 of 1 regions"]
+    assert texts == ["Nexfort: 1 of 1 blocks"]
 
 
 def test_a_broken_sink_is_dropped_with_its_reason_and_the_work_goes_on(caplog):
@@ -177,10 +179,10 @@ def test_one_log_line_at_the_start_and_one_at_the_end(caplog):
     ):
         raise KeyError
     assert [r.getMessage() for r in caplog.records] == [
-        "Nexfort: compiling 2 regions",
-        "Nexfort: compiling done, 2 of 2 regions in 1.5 s (3.0 s of work)",
-        "Nexfort: loading 2 regions",
-        "Nexfort: loading stopped by KeyError, 0 of 2 regions in 0.0 s (0.0 s of work)",
+        "Nexfort: compiling 2 blocks",
+        "Nexfort: compiling done, 2 of 2 blocks in 1.5 s (3.0 s of work)",
+        "Nexfort: loading 2 blocks",
+        "Nexfort: loading stopped by KeyError, 0 of 2 blocks in 0.0 s (0.0 s of work)",
     ]
 
 
@@ -189,7 +191,7 @@ def test_terminal_sink_prints_plain_lines_where_there_is_no_terminal():
     with TerminalSink(stream) as show, use_sink(show), Tracker(1) as tracker:
         tracker.tick()
         tracker.step("a", 0.1)
-    assert stream.getvalue().splitlines() == ["Nexfort: 0 of 1 regions", "Nexfort: 1 of 1 regions"]
+    assert stream.getvalue().splitlines() == ["Nexfort: 0 of 1 blocks", "Nexfort: 1 of 1 blocks"]
 
 
 def test_terminal_sink_draws_a_bar_on_a_terminal():
@@ -197,7 +199,7 @@ def test_terminal_sink_draws_a_bar_on_a_terminal():
     stream = _Terminal()
     with TerminalSink(stream) as show, use_sink(show), Tracker(2) as tracker:
         tracker.step("a", 0.1)
-        assert "Nexfort: 1 of 2 regions" in stream.getvalue() and "\r" in stream.getvalue()
+        assert "Nexfort: 1 of 2 blocks" in stream.getvalue() and "\r" in stream.getvalue()
         tracker.step("b", 0.1)
 
 
@@ -211,5 +213,5 @@ def test_terminal_sink_does_without_tqdm(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_tqdm)
     stream = _Terminal()
-    TerminalSink(stream)(Event(1, 2, None, "Nexfort: 1 of 2 regions", "compiling"))
-    assert stream.getvalue() == "Nexfort: 1 of 2 regions\n"
+    TerminalSink(stream)(Event(1, 2, None, "Nexfort: 1 of 2 blocks", "compiling"))
+    assert stream.getvalue() == "Nexfort: 1 of 2 blocks\n"

@@ -41,12 +41,33 @@ class TestRandomConditioning(io.ComfyNode):
         return io.NodeOutput([[context, extra]])
 
 
+class TestBlockHook(io.ComfyNode):
+    """A Flux with a hook on its first double block, as some packs put there. It stays as long as the model does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="TestBlockHook",
+            display_name="Test Block Hook",
+            category="testing",
+            inputs=[io.Model.Input("model")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type) -> io.NodeOutput:
+        """The model itself."""
+        model.model.diffusion_model.double_blocks[0].register_forward_hook(lambda *_: None)
+        return io.NodeOutput(model)
+
+
 class TestingExtension(ComfyExtension):
     """The pack's node list."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack."""
-        return [TestRandomConditioning]
+        return [TestRandomConditioning, TestBlockHook]
 
 
 async def comfy_entrypoint() -> TestingExtension:
