@@ -74,12 +74,12 @@ def main() -> int:
 
     comfy.cli_args.args.force_channels_last = args.channels_last
     device = comfy.model_management.get_torch_device()
-    if args.dynamic_vram:
-        card.use_dynamic_vram(device.index)
     dtype = torch.float32 if args.way == "fp32" else backbone.dtype
     elsewhere = args.dynamic_vram or args.budget
     began_with = card.used()
     weights = state_dict(backbone, device, torch.device("cpu") if elsewhere else None)
+    if args.dynamic_vram:
+        card.use_dynamic_vram(device.index)  # layers that are made under it have no weights to take names from
     torch.cuda.empty_cache()
     ballast = card.fill(args.budget) if args.budget else None
     began_with += ballast.nbytes if ballast is not None else 0
