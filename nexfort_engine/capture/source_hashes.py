@@ -179,16 +179,22 @@ def module_of_code(code: types.CodeType) -> types.ModuleType | None:
     return sys.modules.get(name) if name is not None else None
 
 
-_modules: dict[str, str] = {}  # file -> name of the module that it was when all modules were last looked through
+# how many modules there were and the last of them, when all were last looked through; and file -> name of the module
+_looked_through: tuple[tuple[int, str | None], dict[str, str]] = ((0, None), {})
 
 
 def _module_of(file: str) -> str | None:
-    """The name of the module that a file is, or None."""
-    name = _modules.get(file)
-    if name is None or getattr(sys.modules.get(name), "__file__", None) != file:
-        _modules.clear()  # and again: there are thousands, so not for each capture
-        _modules.update((f, n) for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None)))
-    return _modules.get(file)
+    """The name of the module that a file is, or None. All modules are looked through where some may be new."""
+    global _looked_through
+    if file.startswith("<"):
+        return None
+    loaded = len(sys.modules), next(reversed(sys.modules), None)
+    was_loaded, modules = _looked_through
+    name = modules.get(file)
+    if loaded != was_loaded if name is None else getattr(sys.modules.get(name), "__file__", None) != file:
+        modules = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
+        _looked_through, name = (loaded, modules), modules.get(file)
+    return name
 
 
 def _is_host(name: str, file: str) -> bool:

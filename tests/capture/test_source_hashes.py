@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from probe import Probe, block_of, x
 
+from nexfort_engine.capture import source_hashes
 from nexfort_engine.capture.source_hashes import hash_source, sources_changed, walked
 
 # a filter of torch's log, a hook of the garbage collector and one of the import system run in between
@@ -90,3 +92,27 @@ def test_a_changed_or_missing_source_is_named(tmp_path: Path, monkeypatch: pytes
     assert sources_changed({"never_imported": "0"}) == "never_imported"
     monkeypatch.delitem(sys.modules, "some_host")
     assert sources_changed(probe.captured.sources) == "some_host"
+
+
+def test_modules_are_looked_through_once_for_files_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    class Counted(types.ModuleType):
+        @property
+        def __file__(self) -> str:  # type: ignore[override]
+            looked.append(1)
+            return str(tmp_path / "counted.py")
+
+    monkeypatch.setitem(sys.modules, "counted_module", Counted("counted_module"))
+    for name in ("one.py", "other.py", "one.py"):
+        code = compile("1", str(tmp_path / name), "exec")
+        assert source_hashes.module_of_code(code) is None
+    assert len(looked) <= 1
+    late = types.ModuleType("late_module")
+    late.__file__ = str(tmp_path / "one.py")
+    monkeypatch.setitem(sys.modules, "late_module", late)
+    assert source_hashes.module_of_code(compile("1", late.__file__, "exec")) is late
+    monkeypatch.delitem(sys.modules, "late_module")
+    assert source_hashes.module_of_code(compile("1", late.__file__, "exec")) is None
