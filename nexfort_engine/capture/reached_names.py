@@ -49,7 +49,7 @@ def rows_of(
     Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
     of_capture, reads = reads is not None, reads or {}
-    walk = _Walk(module, {code for code in codes if is_host_code(code)})
+    walk = _Walk(module, {code for code in codes if is_host_code(code)} - _code_of_finders())
     methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
     walk.run(methods, [v for v in reads.values() if v is not METHOD], functions, of_capture=of_capture)
     if of_capture:
@@ -87,6 +87,13 @@ def assigns_names(kind: type) -> bool:
             return True
         due += [one for one in function.__code__.co_names if one not in seen and hasattr(kind, one)]
     return False
+
+
+def _code_of_finders() -> set[types.CodeType]:
+    """Code that an import runs before the module is looked for: it finds modules, and is no code of the block's."""
+    kinds = {finder if isinstance(finder, type) else type(finder) for finder in sys.meta_path}
+    functions = [function_in(value) for kind in kinds for base in kind.__mro__ for value in vars(base).values()]
+    return {function.__code__ for function in functions if function is not None}
 
 
 class _Walk:
