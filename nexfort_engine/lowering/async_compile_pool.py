@@ -57,7 +57,7 @@ def _watch(ended: threading.Event, why: list[str]) -> None:
             compiler_processes.UNSEEN,
         )
         patience = patience or Patience(*limits)
-        found = process_activity.below(pool.process.pid, process_activity.running())
+        found = process_activity.below(pool.process.pid, process_activity.running(process_activity.LOOK / 2))
         stopped, lost = patience.stopped(found), patience.lost(found)
         if stopped or lost:
             why.append("one was stopped" if stopped else str(lost))

@@ -91,7 +91,7 @@ class Watch:
 
     def _look(self, patience: Patience) -> None:
         leaders = self._leaders()
-        found = [one for one in process_activity.running() if one.group in leaders]
+        found = [one for one in process_activity.running(process_activity.LOOK / 2) if one.group in leaders]
         stopped, lost = patience.stopped(found), patience.lost(found)
         if lost is not None:
             self.why = f"{lost}, and was ended"

@@ -123,7 +123,7 @@ def _ended(process: subprocess.Popen[Any], command: list[str]) -> tuple[Any, Any
         except subprocess.TimeoutExpired:
             if (stop := cancel.get()) is not None:
                 stop()
-            found = below(process.pid, running())
+            found = below(process.pid, running(LOOK / 2))
             reason = "it was stopped" if patience.stopped(found) else patience.lost(found)
         if reason is not None:
             name = Path(command[0]).name

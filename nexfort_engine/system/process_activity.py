@@ -7,8 +7,10 @@ By that a slow process is told from one that hangs. Where there is no such direc
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -32,8 +34,23 @@ class Process:
     seconds: float
 
 
-def running() -> list[Process]:
-    """All processes that can be seen; none where nobody counts what they compute."""
+_lock = threading.Lock()
+_last_look: tuple[float, list[Process]] = (-math.inf, [])  # the clock, and what was seen then
+
+
+def running(age: float = 0.0) -> list[Process]:
+    """All processes that can be seen; none where nobody counts what they compute.
+
+    age: seconds that what was seen may be old, so that threads that each wait for a worker share a look.
+    """
+    global _last_look
+    with _lock:
+        if time.monotonic() - _last_look[0] > age:
+            _last_look = time.monotonic(), _look()
+        return list(_last_look[1])
+
+
+def _look() -> list[Process]:
     found = []
     with contextlib.suppress(OSError):
         for name in os.listdir(_PLACE):
