@@ -236,6 +236,14 @@ _ROWS = (
     ),
     # ---- attention
     OptionSpec(
+        "attention.cudnn",
+        STANDARD,
+        "Computes attention of at least 512 tokens without a mask by cuDNN's kernel and not by torch's flash kernel.",
+        NOT_MEASURED,
+        "The first step at each new size builds cuDNN's plans.",
+        rung="cudnn_attention",
+    ),
+    OptionSpec(
         "attention.measure",
         OFF,
         "Measures the attention kernels that are installed at the first step, and takes the fastest.",

@@ -216,6 +216,15 @@ PASSES: tuple[PassSpec, ...] = (
         operator="attention.operator:operator",
     ),
     PassSpec(
+        "cudnn_attention",
+        "attention.cudnn",
+        "cudnn_attention:cudnn_attentions",
+        after=dict.fromkeys(("narrow_attention", "few_keys_attention", "unpadded_attention"), _LEFT),
+        on=_unless_measured("attention.cudnn"),
+        measured=HOPPER,
+        operator="attention.cudnn:operator",
+    ),
+    PassSpec(
         "cast_once",
         "fuse.cast_once",
         "hoist_casts:casts_once",
@@ -223,7 +232,7 @@ PASSES: tuple[PassSpec, ...] = (
             (
                 *("low_precision", "low_precision_int8", "grouped_linear", "gated_linear", "linear_gelu"),
                 *("narrow_attention", "few_keys_attention", "unpadded_attention"),
-                *("measured_attention", "quantised_attention"),
+                *("measured_attention", "quantised_attention", "cudnn_attention"),
             ),
             _READERS,
         ),

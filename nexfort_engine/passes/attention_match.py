@@ -83,6 +83,17 @@ def _read(node: Node) -> Attention | None:
     return Attention(node, query, key, value, mask, said["is_causal"], scale, said["enable_gqa"], order)
 
 
+def takes_any_kernel(given: Attention) -> bool:
+    """Whether torch has more than one fast kernel for it, and any of them can lay its result as the graph does."""
+    values = given.values
+    if torch.version.hip is not None or given.order is None:
+        return False
+    if any(t.dtype not in HALVES or t.dtype != values[0].dtype for t in values):  # for others torch has one fast kernel
+        return False
+    # not a query that is one for all of a batch
+    return all(statically_known_true(given.node.meta["val"].shape[i] == values[0].shape[i]) for i in range(3))
+
+
 def plain_width(given: Attention, device: str) -> int | None:
     """Numbers of each head of query, key and value, where a kernel on this type of device can compute it.
 

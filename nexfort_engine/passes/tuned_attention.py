@@ -6,12 +6,10 @@ The result lies in memory as it does in the captured graph, whose code may look 
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..attention.operator import operator
-from .attention_match import HALVES, Attention, attentions, put
+from .attention_match import attentions, put, takes_any_kernel
 
 
 def measured_attentions(module: GraphModule, *, quantised: bool = False) -> int:
@@ -21,7 +19,7 @@ def measured_attentions(module: GraphModule, *, quantised: bool = False) -> int:
     """
     found = 0
     for given in attentions(module):
-        if not _fits(given):
+        if not takes_any_kernel(given):
             continue
         tensors = given.query, given.key, given.value, given.mask
         put(
@@ -36,13 +34,3 @@ def measured_attentions(module: GraphModule, *, quantised: bool = False) -> int:
 def quantised_attentions(module: GraphModule) -> int:
     """As `measured_attentions`, among kernels that quantise too."""
     return measured_attentions(module, quantised=True)
-
-
-def _fits(given: Attention) -> bool:
-    values = given.values
-    if torch.version.hip is not None or given.order is None:
-        return False
-    if any(t.dtype not in HALVES or t.dtype != values[0].dtype for t in values):  # for others torch has one fast kernel
-        return False
-    # not a query that is one for all of a batch
-    return all(statically_known_true(given.node.meta["val"].shape[i] == values[0].shape[i]) for i in range(3))
