@@ -57,6 +57,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "lowering/worker_main.py": "starts a worker",
     "offload.py": "an older name of a file that moved",
     "reporting/": "tells what was done",
+    "system/capture_stream.py": "lends streams to run on",
     "system/compiler_processes.py": "ends compilers that hang",
     "system/compiler_reaper.py": "ends compilers whose process is gone",
     "system/cuda_driver.py": "asks for the driver's version",

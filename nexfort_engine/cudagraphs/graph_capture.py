@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 
+from ..system.capture_stream import CaptureStream
 from ..system.cuda_graph_pool import GraphMemory, fragile, without_frames
 from ..system.kernel_launches import launched_by_address
 from .memset_nodes import editable, fills_as_kernels
 
 
-def captured(memory: GraphMemory, run: Callable[[], Any], *, fills: bool) -> tuple[Any, Any]:
+def captured(
+    memory: GraphMemory, run: Callable[[], Any], *, fills: bool, stream: CaptureStream | None = None
+) -> tuple[Any, Any]:
     """A graph of what is launched by `run`, and what that returns. fills: memory is filled by kernels, where it can.
 
-    Raises what `run` raised: the end of a capture that an error has ended raises another one, which says nothing.
+    stream: one that nothing else runs on while the graph lives; None: the stream that torch captures on. Raises what
+    `run` raised: the end of a capture that an error has ended raises another one, which says nothing.
     """
     edited = fills and editable()
     graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
     try:
         # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
-        with launched_by_address() if fragile() else nullcontext(), memory.captured(graph):
+        with launched_by_address() if fragile() else nullcontext(), memory.captured(graph, stream and stream.stream):
             try:
                 result = run()
             except BaseException as error:

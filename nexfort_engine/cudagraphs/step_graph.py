@@ -11,13 +11,18 @@ import torch
 
 from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.name_guards import Dependence
+from ..guards.option_guards import checker
+from ..guards.option_recorder import BOOKKEEPING
 from ..runtime.artifact import Binding
+from ..runtime.forward_context import StepTrace
 from ..weights.prepack_entry import Version
 from ..weights.residency import Residency
 from .host_constants import Sent
 from .invariant_cache import StepInvariants
 from .module_fingerprint import ModuleFingerprint
-from .step_call import StepCall
+from .step_call import StepCall, empty_as
+
+NOWHERE = torch.device("meta")
 
 
 @dataclass
@@ -43,6 +48,11 @@ class StepGraph:
     def captured(self, graph: Any, slots: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """It has a graph from now on, with inputs in `slots` and results in `outputs`."""
         self.graph, self.slots, self.outputs = graph, slots, outputs
+
+    def forget(self) -> None:
+        """It has no graph any more; the next step of its kind is captured without being observed again."""
+        self.graph, self.slots = None, []
+        self.outputs = empty_as(self.outputs, NOWHERE)
 
     def is_prepared(self) -> bool:
         """Whether the prepared weights that it reads are still there."""
@@ -79,6 +89,21 @@ class StepGraph:
                 slot.copy_(tensor)
         self.graph.replay()
         return unflatten(self.output, Leaves([t.clone() for t in self.outputs]))
+
+
+def region_checks(trace: StepTrace, flat: Flat) -> list[Any]:
+    """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
+
+    What the network itself writes into its options on the way follows from its inputs, and is not there yet when
+    a step begins: guards that do not hold then are about such keys.
+    """
+    maps = flat.mappings[:1] * 4
+    found = []
+    for binding in {id(b): b for b in trace.used}.values():
+        rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
+        rows = [r for r in rows if maps and checker([r])(maps)]
+        found.append((binding, checker(rows), binding.strengths()))
+    return found
 
 
 def serials_of(bindings: Iterable[Binding]) -> list[int]:

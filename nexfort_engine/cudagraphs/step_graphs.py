@@ -32,7 +32,7 @@ from ..guards.call_spec import Flat, flatten, flatten_call, holds_function
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
-from ..guards.option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, ValueUsed
+from ..guards.option_recorder import Path, ReadSet, Recording, Refused, ValueUsed
 from ..modules.memory_format import Unsupported
 from ..modules.tree import Slot
 from ..reporting.report import named
@@ -41,6 +41,7 @@ from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
 from ..runtime.forward_context import ForwardContext, StepTrace
 from ..runtime.lru_mapping import Recent
+from ..system.capture_stream import CaptureStream, capture_stream
 from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
 from ..weights.residency import Residency
 from ..weights.subclass_unwrap import places
@@ -52,7 +53,7 @@ from .host_constants import Answering, Remembering, Sent
 from .invariant_cache import StepInvariants
 from .module_fingerprint import ModuleFingerprint
 from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
-from .step_graph import StepGraph, in_places, metas_of, serials_of
+from .step_graph import NOWHERE, StepGraph, in_places, metas_of, region_checks, serials_of
 
 log = logging.getLogger("nexfort")
 
@@ -65,7 +66,6 @@ _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all com
 _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
 _TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
-_NOWHERE = torch.device("meta")
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 
@@ -108,6 +108,7 @@ class StepGraphs:
         # calls whose graph grew the memory of all beyond the budget: captured alone the next time
         self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
+        self._stream: CaptureStream | None = None  # to run and to capture on; None: the caller's, and torch's
         self._watched = state.known.watched
         self._in_use = threading.Lock()
 
@@ -220,7 +221,7 @@ class StepGraphs:
             watching = CaptureCheck() if fragile() else Remembering()
             try:
                 observed = session.observed(watching, invariants)
-                with invariants or nullcontext(), watching, walked() as codes, observed as trace:
+                with self._running(), invariants or nullcontext(), watching, walked() as codes, observed as trace:
                     recordings = [Recording(m, (i,), reads) for i, m in enumerate(flat.mappings)]
                     args, kwargs = call.arguments(in_places(flat.tensors, invariants), recordings)
                     result = plain(*args, **kwargs)
@@ -300,13 +301,13 @@ class StepGraphs:
                 return
             self._steps[key] = StepGraph(
                 checker(rows),
-                self._region_checks(seen.trace, flat),
+                region_checks(seen.trace, flat),
                 residency,
                 places(weights),
                 fingerprint,
                 metas_of(weights),
                 output,
-                empty_as(outputs.tensors, _NOWHERE),
+                empty_as(outputs.tensors, NOWHERE),
                 seen.sent,
                 kept=seen.kept,
                 version=self.state.version(),
@@ -328,20 +329,6 @@ class StepGraphs:
         self.state.report.note(f"no CUDA graph: {reason}")
         return result
 
-    def _region_checks(self, trace: StepTrace, flat: Flat) -> list[Any]:
-        """For every binding that ran: what guards on options can be asked of the backbone's own, and its strengths.
-
-        What the network itself writes into its options on the way follows from its inputs, and is not there yet when
-        a step begins: guards that do not hold then are about such keys.
-        """
-        maps = flat.mappings[:1] * 4
-        found = []
-        for binding in {id(b): b for b in trace.used}.values():
-            rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
-            rows = [r for r in rows if maps and checker([r])(maps)]
-            found.append((binding, checker(rows), binding.strengths()))
-        return found
-
     def _capture(
         self, key: Any, step: StepGraph, call: StepCall, plain: Callable[..., Any], session: ForwardContext
     ) -> Any:
@@ -360,9 +347,9 @@ class StepGraphs:
             for slot, tensor in zip(slots, call.tensors, strict=True):
                 slot.copy_(tensor)
             if invariants is not None:
-                invariants.graph, _ = captured(self._memory, invariants.program(), fills=fills)
+                invariants.graph, _ = captured(self._memory, invariants.program(), fills=fills, stream=self._stream)
             with session.observed(answering, invariants, capturing=True) as trace:
-                graph, fits = captured(self._memory, run, fills=fills)
+                graph, fits = captured(self._memory, run, fills=fills, stream=self._stream)
             if answering.reason:
                 raise Refused(answering.reason)
             if invariants is not None and invariants.reason:
@@ -386,6 +373,10 @@ class StepGraphs:
                 self.release()
                 self._fails(key, "there was no memory for one")
                 reason = None
+            elif self._stream is None and (stream := capture_stream(device)) is not None:
+                self._stream, self._steps[key] = stream, step  # a library may have nothing ready on torch's stream
+                with self._running():
+                    return call.plainly(plain)
             else:  # code of the host that waits for the GPU or copies from the CPU cannot be captured
                 reason = f"capturing it failed: {named(error)}"
         return call.plainly(plain) if reason is None else self._refuse(key, reason, call, plain)
@@ -407,6 +398,17 @@ class StepGraphs:
 
     def _weights(self) -> int:
         return sum(weight.nbytes for weight in self.state.root.parameters())
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """What runs inside the block can be captured afterwards, on the stream that it runs on."""
+        if self._stream is None:
+            yield
+            return
+        for step in self._steps.values():  # a library may move what it keeps for the stream, and they read
+            step.forget()
+        with self._stream.active():
+            yield
 
     # -- what lasts --------------------------------------------------------------------------------------
 

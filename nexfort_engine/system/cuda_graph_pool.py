@@ -39,8 +39,11 @@ class GraphMemory:
         self._device: int | None = None  # where something was captured since the last time it was given back
 
     @contextmanager
-    def captured(self, graph: Any) -> Iterator[None]:
-        """What this thread launches inside the block goes into the graph, on the current device."""
+    def captured(self, graph: Any, stream: Any = None) -> Iterator[None]:
+        """What this thread launches inside the block goes into the graph, on the current device.
+
+        stream: a torch.cuda.Stream to capture on; None: the one of torch.
+        """
         global _capturing
         self._graphs = [ref for ref in self._graphs if ref() is not None]
         if not self._graphs:
@@ -51,10 +54,12 @@ class GraphMemory:
             _capturing += 1
         try:
             # what is collected may be another engine's graph, and ending one ends a capture that is under way
-            with without_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, self._pool, stream=stream, capture_error_mode="thread_local")
+            with without_collection(), recording:
                 yield
         except BaseException:
             self._graphs.pop()  # it holds no pool, whoever holds on to it
+            _end_recording(self._device, self._pool)
             raise
         finally:
             with _lock:
@@ -79,6 +84,19 @@ class GraphMemory:
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.give_back()
+
+
+def _end_recording(device: int, pool: Any) -> None:
+    """Have the allocator take no more memory for a capture that an error has ended.
+
+    The end of such a capture raises before torch tells its allocator so, which then refuses all other captures into the
+    pool.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # torch has told it
+    torch._C._cuda_releasePool(device, pool)
 
 
 def pool_bytes(memory: Any) -> int:

@@ -24,7 +24,8 @@ _NAMES: Mapping[str, str] = {
     "torch": "_int_mm _sym_sqrt _tensor",
     "torch._C": """
         DispatchKey.CompositeImplicitAutograd DispatchKey.PreDispatch DispatchKeySet
-        _AutoDispatchBelowAutograd _ForceDispatchKeyGuard _cuda_memoryStats
+        _AutoDispatchBelowAutograd _ForceDispatchKeyGuard _cuda_endAllocateToPool _cuda_memoryStats
+        _cuda_releasePool
         _dispatch_has_kernel_for_dispatch_key _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set
         _ensureCUDADeviceGuardSet _functorch.maybe_current_level _get_deterministic_algorithms
         _get_deterministic_algorithms_warn_only _get_flash_sdp_enabled _get_fp32_precision_getter

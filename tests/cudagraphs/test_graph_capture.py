@@ -17,7 +17,7 @@ class Memory:
     """Memory of graphs whose capture cannot be ended: an error in it has ended it already, as CUDA says."""
 
     @contextlib.contextmanager
-    def captured(self, graph: Any) -> Iterator[None]:
+    def captured(self, graph: Any, stream: Any = None) -> Iterator[None]:
         yield
         raise RuntimeError("operation failed due to a previous error during capture")
 

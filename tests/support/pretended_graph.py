@@ -41,7 +41,7 @@ class Graph:
 
 class _Memory:
     @contextlib.contextmanager
-    def captured(self, graph: Graph) -> Iterator[None]:
+    def captured(self, graph: Graph, stream: Any = None) -> Iterator[None]:
         yield
 
     def give_back(self) -> None: ...

@@ -32,7 +32,12 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name, value in {"graph_pool_handle": object, "graph": graph, "current_device": lambda: 0}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", _refuses, raising=False)
     return used
+
+
+def _refuses(_device: int, _pool: Any) -> None:
+    raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
 
 def test_a_pool_goes_with_the_last_of_its_graphs(pools: list[Any]) -> None:
@@ -63,6 +68,20 @@ def test_a_graph_whose_capture_failed_uses_no_pool(pools: list[Any]) -> None:
     with memory.captured(Graph()):
         pass
     assert pools[1] is not pools[0]
+
+
+def test_the_allocator_is_told_of_the_end_of_a_capture_that_torch_did_not_tell_it_of(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *given, name=name: told.append((name, *given)), raising=False)
+    memory, kept = GraphMemory(), Graph()
+    with memory.captured(kept):
+        pass
+    with pytest.raises(ValueError), memory.captured(Graph()):
+        raise ValueError
+    assert told == [("_cuda_endAllocateToPool", 0, pools[0]), ("_cuda_releasePool", 0, pools[0])]
 
 
 def test_memory_that_is_collected_while_its_lock_is_held_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

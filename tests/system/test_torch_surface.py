@@ -36,6 +36,7 @@ OTHERS = {
     "_replace": "of named tuples",
     "_split_half": "end of the names of ComfyUI's rotary operators",
     "_v": "of ComfyUI's layers",
+    "_v_": "begins the names of weights that ComfyUI keeps of its layers",
     "_v_bias": "of ComfyUI's layers",
     "_v_signature": "of ComfyUI's layers",
     "_v_weight": "of ComfyUI's layers",
