@@ -70,9 +70,12 @@ class NexfortCacheManager(io.ComfyNode):
 def listing() -> list[dict[str, Any]]:
     """The cache as plain rows, last used first; times are UTC text. It is the cache that the engines here use."""
     from nexfort_engine.api import store_at
+    from nexfort_engine.cache import model_names
     from nexfort_engine.hosts.comfy.model import cache_root
 
-    rows = [_row(row) for row in store_at(cache_root()).rows()]
+    store = store_at(cache_root())
+    names = model_names.read(store.root)
+    rows = [_row(row, names.get(str(row["info"].get("model")), [])) for row in store.rows()]
     return sorted(rows, key=lambda row: (row["last_used"], row["id"]), reverse=True)
 
 
@@ -91,7 +94,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *view.aligned(lines)])
 
 
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _row(row: Mapping[str, Any], files: Sequence[str] = ()) -> dict[str, Any]:
     """What may leave the server of one row of the store. Whatever else the engine noted stays there."""
     from nexfort_engine.cache import table as view
 
@@ -101,6 +104,9 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "region": view.region(row),
         "family": view.family(row),
         "kind": str(row["info"].get("kind", view.UNKNOWN)),
+        "model": view.plain(row["info"].get("model") or view.family(row)),
+        "mode": view.plain(row["info"].get("mode") or ""),
+        "files": [view.plain(name) for name in files],
         "shapes": list(row["shapes"]),
         "size": int(row["size"]),
         "created": _time_text(row["created"]),

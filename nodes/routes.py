@@ -44,9 +44,14 @@ def register_routes() -> bool:
 
 @answered
 async def get_cache(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/cache: {"count", "size", "entries": [...]}, the entries as the Cache Manager node lists them."""
+    """GET /nexfort/cache: {"count", "size", "limit", "entries"}, the entries as the Cache Manager node lists them.
+
+    "limit" is how many bytes the cache may grow to.
+    """
+    from nexfort_engine.cache.paths import default_limit
+
     rows = await asyncio.to_thread(listing)
-    return {"count": len(rows), "size": sum(row["size"] for row in rows), "entries": rows}
+    return {"count": len(rows), "size": sum(row["size"] for row in rows), "limit": default_limit(), "entries": rows}
 
 
 @answered

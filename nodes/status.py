@@ -13,9 +13,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import running
+from .model_files import file_above
 
 if TYPE_CHECKING:
     from nexfort_engine.reporting.progress import Event
@@ -48,6 +50,8 @@ _beside: weakref.WeakKeyDictionary[Report, Event] = weakref.WeakKeyDictionary()
 # The ids and classes of the nodes that attached an engine, and the prompt that it ran in last.
 _made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
+# The names of model files that were noted of a report.
+_named: weakref.WeakKeyDictionary[Report, set[str]] = weakref.WeakKeyDictionary()
 # What a report had to say of its speed when its nodes were told last.
 _speeds: weakref.WeakKeyDictionary[Report, tuple[int, str]] = weakref.WeakKeyDictionary()
 
@@ -99,6 +103,19 @@ def watch(report: Report, event: Event | None) -> None:
     _send(nodes_of(report))
 
 
+def _name(report: Report, now: running.Prompt) -> None:
+    """Note which file the model of a report comes from, once for each, so that the cache is shown by it."""
+    from nexfort_engine.cache import model_names
+    from nexfort_engine.reporting.resource_shortages import begun
+
+    known = _named.setdefault(report, set())
+    found = (file_above(now.nodes, node) for node, kind in _made_by.get(report, ()) if now.has(node, kind))
+    for name in {one for one in found if one is not None} - known:
+        known.add(name)
+        if report.models and report.cache_dir:
+            begun("nexfort-names", model_names.note, Path(report.cache_dir), report.models, name)
+
+
 def _begins(report: Report) -> bool:
     """Whether this is the first that is heard of a report in the prompt that runs; its node then has it there too.
 
@@ -112,6 +129,7 @@ def _begins(report: Report) -> bool:
     _ran_in[report] = number
     if now is None:
         return True
+    _name(report, now)
     for node, kind in _made_by.get(report, ()):
         seated = _seats.get((now.workflow, node))
         ran_itself = seated is not None and seated.prompt == now.id  # and attached what it wanted

@@ -199,7 +199,11 @@ def test_every_text_of_the_panels_is_there_and_used() -> None:
     composed |= {f"speed.source.{one}" for one in (speed.VERIFIED, speed.BYPASSED, speed.FIRST_STEPS)}
     composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}
     composed |= {f"cache.{one}" for one in re.findall(r"'(\w+)'", code.split("const ORDERS = ")[1].split("]")[0])}
-    composed |= {"report.loaded", "report.compiled", "cache.artefact", "cache.sizeAndUse", "cache.actions"}
+    composed |= {
+        "report.loaded",
+        "report.compiled",
+        *(f"cache.{one}" for one in ("artefact", "sizeAndUse", "actions", "pin", "unpin", "delete")),
+    }
     assert keys - plain <= composed, "a translation that nobody shows"
     assert composed <= keys
 

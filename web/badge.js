@@ -50,6 +50,16 @@ export function addBadge(node) {
   node.setSize?.([node.size[0], Math.max(node.size[1], node.computeSize()[1])])
 }
 
+/** The compile nodes that are shown, each with what its badge tells of. */
+export function nodesOfGraph() {
+  return [...badges.keys()].map((node) => ({ node, status: shownStatus(node) }))
+}
+
+function shownStatus(node) {
+  const skipped = SKIPPED[node.mode]
+  return skipped ? { state: skipped, eager: 0 } : statusOf(node)
+}
+
 /** Say anew what every badge says: something changed, or the language did. */
 export function drawBadges() {
   for (const node of badges.keys()) draw(node)
@@ -100,8 +110,7 @@ function colourOf(status) {
 
 function draw(node) {
   const { button, widget } = badges.get(node)
-  const skipped = SKIPPED[node.mode]
-  const status = skipped ? { state: skipped, eager: 0 } : statusOf(node)
+  const status = shownStatus(node)
   badges.get(node).mode = node.mode
   const said = stateText(status)
   button.dataset.state = colourOf(status)

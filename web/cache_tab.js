@@ -1,30 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sidebar tab: the compile cache as a table that can be searched and sorted, and what may be done to it.
+// The sidebar tab: the compile cache by model, which can be searched and sorted, and what may be done to it. The blocks
+// of a model are one click deeper. Above is what the compile nodes of the open workflow do.
 
 import { app } from '../../scripts/app.js'
+import { nodesOfGraph, stateText } from './badge.js'
 import { button, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
+import { openReport } from './report.js'
 import { ask, change, toast } from './server.js'
+import { onStatus } from './status.js'
 import { language, text } from './texts.js'
 
 export const CACHE_LIMIT = 'Nexfort.Cache.Limit'
 export const GIB = 2 ** 30
 const DEFAULT_LIMIT = 8 // GiB, as the engine's own
 const ORDERS = ['last_used', 'size', 'region', 'family', 'state']
-const view = { entries: [], search: '', order: 'last_used', down: true }
+const view = { entries: [], limit: 0, search: '', order: 'last_used', down: true, open: new Set() }
+const AT_ONCE = 100 // ids in one request, which may not be long
+const ICONS = { pin: 'pi pi-lock-open', unpin: 'pi pi-lock', delete: 'pi pi-trash' }
 let panel = null
+let unwatch = null
 
 /** Draw the tab into the element that the front end gives, each time it opens. */
 export function renderCacheTab(place) {
   if (panel !== null && place.contains(panel)) return
   panel = element('div', { class: 'nexfort-panel nexfort-cache' })
   const total = element('p', { class: 'nexfort-total', role: 'status' })
-  panel.append(element('h2', {}, text('cache.title')), tools(), total, element('div', { class: 'nexfort-scroll' }))
+  const fill = element('div', { class: 'nexfort-fill', 'aria-hidden': 'true' }, element('div', { class: 'nexfort-filled' }))
+  const title = element('h2', {}, text('cache.title'))
+  panel.append(title, element('div', { class: 'nexfort-overview' }), tools(), total, fill, element('div', { class: 'nexfort-scroll' }))
   place.replaceChildren(panel)
+  unwatch?.()
+  unwatch = onStatus(drawOverview)
+  drawOverview()
   refreshCache()
 }
 
 /** The tab is closed. */
 export function leaveCacheTab() {
+  unwatch?.()
+  unwatch = null
   panel?.remove()
   panel = null
 }
@@ -35,6 +49,7 @@ export async function refreshCache() {
   const told = await ask('cache')
   if (told === undefined || panel === null) return
   view.entries = told.entries
+  view.limit = told.limit
   draw()
 }
 
@@ -48,13 +63,31 @@ export async function clearCache() {
   if (await meant('cache.clear', 'cache.clearQuestion')) await removal('cache/clear', { confirm: true })
 }
 
-async function removal(route, body) {
-  const told = await change(route, body)
-  if (told !== undefined) {
-    const values = { removed: told.removed, freed: sizeText(told.freed), count: told.count }
-    toast('success', text('cache.title'), text('cache.removed', values))
+async function removal(route, ...bodies) {
+  const sum = { removed: 0, freed: 0 }
+  for (const body of bodies) {
+    const told = await change(route, body)
+    if (told === undefined) break
+    Object.assign(sum, { removed: sum.removed + told.removed, freed: sum.freed + told.freed, count: told.count })
+  }
+  if (sum.count !== undefined) {
+    const said = sum.removed || !sum.count ? 'cache.removed' : 'cache.noneRemoved'
+    toast('success', text('cache.title'), text(said, { ...sum, freed: sizeText(sum.freed) }))
   }
   await refreshCache()
+}
+
+/** Bodies of requests about these rows. */
+function inParts(rows, more = {}) {
+  const ids = rows.map((row) => row.id)
+  return Array.from({ length: Math.ceil(ids.length / AT_ONCE) }, (_, part) => ({ ids: ids.slice(part * AT_ONCE, (part + 1) * AT_ONCE), ...more }))
+}
+
+/** What the compile nodes of the open workflow do; each opens its report. */
+function drawOverview() {
+  const nodes = nodesOfGraph()
+  const lines = nodes.map(({ node, status }) => button(`${node.title}: ${stateText(status)}`, () => openReport(node)))
+  panel?.querySelector('.nexfort-overview').replaceChildren(...lines)
 }
 
 async function meant(title, question, values) {
@@ -126,7 +159,7 @@ function pruning() {
 function shown() {
   const words = view.search.toLowerCase().split(/\s+/).filter(Boolean)
   const fits = (row) => {
-    const all = [row.region, row.family, row.kind, row.state, row.id, ...row.shapes].join(' ').toLowerCase()
+    const all = [row.region, row.family, row.kind, row.state, row.mode, row.id, ...row.files, ...row.shapes].join(' ').toLowerCase()
     return words.every((word) => all.includes(word))
   }
   const by = view.order
@@ -138,29 +171,76 @@ function shown() {
 function draw() {
   const rows = shown()
   const total = rows.reduce((sum, row) => sum + row.size, 0)
-  const values = { shown: rows.length, count: view.entries.length, size: sizeText(total) }
+  const held = view.entries.reduce((sum, row) => sum + row.size, 0)
+  const values = { shown: rows.length, count: view.entries.length, size: sizeText(total), limit: sizeText(view.limit) }
   panel.querySelector('.nexfort-total').textContent = text('cache.total', values)
+  panel.querySelector('.nexfort-filled').style.width = `${Math.min(100, (100 * held) / Math.max(view.limit, 1))}%`
   const place = panel.querySelector('.nexfort-scroll')
   if (!view.entries.length) {
     place.replaceChildren(element('p', {}, text('cache.empty')))
     return
   }
   const focused = document.activeElement?.dataset?.key
+  place.replaceChildren(...modelsOf(rows).map(modelSection))
+  if (focused) place.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus() // a redrawn button keeps the keyboard
+}
+
+/** The rows by model and mode, in the order of their first rows; by size the largest model first, or last. */
+function modelsOf(rows) {
+  const found = new Map()
+  for (const row of rows) {
+    const key = `${row.model} ${row.mode}`
+    if (!found.has(key)) found.set(key, { key, rows: [], size: 0, used: '' })
+    const model = found.get(key)
+    model.rows.push(row)
+    model.size += row.size
+    if (row.last_used > model.used) model.used = row.last_used
+  }
+  const models = [...found.values()]
+  if (view.order === 'size') models.sort((a, b) => (view.down ? b.size - a.size : a.size - b.size))
+  return models
+}
+
+function modelSection(model) {
+  const { key, rows } = model
+  const own = rows.filter((row) => !row.base)
+  const pinned = own.length > 0 && own.every((row) => row.pinned)
+  const name = modelName(rows)
+  const isOpen = view.open.has(key)
+  const toggle = () => {
+    if (!view.open.delete(key)) view.open.add(key)
+    draw()
+  }
+  const arrow = element('span', { 'aria-hidden': 'true' }, isOpen ? '▾ ' : '▸ ')
+  const head = element('button', { type: 'button', class: 'nexfort-toggle', click: toggle, 'aria-expanded': String(isOpen), 'data-key': `model-${key}` }, arrow, name)
+  const pin = icon(pinned ? 'unpin' : 'pin', name, `pin-${key}`, !own.length, () => pinRows(own, !pinned))
+  const remove = icon('delete', name, `delete-${key}`, !own.length, () => deleteModel(name, own))
+  const values = { mode: rows[0].mode || '?', count: rows.length, size: sizeText(model.size), used: momentText(model.used, language()) }
+  const said = element('div', { class: 'nexfort-small' }, text('cache.model', values))
+  const bar = element('div', { class: 'nexfort-head' }, head, element('span', { class: 'nexfort-actions' }, pin, remove))
+  return element('section', { class: 'nexfort-model', 'data-model': key }, bar, said, isOpen ? blocks(rows) : null)
+}
+
+/** What people call a model: its files without their endings, else its class. */
+function modelName(rows) {
+  const files = [...new Set(rows.flatMap((row) => row.files))].map((file) => file.replace(/\.[^.]+$/, ''))
+  return files.length > 2 ? text('cache.andMore', { names: files.slice(0, 2).join(', '), count: files.length - 2 }) : files.join(', ') || rows[0].family
+}
+
+function blocks(rows) {
   const headings = ['artefact', 'sizeAndUse', 'actions'].map((key) => [text(`cache.${key}`), key === 'sizeAndUse'])
-  place.replaceChildren(table(headings, rows.map(line)))
-  if (focused) place.querySelector(`[data-key="${focused}"]`)?.focus()  // a redrawn button keeps the keyboard
+  return table(headings, rows.map(line))
+}
+
+function icon(kind, name, key, disabled, click) {
+  const said = text(`cache.${kind}`)
+  const told = { title: said, 'aria-label': `${said}: ${name}`, 'data-key': key, 'data-pinned': kind === 'delete' ? null : String(kind === 'unpin') }
+  return element('button', { type: 'button', class: 'nexfort-icon', disabled, click, ...told }, element('i', { class: ICONS[kind], 'aria-hidden': 'true' }))
 }
 
 function line(row) {
-  const action = (key, kind, click) => {
-    const told = { title: text(key), 'aria-label': `${text(key)}: ${row.region}`, 'data-key': `${kind}-${row.id}` }
-    return element('button', { type: 'button', class: 'nexfort-icon', disabled: row.base, click, ...told })
-  }
-  const pin = action(row.pinned ? 'cache.unpin' : 'cache.pin', 'pin', () => pinRow(row))
-  pin.setAttribute('data-pinned', String(row.pinned))
-  pin.append(element('i', { class: row.pinned ? 'pi pi-lock' : 'pi pi-lock-open', 'aria-hidden': 'true' }))
-  const remove = action('cache.delete', 'delete', () => deleteRow(row))
-  remove.append(element('i', { class: 'pi pi-trash', 'aria-hidden': 'true' }))
+  const pin = icon(row.pinned ? 'unpin' : 'pin', row.region, `pin-${row.id}`, row.base, () => pinRows([row], !row.pinned))
+  const remove = icon('delete', row.region, `delete-${row.id}`, row.base, () => deleteRow(row))
   const state = ['ready', 'pinned', 'base'].includes(row.state) ? text(`cache.is.${row.state}`) : row.state
   return element(
     'tr',
@@ -171,9 +251,13 @@ function line(row) {
   )
 }
 
-async function pinRow(row) {
-  await change('cache/pin', { ids: [row.id], pinned: !row.pinned })
+async function pinRows(rows, pinned) {
+  for (const body of inParts(rows, { pinned })) if ((await change('cache/pin', body)) === undefined) break
   await refreshCache()
+}
+
+async function deleteModel(name, rows) {
+  if (await meant('cache.delete', 'cache.deleteModel', { name, count: rows.length })) await removal('cache/clear', ...inParts(rows))
 }
 
 async function deleteRow(row) {
@@ -187,7 +271,7 @@ function exportList() {
     const plain = String(value).replace(/^([=+\-@\t\r])/, "'$1")
     return `"${plain.replaceAll('"', '""')}"`
   }
-  const names = ['id', 'region', 'family', 'kind', 'shapes', 'size', 'created', 'last_used', 'state']
-  const lines = shown().map((row) => names.map((name) => quoted(name === 'shapes' ? row.shapes.join(' ') : row[name])).join(','))
+  const names = ['id', 'files', 'mode', 'region', 'family', 'kind', 'shapes', 'size', 'created', 'last_used', 'state']
+  const lines = shown().map((row) => names.map((name) => quoted(Array.isArray(row[name]) ? row[name].join(' ') : row[name])).join(','))
   download('nexfort-cache.csv', 'text/csv', [names.join(','), ...lines, ''].join('\r\n'))
 }

@@ -28,6 +28,7 @@ class ModelKeys:
                 "structure": structure(self._state.root, besides=self._state.besides),
             }
             self._keys[device.type] = primary_key(parts)
+            self._state.report.of_model(self._keys[device.type])
         return self._keys[device.type]
 
     def stored(self, device: torch.device) -> list[str]:
@@ -38,5 +39,10 @@ class ModelKeys:
     def origin(self, region: str, device: torch.device) -> tuple[int | None, dict[str, Any]]:
         """For the manifest of a region's artefact: the oldest driver that runs it, and what people want to know."""
         where = str(device)
-        info = {"region": region, "family": self._state.name, "model": self.key(device)}
+        info = {
+            "region": region,
+            "family": self._state.name,
+            "model": self.key(device),
+            "mode": self._state.config.mode,
+        }
         return driver_needed(where), {**info, "machine": machine(where), "fingerprint": fingerprint(where)}

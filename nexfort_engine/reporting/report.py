@@ -77,6 +77,7 @@ class Report:
         self._rows: dict[str, list[Any]] = {name: [] for name in _LISTS}
         self._seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in _LISTS}
         self._reasons: Counter[tuple[str, str]] = Counter()  # of each list and region
+        self._models: list[str] = []
         self._speed: dict[str, dict[str, Any]] = {}  # by the kind of step, the one that ran last at the end
         self._calls = 0
         self._made_ns = 0  # on the clock, while artefacts were made
@@ -173,6 +174,17 @@ class Report:
             self._speed[key] = {"key": key, **row}
             while len(self._speed) > MOST_SPEEDS:
                 del self._speed[next(iter(self._speed))]
+
+    def of_model(self, key: str) -> None:
+        """The key under which the backbone's artefacts are noted."""
+        with self._lock:
+            self._models += [key] if key not in self._models else []
+
+    @property
+    def models(self) -> list[str]:
+        """The keys of the backbone, one for each kind of device that it ran on."""
+        with self._lock:
+            return list(self._models)
 
     @property
     def last_speed(self) -> Mapping[str, Any] | None:

@@ -371,9 +371,12 @@ def run_command(page: Any, name: str) -> None:
 
 
 def open_tab(page: Any) -> Any:
-    """The tab of the cache, opened by its button."""
+    """The tab of the cache, opened by its button, with the blocks of each model."""
     page.locator(".nexfort-tab-button").click()
-    page.locator(f"{TAB} tbody tr").first.wait_for()
+    page.locator(f"{TAB} .nexfort-model").first.wait_for()
+    closed = page.locator(f"{TAB} .nexfort-toggle[aria-expanded=false]")
+    while closed.count():
+        closed.first.click()
     return page.locator(TAB)
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tab of the cache by model: names of files, what is removed and kept, and a cache of many models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import browser
+import browser_pages
+import pytest
+
+from nexfort_engine.cli.comfy_server import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# fixtures
+base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
+chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
+
+TAB, BADGE = browser.TAB, browser.BADGE
+MODELS, BLOCKS = 200, 14
+
+
+def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
+    said = browser.run_and_watch(page, seed=401)
+    page.locator(".nexfort-tab-button").click()
+    model = page.locator(f"{TAB} .nexfort-model")
+    model.wait_for()
+    entries = filled.get("/nexfort/cache")["entries"]
+    assert model.locator(".nexfort-toggle").inner_text().split() == ["▸", "tiny_flux_unet"]
+    assert model.locator(".nexfort-small").inner_text().startswith(f"O2 · {len(entries)} blocks · ")
+    assert not page.locator(f"{TAB} tbody tr").count(), "blocks are one click deeper"
+    assert page.locator(f"{TAB} .nexfort-overview").inner_text() == f"Nexfort Compile Model: {said[-1]}"
+    assert " of 8.0 GiB" in page.locator(f"{TAB} .nexfort-total").inner_text()
+    browser.in_both_themes(page, TAB, "cache_models")
+    model.locator(".nexfort-toggle").click()
+    assert page.locator(f"{TAB} tbody tr").count() == len(entries)
+    model.locator(".nexfort-head .nexfort-icon").first.click()
+    page.wait_for_function("() => !document.querySelector('.nexfort-cache tbody [data-pinned=false]')")
+    assert all(entry["pinned"] for entry in filled.get("/nexfort/cache")["entries"])
+    page.locator(f"{TAB} .nexfort-size").fill("0")
+    page.get_by_role("button", name="Prune").click()
+    page.get_by_text("Nothing removed: ").first.wait_for()
+    model.locator(".nexfort-head .nexfort-icon").first.click()
+    page.wait_for_function("() => !document.querySelector('.nexfort-cache tbody [data-pinned=true]')")
+    model.locator(".nexfort-head .nexfort-icon").last.click()
+    page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+    page.get_by_text("The compile cache is empty").wait_for()
+    assert filled.get("/nexfort/cache")["count"] == 0
+
+
+def entries() -> list[dict[str, Any]]:
+    """Artefacts of many models, as the route tells them."""
+    return [
+        {
+            **{"id": f"{model:04x}{block:020x}", "region": f"blocks.{block}", "family": "Flux", "kind": "Block"},
+            **{"model": f"{model:032x}", "mode": "O2", "files": [f"model{model}.safetensors"], "shapes": []},
+            **{"size": 1000 * (model + 1), "created": "2026-11-01T10:00:00Z", "state": "ready"},
+            **{"last_used": f"2026-11-{model % 28 + 1:02d}T10:00:00Z", "pinned": False, "base": False},
+        }
+        for model in range(MODELS)
+        for block in range(BLOCKS)
+    ]
+
+
+def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServer) -> None:
+    rows = entries()
+    told = {"count": len(rows), "size": sum(row["size"] for row in rows), "limit": 8 << 30, "entries": rows}
+    page.route("**/nexfort/cache", lambda route: route.fulfill(json=told))
+    page.locator(".nexfort-tab-button").click()
+    models = page.locator(f"{TAB} .nexfort-model")
+    models.first.wait_for()
+    assert models.count() == MODELS
+    page.locator(TAB).get_by_label("Sort by").select_option("Size")
+    assert "model199" in models.first.inner_text() and "14 blocks" in models.first.inner_text()
+    page.locator(TAB).get_by_role("searchbox").fill("model17")
+    wanted = [number for number in range(MODELS) if str(number).startswith("17")]
+    assert models.count() == len(wanted)
+    with page.expect_request("**/nexfort/cache/pin") as asked:
+        models.first.locator(".nexfort-icon").first.click()
+    body = json.loads(asked.value.post_data)
+    assert body["pinned"] is True and len(body["ids"]) == BLOCKS
