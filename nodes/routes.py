@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from . import status
+from . import help_text, status
 from .cache_manager import listing
 from .requests import RefusedError, answered, ids_in, node_ids_in, read_body, workflow_in
 from .told import without_paths
@@ -35,6 +35,7 @@ def register_routes() -> bool:
     server.routes.get("/nexfort/cache")(get_cache)
     server.routes.get("/nexfort/nodes")(get_nodes)
     server.routes.get("/nexfort/report")(get_report)
+    server.routes.get("/nexfort/help")(get_help)
     server.routes.post("/nexfort/verify")(post_verify)
     server.routes.post("/nexfort/cache/prune")(post_prune)
     server.routes.post("/nexfort/cache/clear")(post_clear)
@@ -86,6 +87,13 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     ]
     used = await asyncio.to_thread(memory)
     return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen", "memory": used}
+
+
+@answered
+async def get_help(request: web.Request) -> dict[str, Any]:
+    """GET /nexfort/help: {"markdown", "issues", "page"}: what somebody who can help needs, without paths, and where to
+    take it."""
+    return await asyncio.to_thread(help_text.told)
 
 
 @answered

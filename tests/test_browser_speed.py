@@ -14,6 +14,7 @@ import pytest
 import served
 from browser_pages import page_of
 
+from nexfort_engine import __version__
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
@@ -129,6 +130,27 @@ def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfySe
     assert said.endswith(", 1 block uncompiled"), said
     page.locator(BADGE).click()
     page.locator(REPORT).get_by_text("double_blocks.0: ").wait_for()
+
+
+def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyServer) -> None:
+    with page_of(chromium, server) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.evaluate("() => { window.opened = []; window.open = (address) => window.opened.push(address) }")
+        browser.run_and_watch(page, seed=351)
+        page.locator(BADGE).click()
+        report = page.locator(REPORT)
+        report.get_by_role("button", name="Copy report").click()
+        report.get_by_role("status").filter(has_text="Copied.").wait_for()
+        copied = page.evaluate("() => navigator.clipboard.readText()")
+        for word in ("## Nexfort", "Nexfort O2: ", "commit: ", "torch:", "comfyui:", f"nexfort: {__version__}"):
+            assert word in copied, word
+        assert str(server.comfyui) not in copied and str(server.base_dir) not in copied and "/home/" not in copied
+        report.get_by_role("button", name="Report a problem").click()
+        report.get_by_role("button", name="Help: ").click()
+        page.wait_for_function("() => window.opened.length === 2")
+        form, help_page = page.evaluate("() => window.opened")
+        assert form.startswith("https://github.com/nexfort/nexfort/issues/new?body=%23%23+Nexfort")
+        assert help_page.endswith("docs/troubleshooting.md")
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ UNKNOWN = "0123456789abcdef01234567"
 # (method, path) -> bodies that change something or are answered, for one id. GET takes none.
 ROUTES: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("GET", "/nexfort/cache"): (),
+    ("GET", "/nexfort/help"): (),
     ("GET", "/nexfort/nodes"): (),
     ("GET", "/nexfort/report"): (),
     ("POST", "/nexfort/verify"): ({"nodes": ["12"]}, {"nodes": ["12"], "workflow": "0-1"}, {"workflow": None}, {}),

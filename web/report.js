@@ -2,6 +2,7 @@
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
+import { copyReport, openPage, reportProblem } from './help.js'
 import { ask, change, toast } from './server.js'
 import { speedSection } from './speed.js'
 import { onStatus, toldOf } from './status.js'
@@ -21,7 +22,12 @@ export async function openReport(node = null) {
   const header = {
     heading: node ? text('report.titleOf', { name: node.title }) : title,
     close: text('report.close'),
-    tools: [button(text('verify.next'), verify, { title: text('verify.what') })]
+    tools: [
+      button(text('verify.next'), verify, { title: text('verify.what') }),
+      button(text('help.copy'), async () => said.replaceChildren(await copyReport()), { title: text('help.what') }),
+      button(text('help.problem'), reportProblem, { title: text('help.problemWhat') }),
+      button('?', openPage, { title: text('help.page'), 'aria-label': text('help.page') })
+    ]
   }
   const dialog = dialogOf('report', header, said, body)
   let due = null
