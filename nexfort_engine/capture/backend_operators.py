@@ -4,15 +4,18 @@
 comfy_kitchen has a registry of back ends. Some of its functions call an operator, which asks the registry when it
 runs. Others ask the registry at once and call the back end's Python code. A trace would walk through that code: on a
 CPU its loops bind the block to one number of tokens, on a GPU it hands tensors without data to native code. The
-operator computes the same, keeps sizes free, and picks the back end when the graph runs.
+operator computes the same, keeps sizes free, and picks the back end when the graph runs. So what the registry holds
+now is nothing that the graph depends on.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +26,43 @@ _DTYPE_CODE = "dtype_code"  # how the operators' arguments end that name a dtype
 _NOTHING = (None, False, 0)  # of an argument that the operator lacks: it asks for nothing
 
 
+@dataclass
+class Picks:
+    """The registry and its function, and whether that picked a back end itself for this thread."""
+
+    names: tuple[Any, ...] = ()
+    picked: bool = False
+
+    @property
+    def unread(self) -> tuple[Any, ...]:
+        """What code names that ran, and no graph depends on."""
+        return () if self.picked else self.names
+
+
 @contextmanager
-def backends_by_operators() -> Iterator[None]:
+def backends_by_operators() -> Iterator[Picks]:
     """In the block, what this thread asks the registry for is the operator of the same name, where there is one."""
     found = sys.modules.get(f"{_LIBRARY}.registry")
     registry = getattr(found, "registry", None)
     original = getattr(registry, _PICK, None)
-    if registry is None or not callable(original) or _PICK in vars(registry):
-        yield
+    if registry is None or not inspect.ismethod(original) or _PICK in vars(registry):
+        yield Picks()
         return
-    thread, inside = threading.get_ident(), False
+    thread, inside, picks = threading.get_ident(), False, Picks((registry, original.__func__))
 
     def pick(name: str, backend: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        operator = None
-        if threading.get_ident() == thread and not inside and backend is None:
+        operator, is_mine = None, threading.get_ident() == thread and not inside
+        if is_mine and backend is None:
             operator = getattr(getattr(torch.ops, _LIBRARY), name, None)
         if operator is None:
+            picks.picked |= is_mine
             return original(name, backend, kwargs)  # type: ignore[no-any-return]
 
         def call(**given: Any) -> Any:
             nonlocal inside
             arguments = _for_operator(operator.default._schema, given)
             if arguments is None:
+                picks.picked = True
                 return original(name, backend, kwargs)(**given)
             inside = True  # the operator itself asks the registry
             try:
@@ -56,7 +74,7 @@ def backends_by_operators() -> Iterator[None]:
 
     setattr(registry, _PICK, pick)
     try:
-        yield
+        yield picks
     finally:
         delattr(registry, _PICK)
 

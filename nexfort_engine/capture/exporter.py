@@ -232,7 +232,7 @@ def _names_so_far(trace: Trace) -> list[Row]:
 
 def _names(trace: Trace) -> tuple[list[Row], str]:
     functions = functions_in(trace.example.spec)
-    return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread, functions)
+    return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread, functions, trace.picks.unread)
 
 
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,16 +40,18 @@ def rows_of(
     reads: Mapping[tuple[str, str], Any] | None = None,
     elsewhere: Callable[..., Any] | None = None,
     functions: Iterable[FunctionCode] = (),
+    unread: Sequence[Any] = (),
 ) -> tuple[list[Row], str]:
     """The rows of a capture, and the first name whose value no other process can compare; "" if there is none.
 
     module: the block. codes: the code objects that ran. reads: the attributes of the block that they read
     (shadow_module.py); None for code that ran as it is, and was not captured. elsewhere: calls a function on the thread
-    on which the code ran, where that is another one. functions: those that the block was called with.
+    on which the code ran, where that is another one. functions: those that the block was called with. unread: values
+    that names lead to and that nothing of the capture depends on.
     Raises Refused for code that counts in a global, and for what cannot be compared in each step.
     """
     of_capture, reads = reads is not None, reads or {}
-    walk = _Walk(module, {code for code in codes if is_host_code(code)} - _code_of_finders())
+    walk = _Walk(module, {code for code in codes if is_host_code(code)} - _code_of_finders(), unread)
     methods = [(type(module.get_submodule(path)), name) for (path, name), value in reads.items() if value is METHOD]
     walk.run(methods, [v for v in reads.values() if v is not METHOD], functions, of_capture=of_capture)
     if of_capture:
@@ -60,7 +62,7 @@ def rows_of(
         if walk.is_own_cache(address):
             continue
         ends = resolver.ends(address)
-        if walk.is_assigned(address, ends[0]):
+        if walk.is_unread(ends[0]) or walk.is_assigned(address, ends[0]):
             continue
         text, whole = digest(ends, deep=of_capture)
         rows.append([address[0], [list(step) for step in address[1]], text])
@@ -99,8 +101,9 @@ def _code_of_finders() -> set[types.CodeType]:
 class _Walk:
     """From function to function."""
 
-    def __init__(self, module: nn.Module, ran: set[types.CodeType]) -> None:
-        self._module, self._ran = module, ran
+    def __init__(self, module: nn.Module, ran: set[types.CodeType], unread: Sequence[Any] = ()) -> None:
+        """unread: as for `rows_of`. What code wants of all modules that are loaded, it asks for by a string."""
+        self._module, self._ran, self._unread = module, ran, (sys.modules, *unread)
         self.addresses: dict[Address, None] = {}
         self._resolver = Resolver(classes_in(module))
         self._due: list[tuple[Address | None, types.FunctionType]] = []
@@ -115,6 +118,7 @@ class _Walk:
         self._sets: set[str] = set()
         self._texts: set[str] = set()
         self._by_text: set[str] = set()
+        self._asks_modules = False
         self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
 
     def run(
@@ -165,8 +169,11 @@ class _Walk:
         """
         used = self._used | self._texts
         if not used.isdisjoint(("import_module", "__import__", "modules")):
-            for text in sorted(self._texts.intersection(sys.modules)):
-                self._met(None, sys.modules[text])
+            for text in sorted(self._texts):
+                if text in sys.modules:
+                    self._met(None, sys.modules[text])
+                if self._asks_modules and text.replace(".", "").isidentifier():  # whether it is loaded
+                    self.addresses["", ((IMPORT, text),)] = None
         if not used.isdisjoint(("environ", "getenv")):
             for text in sorted(filter(str.isidentifier, self._texts)):
                 self._reach(("", ((IMPORT, "os"), (ATTRIBUTE, "environ"), (KEY, text))), is_called=True)
@@ -192,6 +199,10 @@ class _Walk:
                 continue  # its attributes are part of what it is described by (subclass_unwrap.py)
             for name in (fields_of(weight) or {}).keys() & (self._used | self._texts):
                 raise Refused(f"its code reads an attribute {name}, which the weight {path} has")
+
+    def is_unread(self, value: Any) -> bool:
+        """Whether nothing depends on what a value holds."""
+        return any(value is one for one in self._unread)
 
     def is_own_cache(self, address: Address) -> bool:
         """Whether an address leads to, or through, a container that the code itself changes."""
@@ -266,6 +277,9 @@ class _Walk:
 
     def _met(self, address: Address | None, value: Any, depth: int = 2) -> None:
         """A value was reached: go on with the code that it brings."""
+        if self.is_unread(value):
+            self._asks_modules |= value is sys.modules
+            return
         function = function_in(value)
         if function is not None:
             if self._is_followed(function):

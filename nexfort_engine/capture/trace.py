@@ -27,7 +27,7 @@ from ..modules.memory_format import Unsupported
 from ..modules.tree import ABSENT, Hidden, WeightSlots
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
-from .backend_operators import backends_by_operators
+from .backend_operators import Picks, backends_by_operators
 from .shadow_module import Reads, Shadow
 from .shape_recorder import SizesKeptFree
 from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
@@ -76,6 +76,7 @@ class Trace:
         self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
         self.codes: set[types.CodeType] = set()  # that it ran
+        self.picks = Picks()  # of back ends
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
@@ -155,10 +156,11 @@ class Lifted(nn.Module):
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing)
             trace.reads, held = shadow.reads, tensors_held(shadow.module)
-            scopes = (SizesKeptFree(), own_operators(), backends_by_operators(), default_device(trace.device))
+            scopes = (SizesKeptFree(), own_operators(), default_device(trace.device))
             with walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
+                trace.picks = stack.enter_context(backends_by_operators())
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()

@@ -192,7 +192,7 @@ class _Writer:
         wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
         if wrapped is not None:  # functools.lru_cache and its like
             return ["wrapped", *_name(kind), each(wrapped)]
-        if inspect.isroutine(value):
+        if inspect.isroutine(value) or _is_native_function(value):
             return ["native", *native_name(value)]
         if isinstance(value, enum.Enum):
             return ["enum", *_name(kind), value.name]
@@ -260,6 +260,19 @@ def plain_of_class(kind: type) -> dict[str, Any]:
 
 def _written_in_python(kind: type) -> bool:
     return bool(kind.__flags__ & _HEAP_TYPE) and any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _is_native_function(value: Any) -> bool:
+    """Whether a function of a class that a library for native code has for them: its module has it by its name."""
+    if (
+        not callable(value)
+        or isinstance(value, type)
+        or fields_of(value) is not None
+        or _written_in_python(type(value))
+    ):
+        return False
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    return isinstance(name, str) and getattr(sys.modules.get(str(module)), name, None) is value
 
 
 def native_name(value: Any) -> list[str]:

@@ -15,6 +15,7 @@ ck = pytest.importorskip("comfy_kitchen", reason="it comes with ComfyUI")
 from comfy_kitchen.registry import registry  # noqa: E402
 
 from nexfort_engine.capture.backend_operators import backends_by_operators  # noqa: E402
+from nexfort_engine.guards.value_digests import digest  # noqa: E402
 
 if not hasattr(ck, "int8_linear"):
     pytest.skip("this version has no such functions", allow_module_level=True)
@@ -47,6 +48,7 @@ def test_a_call_is_the_operator_and_every_size_is_free(function: Callable[..., A
     assert f"comfy_kitchen.{operator}.default" in called
     for batch, length in ((1, 6), (3, 9), (2, 40)):
         assert probe.agrees(x(batch, length, seed=length)), (batch, length)
+    assert probe.captured.only_here == "", "no other process can load it"
 
 
 def test_what_the_operator_cannot_say_goes_to_the_back_end() -> None:
@@ -55,6 +57,26 @@ def test_what_the_operator_cannot_say_goes_to_the_back_end() -> None:
     with backends_by_operators():
         found = ck.quantize_int8_tensorwise(h, scale=torch.tensor(0.02))
     assert all(map(torch.equal, found, wanted)) and float(wanted[1]) == pytest.approx(0.02)
+
+
+def test_what_the_registry_holds_counts_where_it_picked_a_back_end() -> None:
+    def asked(b: Any, h: T) -> T:
+        numbers, _ = ck.quantize_int8_tensorwise(b.linear(h).flatten(0, 1), scale=b.table[0, :1])
+        return numbers.float()
+
+    probes = Probe(block_of(tensorwise), x()), Probe(block_of(asked), x())
+    by_operator, picked = (str([row for row in p.captured.names if "registry" in str(row)]) for p in probes)
+    assert "get_implementation" not in by_operator and "get_implementation" in picked
+
+
+def test_a_native_function_of_the_library_is_known_by_its_name() -> None:
+    """Its class is of the tool that wrapped it, and tells nothing but an address."""
+    native = getattr(pytest.importorskip("comfy_kitchen.backends.cuda"), "_C", None)
+    if native is None:
+        pytest.skip("this build has no native code")
+    functions = [value for value in vars(native).values() if callable(value) and not isinstance(value, type)]
+    (one, lasts), (other, _) = digest(functions[:1]), digest(functions[1:2])
+    assert lasts and one != other
 
 
 def test_other_threads_pick_their_back_end_as_ever() -> None:
