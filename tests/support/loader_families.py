@@ -124,16 +124,30 @@ FAMILIES = {
         _frequencies,
     ),
 }  # fmt: skip
-# as files of these families have them: name of the format, and what of a scale is another than usual
-FORMS = ("int8_convrot", "int8_tensorwise", "float8_e4m3fn", "float8_e5m2")
+# as files of these families have them: int8 with turned columns, a scale for each row, or one for a weight; fp8 with a
+# scale, named as new files and as old ones do, and without any
+FORMS = (
+    *("int8_convrot", "int8_tensorwise", "int8_one_scale"),
+    *("float8_e4m3fn", "float8_e5m2", "scaled_fp8", "unscaled_fp8"),
+)
 
 
 def file_of(family: Family, form: str | None) -> Weights:
     """The state dict of a file whose blocks' matrices have a format, or none."""
+
+    def is_wanted(name: str) -> bool:
+        return name.startswith(family.blocks) and "adaln" not in name
+
     weights = family.weights()
     if form is None:
         return {name: weight.clone() for name, weight in weights.items()}
-    return quantised(weights, lambda name: name.startswith(family.blocks) and "adaln" not in name, form)
+    if form == "unscaled_fp8":
+        return {n: w.to(torch.float8_e4m3fn if is_wanted(n) and w.ndim == 2 else w.dtype) for n, w in weights.items()}
+    if form == "scaled_fp8":
+        found = quantised(weights, is_wanted, "float8_e4m3fn")
+        told = {n.replace(".weight_scale", ".scale_weight"): w for n, w in found.items() if "comfy_quant" not in n}
+        return {**told, "scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    return quantised(weights, is_wanted, form)
 
 
 def loaded(family: Family, form: str | None = None, **options: Any) -> Any:
@@ -171,9 +185,13 @@ def with_lora(patcher: Any, file: Weights, strength: float = 1.0) -> Any:
 
 def picture(
     family: Family, patcher: Any, *, seed: int = 0, prompt: int = 0, size: tuple[int, int] = (8, 8), length: int = 16,
-    steps: int = 2, cfg: float = 1.0, after: Callable[..., None] | None = None,
+    steps: int = 2, cfg: float = 1.0, after: Callable[..., None] | None = None, begun: torch.Tensor | None = None,
+    **more: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The latent of some steps of ComfyUI's sampler, all of its parts in one row. after: called after each step."""
+    """The latent of some steps of ComfyUI's sampler, all of its parts in one row. after: called after each step.
+
+    begun: what another model made of the first steps. more: of the sampler's own arguments.
+    """
     import comfy.nested_tensor
     import comfy.sample
 
@@ -184,12 +202,14 @@ def picture(
     if len(noises) > 1:
         empty = comfy.nested_tensor.NestedTensor([torch.zeros_like(one) for one in noises])
     words = torch.Generator().manual_seed(100 + prompt)
-    more = {"attention_mask": torch.ones(1, length, dtype=torch.long)} if family.masked else {}
-    given = [[torch.randn(1, length, family.words, generator=words), dict(more)] for _ in range(2)]
+    mask = {"attention_mask": torch.ones(1, length, dtype=torch.long)} if family.masked else {}
+    given = [[torch.randn(1, length, family.words, generator=words), dict(mask)] for _ in range(2)]
+    if begun is not None:
+        noise, empty = torch.zeros_like(noise), begun.reshape(noises[0].shape)
     with torch.inference_mode():
         found = comfy.sample.sample(
             patcher, noise, steps, cfg, "euler", "simple", given[:1], given[1:], empty, disable_pbar=True, seed=seed,
-            callback=after,
+            callback=after, **more,
         )  # fmt: skip
         parts = found.unbind() if getattr(found, "is_nested", False) else [found]
         return torch.cat([part.flatten() for part in parts])

@@ -19,10 +19,12 @@ Call = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 def quantised(weights: dict[str, torch.Tensor], is_wanted: Callable[[str], bool], form: str) -> dict[str, torch.Tensor]:
     """The state dict of a file in which the matrices of these names have a format of ComfyUI's.
 
-    form: one of its names, or `int8_convrot`, which turns groups of columns before it quantises them.
+    form: one of its names, or `int8_convrot`, which turns groups of columns before it quantises them, or
+    `int8_one_scale`, which has one for a weight and not one for each row.
     """
     import comfy.quant_ops as quant
 
+    rows = form != "int8_one_scale"
     convrot, form = form == "int8_convrot", "int8_tensorwise" if form.startswith("int8") else form
     if form not in quant.QUANT_ALGOS:
         pytest.skip(f"this ComfyUI has no {form}")
@@ -31,7 +33,7 @@ def quantised(weights: dict[str, torch.Tensor], is_wanted: Callable[[str], bool]
         found[name] = weight.clone()
         if not (name.endswith("weight") and weight.ndim == 2 and is_wanted(name)):
             continue
-        asked: dict[str, Any] = {"per_channel": True} if form == "int8_tensorwise" else {"scale": "recalculate"}
+        asked: dict[str, Any] = {"per_channel": rows} if form == "int8_tensorwise" else {"scale": "recalculate"}
         words: dict[str, Any] = {"format": form}
         if convrot:
             group = next(size for size in (256, 64, 16, 4) if weight.shape[1] % size == 0)
