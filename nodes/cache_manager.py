@@ -18,7 +18,7 @@ from . import running
 from .compile_inputs import CATEGORY
 from .told import without_paths
 
-HEADINGS = ("region", "model", "shapes", "size", "last used", "state")
+HEADINGS = ("block", "model", "shapes", "size", "last used", "state")
 
 
 class NexfortCacheManager(io.ComfyNode):
@@ -32,7 +32,7 @@ class NexfortCacheManager(io.ComfyNode):
             display_name="Nexfort Cache Manager",
             category=CATEGORY,
             description=(
-                "Lists what the compile cache holds: region, model, the sizes it served, size on disk, time of last "
+                "Lists what the compile cache holds: block, model, the sizes it served, size on disk, time of last "
                 "use and state. It only looks. "
                 "To free space use the Nexfort tab of the sidebar or `python -m nexfort_engine cache prune`. "
                 "Whatever is removed is compiled again when it is next needed."
@@ -91,7 +91,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         used = row["last_used"][:16].replace("T", " ")
         lines.append((row["region"], row["family"], view.shapes(row), size_text(row["size"]), used, row["state"]))
     total = sum(row["size"] for row in rows)
-    return "\n".join([f"{len(rows)} artefacts, {size_text(total)}", "", *view.aligned(lines)])
+    return "\n".join([f"{len(rows)} blocks, {size_text(total)}", "", *view.aligned(lines)])
 
 
 def _row(row: Mapping[str, Any], files: Sequence[str] = ()) -> dict[str, Any]:

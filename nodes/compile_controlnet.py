@@ -37,7 +37,7 @@ class NexfortCompileControlNet(io.ComfyNode):
             description=(
                 "Runs the control net's own network compiled: the same picture in less time. The first time it "
                 "is compiled in the background, and runs uncompiled meanwhile. After that every size, batch and hint "
-                "runs the same artefacts. After a restart they are loaded from disk. "
+                "runs the same compiled code. After a restart it is loaded from disk. "
                 "Put it right behind the loader. The control net that comes in stays uncompiled for other nodes."
             ),
             search_aliases=[

@@ -38,7 +38,7 @@ Faster where the network is large (Flux); the picture changes a little.
 """
 
 DYNAMIC_TOOLTIP = """\
-One compiled artefact for every resolution, batch size, frame count and prompt length.
+Compiled once for every resolution, batch size, frame count and prompt length.
 Off: each new size is compiled for itself, which can be a little faster and costs a compile for each.
 Switch it off only for a workflow that always runs at one size."""
 
@@ -54,7 +54,7 @@ Switch it off to compare with the uncompiled result; nothing compiled is lost.""
 
 VERIFY_TOOLTIP = """\
 On: after the first step the same step is run uncompiled beside it, block by block, once for each model that is loaded.
-The report shows distance and speed-up; a block that is further from the exact result than it should be runs uncompiled.
+The report shows difference and speed-up; a block further from the exact result than it should be runs uncompiled.
 It costs about eight steps. Switch it on when you want to see for yourself."""
 
 WAIT_TOOLTIP = """\

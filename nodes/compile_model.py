@@ -37,16 +37,21 @@ class NexfortCompileModel(io.ComfyNode):
             description=(
                 "Runs the diffusion model compiled: the same picture in less time. The first time it is compiled "
                 "in the background, and the picture is made uncompiled meanwhile. After that every size, batch and "
-                "prompt length runs at full speed. After a restart the compiled artefacts are loaded from disk. "
+                "prompt length runs at full speed. After a restart the compiled code is loaded from disk. "
                 "Put it right before the sampler, after LoRA and model-sampling nodes."
             ),
             search_aliases=[
                 "nexfort",
+                "compile",
                 "torch compile",
+                "faster",
+                "speed",
                 "speed up",
+                "optimize",
+                "performance",
                 "accelerate",
+                "inductor",
                 "onediff",
-                "faster sampling",
             ],
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up. It stays as it is; the output is a clone."),

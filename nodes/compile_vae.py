@@ -40,7 +40,7 @@ class NexfortCompileVAE(io.ComfyNode):
                 "after a restart. "
                 "The VAE that comes in stays uncompiled for other nodes."
             ),
-            search_aliases=["nexfort", "torch compile vae", "speed up vae", "faster decode", "onediff vae"],
+            search_aliases=["nexfort", "torch compile vae", "speed up vae", "decode faster"],
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to speed up. It stays as it is; the output is a copy."),
                 *shared_inputs(

@@ -249,7 +249,7 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         page.locator(".comfy-menu-button-wrapper").click()
         page.get_by_role("menuitem", name="Extensions").first.hover()
         page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
-        page.get_by_role("menuitem", name="Nexfort : afficher le rapport").click()
+        page.get_by_role("menuitem", name="Afficher le rapport").click()
         page.locator(REPORT).get_by_role("heading", name="Rapport Nexfort").wait_for()
 
 

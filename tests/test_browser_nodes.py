@@ -54,6 +54,51 @@ def test_search_adds_the_node_as_the_settings_say(page: Any) -> None:
     assert len(saved["widgets_values"]) == 7, "the badge is saved in no workflow"
 
 
+SHOWN_MODE = """() => {
+  const node = window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  const widget = node.widgets.find((one) => one.name === 'mode')
+  return [widget.value, widget.options.getOptionLabel(widget.value)]
+}"""
+# How far down the node may be. The front end ranks by names, and by aliases only where no name fits: what is called so,
+# or used more often, comes before it.
+WORDS = {"faster": 1, "optimize": 1, "performance": 1, "inductor": 1, "onediff": 1, "compile": 3, "torch compile": 3}
+
+
+def test_the_node_comes_first_for_what_people_look_for(page: Any) -> None:
+    page.evaluate("() => window.app.graph.clear()")
+    box = page.get_by_role("combobox", name="Add a node...")
+    for _ in range(10):
+        page.mouse.dblclick(*browser.EMPTY_PLACE, delay=60)
+        if box.count():
+            break
+        page.wait_for_timeout(500)
+    late = {}
+    for word, most in WORDS.items():
+        box.fill(word)
+        page.wait_for_timeout(700)
+        found = [text.splitlines()[0] for text in page.get_by_role("option").all_inner_texts()[:most]]
+        if "Nexfort Compile Model" not in found:
+            late[word] = found
+    assert late == {}
+
+
+def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    page.locator(BADGE).wait_for()
+    assert page.evaluate(SHOWN_MODE) == ["O2", "Balanced (O2)"]
+    prompt, _ = page.evaluate(SAVED)
+    assert prompt["inputs"]["mode"] == "O2", "the value is that of the API"
+    browser.shoot(page, "mode_canvas")
+    browser.set_value(page, "Comfy.VueNodes.Enabled", True)
+    page.get_by_text("Balanced (O2)").first.wait_for()
+    browser.shoot(page, "mode_vue")
+    page.locator(".comfy-menu-button-wrapper").click()
+    page.get_by_role("menuitem", name="Extensions").first.hover()
+    page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
+    page.get_by_role("menuitem", name="Show the report", exact=True).click()
+    page.locator(browser.REPORT).wait_for()
+
+
 # ---- other packs' compile nodes ----------------------------------------------------------------------------
 
 # What the sampler's model comes from, and what that takes it from, in the prompt that would be queued.

@@ -119,9 +119,27 @@ def test_what_the_front_end_formats_holds_none_of_its_signs(language: str) -> No
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_menu_calls_commands_by_their_names(language: str) -> None:
+    """Without the plugin's name, which the menu above has."""
     english, ours = content("en", "commands"), content(language, "commands")
-    wanted = {english[key]["label"]: ours[key]["label"] for key in english}
+    wanted = {_bare(english[key]["label"]): _bare(ours[key]["label"]) for key in english}
     assert content(language, "main")["menuLabels"] == wanted
+    assert not [label for key, label in wanted.items() if "Nexfort" in key + label]
+    code = (WEB / "nexfort.js").read_text(encoding="utf-8")
+    assert set(re.findall(r"menubarLabel: '([^']+)'", code)) == wanted.keys()
+
+
+def _bare(label: str) -> str:
+    bare = re.sub(r"^Nexfort\s?[:：]\s*", "", label)
+    return bare[0].upper() + bare[1:]
+
+
+def test_words_of_the_engine_are_not_those_of_the_nodes() -> None:
+    """They are under Details of the report alone."""
+    words = re.compile(r"\b(artefacts?|regions?|eager|distance)\b", re.IGNORECASE)
+    for name in ("nodeDefs", "commands", "settings", "main"):
+        said = {key: text for key, text in texts(content("en", name)) if not key.startswith("nexfort.report.")}
+        found = {key: text for key, text in said.items() if words.search(TOKENS.sub("", text))}
+        assert found.keys() <= {"nexfort.cache.region"}, found
 
 
 @pytest.mark.parametrize("language", LANGUAGES[1:])

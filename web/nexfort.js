@@ -19,6 +19,14 @@ const DEFAULT_MODE = 'Nexfort.Nodes.DefaultMode'
 const VERIFY = 'Nexfort.Nodes.Verify'
 const TELL_EAGER = 'Nexfort.Nodes.TellEager'
 const MODES = ['O2', 'max-autotune', 'max-optimize:max-autotune', 'jit:disable-runtime-fusion']
+// What people call the modes; the values are those of the API.
+const MODE_NAMES = {
+  O2: 'mode.balanced',
+  'max-autotune': 'mode.thorough',
+  'max-optimize:max-autotune': 'mode.widest',
+  'jit:disable-runtime-fusion': 'mode.quick',
+  O3: 'mode.fp8'
+}
 const told = new Set()
 
 function setting(id) {
@@ -105,20 +113,22 @@ app.registerExtension({
     }
   ],
   commands: [
-    { id: 'Nexfort.ShowReport', label: 'Nexfort: show the report', icon: 'pi pi-chart-bar', function: () => openReport() },
-    { id: 'Nexfort.Verify', label: 'Nexfort: verify the next step', icon: 'pi pi-check-circle', function: () => verifyNext() },
-    { id: 'Nexfort.Benchmark', label: 'Nexfort: benchmark this workflow', icon: 'pi pi-stopwatch', function: benchmarkWorkflow },
-    { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', icon: 'pi pi-database', function: showCache },
+    { id: 'Nexfort.ShowReport', label: 'Nexfort: show the report', menubarLabel: 'Show the report', icon: 'pi pi-chart-bar', function: () => openReport() },
+    { id: 'Nexfort.Verify', label: 'Nexfort: verify the next step', menubarLabel: 'Verify the next step', icon: 'pi pi-check-circle', function: () => verifyNext() },
+    { id: 'Nexfort.Benchmark', label: 'Nexfort: benchmark this workflow', menubarLabel: 'Benchmark this workflow', icon: 'pi pi-stopwatch', function: benchmarkWorkflow },
+    { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', menubarLabel: 'Show the compile cache', icon: 'pi pi-database', function: showCache },
     {
       id: 'Nexfort.PruneCache',
       label: 'Nexfort: prune the compile cache',
+      menubarLabel: 'Prune the compile cache',
       icon: 'pi pi-filter',
       function: () => (limitBytes() === null ? toast('info', text('cache.prune'), text('cache.limitWanted')) : pruneCache(limitBytes()))
     },
-    { id: 'Nexfort.ClearCache', label: 'Nexfort: clear the compile cache', icon: 'pi pi-trash', function: clearCache },
+    { id: 'Nexfort.ClearCache', label: 'Nexfort: clear the compile cache', menubarLabel: 'Clear the compile cache', icon: 'pi pi-trash', function: clearCache },
     {
       id: 'Nexfort.ReplaceNodes',
       label: 'Nexfort: replace other compile nodes',
+      menubarLabel: 'Replace other compile nodes',
       icon: 'pi pi-replay',
       function: replaceCompileNodes
     }
@@ -153,6 +163,7 @@ app.registerExtension({
     // A node of a workflow that is loaded gets its own values after this.
     const mode = node.widgets?.find((widget) => widget.name === 'mode')
     if (mode && MODES.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
+    if (mode) mode.options.getOptionLabel = (value) => (MODE_NAMES[value] ? text(MODE_NAMES[value]) : value)
     const verify = node.widgets?.find((widget) => widget.name === 'verify')
     if (verify) verify.value = setting(VERIFY) === true
     addBadge(node)

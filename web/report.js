@@ -153,7 +153,7 @@ function verification(told) {
   const ratio = number(told.eager_ms / told.compiled_ms, 2)
   const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
   const numbers = ['verify.eager', 'verify.ours', 'verify.speedup', 'verify.distance']
-  const headings = ['report.region', ...numbers, 'verify.judgement'].map((key) => [text(key), numbers.includes(key)])
+  const headings = ['cache.artefact', ...numbers, 'verify.judgement'].map((key) => [text(key), numbers.includes(key)])
   const lines = told.regions.map((row) =>
     element(
       'tr',
@@ -168,7 +168,7 @@ function verification(told) {
   )
   const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
   const over = told.regions.some((row) => row.over)
-  const summary = element('summary', {}, counted('report.regions', lines))
+  const summary = element('summary', {}, counted('verify.blocks', lines))
   const regions = element('details', { open: over }, summary, table(headings, lines))
   const parts = [element('summary', {}, text('verify.title')), element('p', {}, said), where, regions]
   return element('details', { open: true, class: 'nexfort-verified' }, parts)

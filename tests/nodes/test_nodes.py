@@ -298,8 +298,8 @@ ROWS = [
 def test_the_table_is_aligned_and_summed(plugin: types.ModuleType) -> None:
     manager = part(plugin, "cache_manager")
     lines = manager.table([manager._row(one) for one in ROWS]).splitlines()
-    assert lines[0] == "4 artefacts, 3.0 MiB"
-    assert lines[2].split() == ["region", "model", "shapes", "size", "last", "used", "state"]
+    assert lines[0] == "4 blocks, 3.0 MiB"
+    assert lines[2].split() == ["block", "model", "shapes", "size", "last", "used", "state"]
     first = ["double_blocks.0", "Flux", "2x4096x1536", "(+1)", "3.0", "MiB", "2026-02-04", "04:05", "pinned"]
     assert lines[3].split() == first
     assert lines[4].split() == ["final_layer", "Flux", "-", "512", "B", "2026-02-04", "04:05", "ready"]
