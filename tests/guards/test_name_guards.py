@@ -233,33 +233,6 @@ def test_a_branch_that_is_not_taken_imports_nothing(form: Callable[[str], types.
         assert not compiled.report.as_dict()["eager"] and "nexfort_form_untaken" not in sys.modules
 
 
-def test_code_that_looks_for_a_module_among_all_depends_on_that_one(form: Callable[[str], types.ModuleType]) -> None:
-    """As einops looks for the library of a tensor. Whatever else is imported is nothing to it."""
-    code = """
-    import sys
-    def factor():
-        for name, value in {"nexfort_form_missing": 3.0, "nexfort_form_other": 2.0}.items():
-            if name in sys.modules:
-                return value
-        return 1.0
-    class Block(Base):
-        def forward(self, x):
-            return x + self.l(x) * factor()
-    """
-    net = _net(form(code))
-    with graphs_as_they_are(), pytest.MonkeyPatch.context() as patch:
-        compiled = nexfort_engine.compile(net)
-        before, made = _run(compiled), compiled.report.as_dict()["artefacts_compiled"]
-        patch.setitem(sys.modules, "nexfort_form_unasked", types.ModuleType("nexfort_form_unasked"))
-        assert torch.equal(_run(compiled), before)
-        told = compiled.report.as_dict()
-        assert told["artefacts_compiled"] == made and not [note for note in told["notes"] if "lasts only" in note]
-        patch.setitem(sys.modules, "nexfort_form_missing", types.ModuleType("nexfort_form_missing"))
-        changed = _run(net)
-        assert _distance(changed, before) > MOVES and _distance(_run(compiled), changed) < TOLERANCE
-        assert compiled.report.as_dict()["artefacts_compiled"] > made
-
-
 def test_a_function_that_is_called_in_another_case_is_no_dependence(form: Callable[[str], types.ModuleType]) -> None:
     code = """
     TWICE = False
