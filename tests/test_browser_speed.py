@@ -153,6 +153,49 @@ def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyS
         assert help_page.endswith("docs/troubleshooting.md")
 
 
+def test_the_first_picture_does_not_wait_and_the_badge_says_why(
+    chromium: Any, comfyui: Path, base: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    root = str(browser.front_end_or_skip())
+    with (
+        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
+        page_of(chromium, running) as page,
+    ):
+        page.evaluate(browser.RECORD)
+        browser.load(page, workflow())
+        page.locator(BADGE).wait_for()
+        said = run(page, 361)
+        assert "in the background" in said, said
+        page.locator(BADGE, has_text="compiled just now").wait_for(timeout=300_000)
+        assert any("compiling 0 of " in text for text in page.evaluate("() => window.said"))
+        run(page, 362)
+        row = speed(running)
+        assert row["steps"] > 0 and row["source"] in ("", "first"), "steps beside the compiler are no measurement"
+
+
+def test_a_benchmark_waits_for_the_background(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    root = str(browser.front_end_or_skip())
+    with (
+        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
+        page_of(chromium, running) as page,
+    ):
+        browser.load(page, workflow())
+        page.locator(BADGE).wait_for()
+        browser.run_command(page, "Nexfort.Benchmark")
+        chart = page.locator(".nexfort-benchmark .nexfort-chart")
+        chart.wait_for(timeout=300_000)
+        runs = sorted(running.get("/history").values(), key=lambda one: one["prompt"][0])
+        nodes = [node for one in runs for node in one["prompt"][2].values()]
+        ours = [node["inputs"] for node in nodes if node["class_type"] == "NexfortCompileModel"]
+        assert [inputs["enabled"] for inputs in ours] == [True, False, False, True, True]
+        row = speed(running)
+        assert row["source"] == "bypassed" and row["compiled"] and row["eager"], "the server measured it as well"
+        page.keyboard.press("Escape")
+        page.locator(BADGE, has_text=WORDS[verdict(row)]).wait_for()
+
+
 @pytest.fixture
 def started(
     request: pytest.FixtureRequest, comfyui: Path, base: Path, tmp_path: Path

@@ -126,7 +126,8 @@ class Speed:
                 kind.skip -= 1
             else:
                 self._add_ours(kind, seconds)
-                kind.row["reason"] = self._why(facts) if is_slower(kind.row) else ""
+                # asked for once: the report is long
+                kind.row["reason"] = (kind.row.get("reason") or self._why(facts)) if is_slower(kind.row) else ""
             self._state.report.speed(key.text, kind.row)
         if time.monotonic() - self._kept > KEEP_EVERY:
             self.keep()
