@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node pack that `benchmarks.prompt_clock` mounts in its ComfyUI: models of random numbers, marks of the clock.
+
+Marks wait for the GPU. They stand where a part of a prompt ends: the models are there, the text is encoded, the latent
+is sampled, the picture is decoded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmarks import card, clock_workloads
+from benchmarks.one_run import use_only_efficient_attention
+
+if os.environ.get("NEXFORT_CLOCK_NOISE"):  # the same network by other kernels: how far roundings alone go
+    for kind in ("cudnn", "flash"):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+    use_only_efficient_attention()
+
+_marks: dict[str, float] = {}
+_making: list[float] = []  # seconds in which numbers of models were drawn
+_WHOLE = ("INT", {"default": 1, "min": 0, "max": 1 << 30})
+_TEXT = ("STRING", {"default": ""})
+
+
+class _Memory:
+    """The most of the card that was in use since it was asked, in bytes, whoever used it."""
+
+    def __init__(self) -> None:
+        self.most = self.began_with = card.used()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self.most = max(self.most, card.used())
+            time.sleep(0.005)
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    card.settle()
+    _making.append(time.monotonic() - began)
+
+
+class _Any(str):
+    """A type that is every type."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class _Node:
+    CATEGORY, FUNCTION = "testing", "make"
+    TAKES: dict[str, Any] = {}  # noqa: RUF012  # as ComfyUI has it
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:  # noqa: N802  # ComfyUI's name
+        """The inputs as ComfyUI reads them."""
+        return {"required": cls.TAKES}
+
+
+class ClockModel(_Node):
+    """The network of a workload; another number gives other weights."""
+
+    RETURN_TYPES, TAKES = ("MODEL",), {"workload": _TEXT, "number": _WHOLE}
+
+    def make(self, workload: str, number: int) -> tuple:
+        """As ComfyUI's loader gives it."""
+        with _drawing():
+            return (clock_workloads.model_of(clock_workloads.WORKLOADS[workload], _device(), number),)
+
+
+class ClockFiles(_Node):
+    """The text encoder and the VAE of a workload."""
+
+    RETURN_TYPES, TAKES = ("CLIP", "VAE"), {"workload": _TEXT}
+
+    def make(self, workload: str) -> tuple:
+        """As ComfyUI's loaders give them."""
+        row = clock_workloads.WORKLOADS[workload]
+        with _drawing():
+            return clock_workloads.clip_of(row, _device()), clock_workloads.vae_of(row, _device())
+
+
+class ClockText(_Node):
+    """A prompt of so many tokens, encoded by the text encoder."""
+
+    RETURN_TYPES, TAKES = ("CONDITIONING",), {"clip": ("CLIP",), "tokens": _WHOLE, "seed": _WHOLE}
+
+    def make(self, clip: Any, tokens: int, seed: int) -> tuple:
+        """A conditioning, as CLIPTextEncode gives it for a text of so many tokens."""
+        draw = torch.Generator().manual_seed(seed)
+        numbers = torch.randint(100, 30000, (tokens,), generator=draw).tolist()
+        given = {}
+        for name, (row, *_) in clip.tokenize("").items():
+            places = [(number, 1.0) for number in numbers]
+            padded = len(row) > 2  # to the length that the encoder has, between its first and its last token
+            given[name] = [[row[0], *places, *row[1 + tokens :]][: len(row)] if padded else places]
+        return (clip.encode_from_tokens_scheduled(given),)
+
+
+class ClockLora(_Node):
+    """A LoRA of random numbers for all large matrices; another seed is another file."""
+
+    RETURN_TYPES = ("MODEL",)
+    TAKES = {  # noqa: RUF012
+        "model": ("MODEL",),
+        "workload": _TEXT,
+        "seed": _WHOLE,
+        "strength": ("FLOAT", {"default": 1.0}),
+    }
+    _files: dict[tuple[str, int], dict[str, torch.Tensor]] = {}  # noqa: RUF012
+
+    def make(self, model: Any, workload: str, seed: int, strength: float) -> tuple:
+        """The patched model."""
+        import comfy.sd
+
+        key = workload, seed
+        if key not in self._files:
+            with _drawing():
+                self._files[key] = clock_workloads.lora_of(model, clock_workloads.WORKLOADS[workload], seed)
+        return (comfy.sd.load_lora_for_models(model, None, self._files[key], strength, 0)[0],)
+
+
+class ClockLatent(_Node):
+    """An empty latent of a workload."""
+
+    RETURN_TYPES, TAKES = ("LATENT",), {"workload": _TEXT, "height": _WHOLE, "width": _WHOLE}
+
+    def make(self, workload: str, height: int, width: int) -> tuple:
+        """Zeros."""
+        return ({"samples": clock_workloads.WORKLOADS[workload].latent(height, width)},)
+
+
+class ClockMark(_Node):
+    """What it is given, at a moment that is remembered by a name."""
+
+    RETURN_TYPES, TAKES = (_Any("*"),), {"value": (_Any("*"),), "name": _TEXT}
+
+    def make(self, value: Any, name: str) -> tuple:
+        """The same value."""
+        card.settle()
+        _marks[name] = time.time()
+        return (value,)
+
+
+class ClockKeep(_Node):
+    """The end of a prompt: writes the picture to a file and tells what was marked."""
+
+    RETURN_TYPES, OUTPUT_NODE, TAKES = (), True, {"image": ("IMAGE",), "file": _TEXT}
+
+    def make(self, image: torch.Tensor, file: str) -> dict:
+        """For the history: seconds since the epoch by mark, and GiB of the card that were in use at most."""
+        _marks["end"] = time.time()
+        torch.save(image.cpu(), file)
+        told = {"marks": [dict(_marks)], "gib": [card.gib(_memory.most - _memory.began_with)], "gpu": [card.name()]}
+        told["making"] = [sum(_making)]
+        _marks.clear()
+        _making.clear()
+        _memory.most = card.used()
+        return {"ui": told}
+
+
+_NODES: list[Callable[..., Any]] = [ClockModel, ClockFiles, ClockText, ClockLora, ClockLatent, ClockMark, ClockKeep]
+NODE_CLASS_MAPPINGS = {kind.__name__: kind for kind in _NODES}
