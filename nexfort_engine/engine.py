@@ -48,6 +48,7 @@ from .runtime.forward_context import ForwardContext, Instead, entered
 from .runtime.shared_state import Known
 from .system import heap_trim
 from .system.process_settings import backend_scope
+from .system.yielding import runs_a_step
 from .weights.lease import WeightProvider
 
 
@@ -344,6 +345,7 @@ class Engine:
                 self.report.note(f"steps are not planned ahead, and are no CUDA graphs: {why}")
         began = time.perf_counter()
         self.memory.step_begins(session)
+        runs_a_step()
         try:
             asked = asking(Told(self.state.store.root, self.report, self.state.hooks.apart))
             with backend_scope(**self.config.backend_flags()), entered(session), asked:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from .shared_settings import HELD
+from .traced_thread import kept_to_its_thread
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def tracing_scope(*, alike: bool = False) -> Iterator[None]:
     operator, a tenth of a capture, which nobody would read. No garbage is collected, whose finalizers are code of
     others that would count as the block's. Which library a convolution is for (NNPACK takes batches of 16 and more, on
     one thread) is asked without binding its sizes to the answer. And numpy finds the root of a number that depends on
-    sizes, by the method that it looks for on what it does not know.
+    sizes, by the method that it looks for on what it does not know. What a trace changes it changes for its own thread.
     """
     with named_user():
         import torch._dynamo.config
@@ -203,6 +204,7 @@ def tracing_scope(*, alike: bool = False) -> Iterator[None]:
     ]
     with _patched(torch._dynamo.config, {"fake_tensor_cache_enabled": alike}), ExitStack() as stack:
         stack.enter_context(without_collection())
+        stack.enter_context(kept_to_its_thread())
         for module, name, value in replaced:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .traced_thread import before_traces
+
 Values = tuple[Any, ...]
 
 
@@ -160,7 +162,7 @@ def unsupported(device_types: Callable[[], set[str]]) -> str | None:
 def _replaced_call() -> str | None:
     """What others put in the place of a part of nn.Module's call. Torch does so as well while any thread traces."""
     for name in CALL:
-        module = getattr(vars(nn.Module)[name], "__globals__", {}).get("__name__")
+        module = getattr(before_traces(vars(nn.Module)[name]), "__globals__", {}).get("__name__")
         if not str(module).startswith("torch."):
             return name
     return None

@@ -83,11 +83,16 @@ _NAMES: Mapping[str, str] = {
     "torch._library.custom_ops": "OPDEFS",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses": "FakeTensor FakeTensorMode",
-    "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode.avoid_device_init init_gpu_context",
+    "torch._subclasses.fake_tensor": """
+        FakeTensor FakeTensorMode.avoid_device_init FakeTensorMode.dispatch init_gpu_context
+    """,
     "torch.autograd.forward_ad": "_current_level",
     "torch.cuda": "_is_in_bad_fork _sleep",
     "torch.export": "_unlift",
-    "torch.export._trace": "_ignore_backend_decomps",
+    "torch.compiler": "_is_compiling_flag _is_exporting_flag",
+    "torch.export._trace": "_compiling_state_context _ignore_backend_decomps",
+    "torch.fx._symbolic_trace": "_Patcher.patch_method",
+    "torch.fx.experimental.symbolic_shapes": "ShapeEnv._maybe_evaluate_static",
     "torch.fx._graph_pickler": "GraphPickler.dumps GraphPickler.loads Options",
     "torch.nn.modules.conv": "_ConvNd",
     "torch.nn.modules.module": "_global_buffer_registration_hooks _global_forward_hooks _global_forward_pre_hooks",

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -292,3 +296,55 @@ def test_a_cancel_ends_the_step_while_it_compiles(host: Host, monkeypatch: pytes
     host.finish()
     host.begin()
     assert host.ran()[0] == host.all()
+
+
+# ---- the process ends while it compiles ------------------------------------------------------------------------------
+
+ENDS = """
+import json, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from backbones import make
+import nexfort_engine
+from nexfort_engine.lowering import inductor
+
+own, made, left = inductor.lower, [], int(sys.argv[2])
+
+def lower(*args):
+    if len(made) >= left:
+        time.sleep(600)
+    own(*args)
+    made.append(1)
+
+inductor.lower = lower
+tiny = make("torch_dit")
+compiled = nexfort_engine.compile(tiny.module, options={"options": {"compile.background": True}})
+args, kwargs = tiny.make_inputs()
+with torch.inference_mode():
+    eager = tiny.module(*args, **kwargs)
+    first = compiled(*args, **kwargs)
+    background = compiled._nexfort_engine.builder.background
+    while background.busy and compiled.report.as_dict()["artefacts_compiled"] < left:
+        time.sleep(0.05)
+    if not background.busy:
+        compiled(*args, **kwargs)
+told = compiled.report.as_dict()
+print(json.dumps([torch.equal(eager, first), background.busy, told["artefacts_compiled"], told["artefacts_loaded"]]))
+"""
+
+
+@pytest.mark.slow
+def test_an_exit_while_it_compiles_loses_nothing_that_was_made(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    support = Path(__file__).resolve().parents[1] / "support"
+    environment = {**os.environ, "NEXFORT_CACHE_DIR": str(tmp_path), "NEXFORT_WORKERS": "0"}
+
+    def ended(left: int) -> list[Any]:
+        command = [sys.executable, "-c", ENDS, str(support), str(left)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout.splitlines()[-1]))
+
+    assert ended(2) == [True, True, 2, 0], "it was still at work when the process ended"
+    is_eager, busy, compiled, loaded = ended(100)
+    assert is_eager and not busy and loaded == 2 and compiled > 2, "only what was not made yet"

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.export changes for the whole process while it traces, changed for the thread that traces alone.
+
+A trace stands in `nn.Module.__call__` and `__getattr__`, and says of the process that it compiles. In another thread,
+which runs a model meanwhile, each call of a module would go through the trace, which writes out the module's name and
+all below it. And a host that is told that it compiles takes other ways: ComfyUI looks for no cancel then. As of torch
+2.11 neither is kept to a thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+
+_made: set[types.CodeType] = set()  # of the functions that stand in the place of others while a thread traces
+
+
+class Here:
+    """True in the thread that made it, in others what was said before."""
+
+    __slots__ = ("_before", "_thread")
+
+    def __init__(self, before: object) -> None:
+        self._before, self._thread = before, get_ident()
+
+    def __bool__(self) -> bool:
+        return get_ident() == self._thread or bool(self._before)
+
+
+@contextmanager
+def _compiling_here() -> Iterator[None]:
+    """In the place of torch's context in which it says that it compiles."""
+    import torch
+
+    flags: Any = torch.compiler
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    try:
+        flags._is_compiling_flag, flags._is_exporting_flag = map(Here, before)
+        yield
+    finally:
+        flags._is_compiling_flag, flags._is_exporting_flag = before
+
+
+def _here_alone(patch_method: Callable[..., Any]) -> Callable[..., Any]:
+    """fx's way to exchange a method, for the thread that exchanges it alone."""
+
+    @functools.wraps(patch_method)
+    def patch(self: Any, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
+        own, thread = getattr(cls, name), get_ident()
+
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return new_fn(*args, **kwargs) if get_ident() == thread else own(*args, **kwargs)
+
+        _made.add(either.__code__)
+        functools.update_wrapper(either, own)
+        patch_method(self, cls, name, either, deduplicate)
+
+    return patch
+
+
+def before_traces(function: Any) -> Any:
+    """A function as it is for threads that do not trace."""
+    while getattr(function, "__code__", None) in _made:
+        function = function.__wrapped__
+    return function
+
+
+@contextmanager
+def kept_to_its_thread() -> Iterator[None]:
+    """Inside the block what traces change is changed for their own threads. Traces are torch.export's."""
+    import torch.compiler
+    import torch.export._trace
+    import torch.fx._symbolic_trace
+
+    tells = hasattr(torch.compiler, "_is_compiling_flag") and hasattr(torch.compiler, "_is_exporting_flag")
+    rows: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (torch.fx._symbolic_trace._Patcher, "patch_method", _here_alone),
+        (torch.export._trace, "_compiling_state_context", lambda own: _compiling_here if tells else own),
+    ]
+    with ExitStack() as stack:
+        for owner, name, changed in rows:
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, changed(getattr(owner, name)))
+        yield

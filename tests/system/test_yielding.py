@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that makes artefacts lets those that run steps go first, and goes on where they wait or had their share."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.fx.graph import Graph
+
+from nexfort_engine.system import yielding
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of another test is watched."""
+    monkeypatch.setattr(yielding, "_steps", {})
+    monkeypatch.setattr(yielding, "_looks", yielding._Looks())
+
+
+@contextmanager
+def stepping(work: Callable[[threading.Event], Any]) -> Iterator[None]:
+    """A thread that runs steps, which are this work, until the block ends."""
+    ended, begun = threading.Event(), threading.Event()
+
+    def run() -> None:
+        yielding.runs_a_step()
+        begun.set()
+        work(ended)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(10)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+
+
+def computes(ended: threading.Event) -> None:
+    while not ended.is_set():
+        sum(map(len, map(str, range(100))))
+        sorted(str(one) for one in range(30))
+        [deeper(depth) for depth in range(7)]
+
+
+def deeper(depth: int) -> int:
+    return depth + deeper(depth - 1) if depth else sum(range(20))
+
+
+def seconds(looks: int) -> float:
+    """How long so many looks take, each after a burst."""
+    taken = 0.0
+    for _ in range(looks):
+        time.sleep(yielding.BURST)
+        began = time.perf_counter()
+        yielding.give_way()
+        taken += time.perf_counter() - began
+    return taken
+
+
+def test_it_waits_for_a_thread_that_computes_but_not_for_ever() -> None:
+    with yielding.beside_steps(), stepping(computes):
+        taken = seconds(4)
+    assert 4 * yielding.QUIET < taken < 5
+
+
+def test_it_goes_on_where_the_thread_waits() -> None:
+    with yielding.beside_steps(), stepping(lambda ended: ended.wait(30)):
+        time.sleep(0.05)
+        seconds(2)  # which see that it does not move
+        assert seconds(20) < 20 * yielding.QUIET
+
+
+def test_it_waits_for_nobody_where_no_steps_run_or_steps_wait_for_it() -> None:
+    with yielding.beside_steps():
+        assert seconds(20) < 20 * yielding.QUIET
+    with stepping(computes):
+        assert seconds(20) < 1.0, "it is not beside steps"
+
+
+def test_a_thread_that_ran_no_step_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "_WATCHED", 0.0)
+    with yielding.beside_steps(), stepping(computes):
+        time.sleep(0.01)
+        yielding.give_way()
+        assert not yielding._steps
+
+
+def test_settings_and_torch_are_put_back() -> None:
+    before = sys.getswitchinterval(), Graph.create_node
+    with pytest.raises(ZeroDivisionError), yielding.beside_steps():
+        assert sys.getswitchinterval() == pytest.approx(yielding.INTERVAL)
+        assert Graph.create_node is not before[1]
+        Graph().create_node("placeholder", "x")
+        raise ZeroDivisionError
+    assert (sys.getswitchinterval(), Graph.create_node) == before
+
+
+def test_a_trace_stops_at_each_of_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(yielding._looks, "give_way", lambda: looked.append(1))
+    with yielding.beside_steps():
+        Graph().create_node("placeholder", "x")
+    Graph().create_node("placeholder", "x")
+    assert looked == [1]
