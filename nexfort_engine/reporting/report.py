@@ -252,7 +252,9 @@ class Report:
             f"{data['artefacts_compiled']} compiled in {data['seconds_cold']:.1f} s"
         )
         speed = current(data)
-        lines = [head.replace(" :", ":"), *([f"  {headline(speed)}"] if speed is not None and speed["compiled"] else []), made]
+        lines = [head.replace(" :", ":")]
+        lines += [f"  {headline(speed)}"] if speed is not None and speed["compiled"] else []
+        lines.append(made)
         if data["cache_dir"]:
             lines.append(f"  cache: {data['cache_dir']}")
         lines += ["  compiling in the background; steps run eager meanwhile"] if data["compiling_beside"] else []
