@@ -282,13 +282,14 @@ def test_the_cache_manager_lists_what_the_route_lists(server: ComfyServer, base:
     assert listed["count"] == len(listed["entries"]) > 0
     assert listed["size"] == sum(entry["size"] for entry in listed["entries"])
     facts = {"id", "region", "family", "kind", "shapes", "size", "created", "last_used", "state", "pinned", "base"}
-    assert set(listed["entries"][0]) == facts
+    assert set(listed["entries"][0]) == facts | {"model", "mode", "files"} and listed["limit"] > listed["size"]
+    assert {entry["mode"] for entry in listed["entries"]} == {"O2"}
     assert {entry["state"] for entry in listed["entries"]} == {"ready"}
     assert_no_path(listed, cache, base, served.ROOT)
     lister = {"1": {"class_type": "NexfortCacheManager", "inputs": {}}}
     for _ in range(2):  # unchanged inputs, and yet it runs each time
         (text,) = server.run(lister, timeout=60)["outputs"]["1"]["text"]
-        assert text.startswith(f"{listed['count']} artefacts")
+        assert text.startswith(f"{listed['count']} blocks")
         assert all(entry["region"] in text and entry["family"] in text for entry in listed["entries"])
         assert "?" not in text
 
@@ -297,6 +298,9 @@ def test_the_report_tells_no_path(server: ComfyServer, base: Path, cache: Path, 
     server.run(served.tiny_workflow("flux_compile_model", seed=10), timeout=300)
     told = server.get("/nexfort/report")
     assert told["engines"]
+    helped = server.get("/nexfort/help")
+    assert "Nexfort O2: " in helped["markdown"] and "torch:" in helped["markdown"]
+    assert_no_path(helped, cache, base, served.ROOT, comfyui, Path.home())
     assert all("cache_dir" not in engine["report"] for engine in told["engines"])
     assert told["cache"] == "chosen"
     assert_no_path(told, cache, base, comfyui, served.ROOT)
