@@ -12,7 +12,7 @@ import collections
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ class Planner:
     ) -> None:
         self._state, self._table, self._steps, self._worth, self._memory = state, table, steps, worth, memory
         self.requests, self.refusals = Requests(state), Refusals(state.known)
-        self.lost: list[tuple[Region, str]] = []  # calls of regions that no artefact may serve, of the last plan
+        self.lost: Sequence[tuple[Region, str | None]] = []  # calls of regions that no artefact may serve, of the last plan
+        # of a plan: classes of blocks that changed what they were given
+        self._changing: collections.Counter[type] = collections.Counter()
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
     def calls(self, session: ForwardContext) -> list[Wanted]:
@@ -74,7 +76,17 @@ class Planner:
         if reason := _stateful(args, kwargs):
             self._state.report.note(f"regions are compiled one by one: {reason}")
             return []
-        self.lost, found = [], None
+        self.lost = []
+        self._changing.clear()
+        try:
+            return self._calls(session, call, args, kwargs)
+        except _Hopeless:
+            reason, kinds = ForGood.of(CHANGES_GIVEN), self._changing
+            self.lost = [(one, reason if type(one.module) in kinds else None) for one in self._innermost()]
+            return []
+
+    def _calls(self, session: ForwardContext, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Wanted]:
+        found = None
         device = device_of([*(t.device for t in tensors_in((args, kwargs))), torch.device("cpu")])
         if memory_budget.is_counted(device) and _batch_of(_by_name(args, kwargs)) == 1:
             # once as eager code runs it, which says what twice the batch would take
@@ -118,6 +130,8 @@ class Planner:
         for way in ways:
             try:
                 return self._planned(call, way)
+            except _Hopeless:
+                raise
             except torch.OutOfMemoryError:
                 self._state.report.note("there was no memory to plan ahead; regions are compiled one by one")
                 return None
@@ -168,6 +182,8 @@ class Planner:
         for args, kwargs in calls:
             try:
                 found += self._observe(call, args, kwargs)
+            except _Hopeless:
+                raise
             except Exception as error:
                 if isinstance(error, self._state.hooks.stops()):
                     raise
@@ -232,6 +248,29 @@ class Planner:
         yield
         if contents((args, kwargs)) != before:
             self.refusals.add(wanted, None, CHANGES_GIVEN)
+            self._changing[type(wanted.region.module)] += 1
+            if self._is_hopeless():
+                raise _Hopeless
+
+    def _is_hopeless(self) -> bool:
+        """Whether next to nothing is left where all blocks of classes that changed what they were given do so.
+
+        A network that is not worth compiling is not run to its end beside the step.
+        """
+        regions = self._innermost()
+        changing = {kind for kind, count in self._changing.items() if count > 1}
+        lost = sum(self._worth.weight(region) for region in regions if type(region.module) in changing)
+        return (all_of_it := sum(map(self._worth.weight, regions))) - lost < LEAST * all_of_it
+
+    def _innermost(self) -> list[Region]:
+        """The regions in which no others lie."""
+        paths = [region.path for region in self._table.regions]
+        around = {path[:end] for path in paths for end, sign in enumerate(path) if sign == "."}
+        return [region for region in self._table.regions if region.path not in around]
+
+
+class _Hopeless(Exception):
+    """A plan goes no further: too little of the network can be compiled."""
 
 
 def _stateful(args: Any, kwargs: Any) -> str | None:

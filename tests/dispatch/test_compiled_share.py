@@ -120,6 +120,22 @@ def test_what_only_ends_of_which_compile_runs_as_without_the_engine(tmp_path: Pa
     assert vars(work) == before and ours.report.as_dict()["eager"] == [row]
 
 
+def test_it_is_not_run_to_its_end_to_find_that_out(tmp_path: Path, work: Work) -> None:
+    ran: list[int] = []
+
+    class Counted(Chunk):
+        def forward(self, h: T, cache: list[Any] | None = None, at: int = 0) -> T:
+            ran.append(at)
+            return super().forward(h, cache, at)
+
+    net = Video(kind=Counted)
+    ours, x = compiled(net, tmp_path), torch.randn(1, 4, 64)
+    with torch.no_grad():
+        ours(x)
+    assert ran.count(5) == 4 and len(ran) == 4 * 6 + 2, "two blocks of a class show what the others do"
+    assert not work.captures and work.plans == 1
+
+
 def test_another_kind_of_call_is_tried_for_itself(tmp_path: Path, work: Work) -> None:
     net = Video()
     ours, x = compiled(net, tmp_path), torch.randn(1, 4, 64)
