@@ -58,7 +58,8 @@ class Planner:
     ) -> None:
         self._state, self._table, self._steps, self._worth, self._memory = state, table, steps, worth, memory
         self.requests, self.refusals = Requests(state), Refusals(state.known)
-        self.lost: Sequence[tuple[Region, str | None]] = []  # calls of regions that no artefact may serve, of the last plan
+        # calls of regions of the last plan that no artefact may serve, with the reason; None: one may
+        self.lost: Sequence[tuple[Region, str | None]] = []
         # of a plan: classes of blocks that changed what they were given
         self._changing: collections.Counter[type] = collections.Counter()
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
