@@ -5,18 +5,22 @@
     COMFYUI_PATH=... python -m benchmarks.while_compiling flux --small --size 1024x1024 --steps 12
 
 The cache is empty at first. Pictures are sampled one after another until everything is made, as ComfyUI does it with a
-full queue. Each step is waited for. Prints a JSON line: milliseconds of a step, the ratio to eager's median, the first
-step apart, which plans what is to be made.
+full queue. Each step is waited for. Prints a JSON line: milliseconds of a step, the ratio to eager's mean, the first
+step apart, which plans what is to be made. Steps beside a capture, which takes this process's Python, are apart from
+those beside lowering alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .one_run import Sampling, as_without_card, find_comfyui
@@ -77,16 +81,22 @@ def measure(patcher: Any, sampling: Sampling, args: argparse.Namespace) -> dict[
     if background is None:
         raise ValueError(f"these options have each step wait for what it lacks: {args.options}")
     began = time.perf_counter()
-    beside: list[float] = []
     first = None
-    for _ in range(MOST_PICTURES):
-        times: list[float] = []
-        sampling(compiled, args.steps, times=times)
-        if first is None:
-            first = times.pop(0)
-        if not background.busy:
-            break  # some of this picture's steps were no longer beside anything
-        beside += times
+    with captures() as spans:
+        beside: list[tuple[float, float]] = []
+        for _ in range(MOST_PICTURES):
+            times: list[float] = []
+            sampling(compiled, args.steps, times=times)
+            ends = list(itertools.accumulate(reversed(times), initial=0.0))
+            now = time.perf_counter()
+            rows = [(now - ends[i + 1], now - ends[i]) for i in reversed(range(len(times)))]
+            if first is None:
+                first = times[0]
+                rows = rows[1:]
+            if not background.busy:
+                break  # some of this picture's steps were no longer beside anything
+            beside += rows
+    captured = [row for row in beside if any(row[0] < end and begin < row[1] for begin, end in spans)]
     if not background.join(600):
         raise TimeoutError("it still compiles after ten minutes")
     made = time.perf_counter() - began
@@ -97,16 +107,42 @@ def measure(patcher: Any, sampling: Sampling, args: argparse.Namespace) -> dict[
     return {
         "eager": of(eager),
         "first_step_ms": round(first * 1e3, 1) if first is not None else None,
-        "beside": of(beside, statistics.median(eager)),
-        "after": of(after, statistics.median(eager)),
+        "beside_captures": of([end - begin for begin, end in captured], statistics.fmean(eager)),
+        "beside_lowering": of(
+            [end - begin for begin, end in beside if (begin, end) not in captured], statistics.fmean(eager)
+        ),
+        "after": of(after, statistics.fmean(eager)),
+        "seconds_of_captures": round(sum(end - begin for begin, end in spans), 1),
         "seconds_until_made": round(made, 1),
         "artefacts": told["artefacts_compiled"],
         "uncompiled": [row["reason"] for row in told["eager"]],
     }
 
 
+@contextlib.contextmanager
+def captures() -> Iterator[list[tuple[float, float]]]:
+    """When blocks were captured inside the block, from and to."""
+    from nexfort_engine.capture import exporter
+
+    spans: list[tuple[float, float]] = []
+    own = exporter._on_tracing_thread
+
+    def timed(*args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return own(*args)
+        finally:
+            spans.append((began, time.perf_counter()))
+
+    exporter._on_tracing_thread = timed
+    try:
+        yield spans
+    finally:
+        exporter._on_tracing_thread = own
+
+
 def of(seconds: list[float], eager: float | None = None) -> dict[str, Any]:
-    """Median, 95th percentile and most of steps, and the ratio of the median to eager's."""
+    """Median, 95th percentile and most of steps, and the ratio of their mean to eager's."""
     if not seconds:
         return {"steps": 0}
     ordered = sorted(seconds)

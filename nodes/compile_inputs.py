@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from . import running
 from .status import remember
 
 if TYPE_CHECKING:
@@ -125,10 +126,21 @@ def read_config(mode: str, dynamic: bool, memory_format: str, options: str | Non
 def check_options(options: str | None) -> bool | str:
     """For `validate_inputs`: True, or what is wrong in one sentence. Linked text is checked when it runs."""
     try:
-        read_config(MODES[0], True, MEMORY_FORMATS[0], options)
+        config = read_config(MODES[0], True, MEMORY_FORMATS[0], options)
     except ValueError as error:
         return str(error)
+    if running.server() is not None and not config.disable:
+        _import_ahead()
     return True
+
+
+def _import_ahead() -> None:
+    """Import the compiler while ComfyUI loads the model: a prompt is checked before any of its nodes runs."""
+    from nexfort_engine.lowering.preload import import_ahead
+    from nexfort_engine.system.process_settings import disabled
+
+    if not disabled():
+        import_ahead()
 
 
 def _given(text: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-QUIET = 0.004  # seconds in which a thread that does not move is no longer at work in Python
+QUIET = 0.008  # seconds in which a thread that does not move is no longer at work in Python
 SHARE = 0.04  # seconds that it is left alone at most, before a burst
 BURST = 0.001  # seconds between two looks
 INTERVAL = 0.0002  # seconds that a thread waits for the interpreter before it takes it, while one yields
@@ -76,7 +76,7 @@ def _place(frame: types.FrameType | None) -> list[tuple[int, int]]:
     """Where a thread is, by the innermost functions that it is in: one alone may be in a loop."""
     found: list[tuple[int, int]] = []
     while frame is not None and len(found) < _DEEP:
-        found.append((id(frame), frame.f_lasti))
+        found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return found
 

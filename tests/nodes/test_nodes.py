@@ -269,6 +269,25 @@ def test_switched_off_it_hands_on_the_same_object(
 
 
 @pytest.mark.comfy
+def test_the_compiler_is_imported_while_the_model_is_loaded(
+    plugin: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server checks a prompt before it runs its first node."""
+    from nexfort_engine.lowering import preload
+
+    begun: list[int] = []
+    monkeypatch.setattr(preload, "import_ahead", lambda: begun.append(1))
+    check = node(plugin, "NexfortCompileModel").validate_inputs
+    assert check("") is True and not begun, "code runs the node, and no server"
+    monkeypatch.setattr(part(plugin, "running"), "server", lambda: object())
+    assert check("{") is not True and check('{"disable": true}') is True and not begun
+    with monkeypatch.context() as patch:
+        patch.setenv("NEXFORT_DISABLE", "1")
+        assert check("") is True and not begun
+    assert check("") is True and begun == [1]
+
+
+@pytest.mark.comfy
 def test_validation_accepts_a_linked_text(plugin: types.ModuleType) -> None:
     assert node(plugin, "NexfortCompileModel").validate_inputs(None) is True
 

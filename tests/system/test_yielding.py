@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,14 +45,13 @@ def stepping(work: Callable[[threading.Event], Any]) -> Iterator[None]:
 
 
 def computes(ended: threading.Event) -> None:
+    def one() -> None:
+        sum(range(20))
+
+    calls = "\n".join(500 * ["one()"])  # as many places as a network has operators
+    step = types.FunctionType(compile(calls, __file__, "exec"), {"one": one})
     while not ended.is_set():
-        sum(map(len, map(str, range(100))))
-        sorted(str(one) for one in range(30))
-        [deeper(depth) for depth in range(7)]
-
-
-def deeper(depth: int) -> int:
-    return depth + deeper(depth - 1) if depth else sum(range(20))
+        step()
 
 
 def seconds(looks: int) -> float:
