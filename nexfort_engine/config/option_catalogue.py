@@ -239,7 +239,7 @@ _ROWS = (
         "attention.cudnn",
         STANDARD,
         "Computes attention of at least 512 tokens without a mask by cuDNN's kernel and not by torch's flash kernel.",
-        NOT_MEASURED,
+        "4,224 tokens of 30 heads of 128 numbers 420 microseconds, 806 by flash (H200, 2026-11-27)",
         "The first step at each new size builds cuDNN's plans.",
         rung="cudnn_attention",
     ),

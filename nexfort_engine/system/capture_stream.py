@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams that an engine has to itself, for steps that can be captured on no other.
 
-Some libraries keep a workspace for each stream (the stream-K products of comfy_kitchen). They allocate it where the
+Some libraries keep a workspace for each stream (the stream-K matmuls of comfy_kitchen). They allocate it where the
 first call on a stream is under way, and free it for a larger one where a later call needs more. No allocation is
 permitted in a capture, so that a step has to run on a stream before it is captured there. A graph reads the workspace
 at its address: after another step has run on its stream, a graph is not to be replayed.
