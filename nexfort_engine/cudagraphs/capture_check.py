@@ -11,7 +11,8 @@ Not seen is what does not go through an operator: `torch.cuda.synchronize()` in 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .host_constants import MASKS, Remembering, tensors_in
 _WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "copy", "lift_fresh", "lift_fresh_copy")
+_KNOWN = ("aten", "prims", "prim", "inductor", "profiler", "nexfort")  # namespaces of operators that keep no workspace
 
 
 class CaptureCheck(Remembering):
@@ -29,6 +31,7 @@ class CaptureCheck(Remembering):
 
     def __init__(self) -> None:
         super().__init__()
+        self.foreign = False  # an operator of others ran, which may allocate at its first call on a stream
         self._noting = ExitStack()
 
     def __enter__(self) -> CaptureCheck:
@@ -44,11 +47,22 @@ class CaptureCheck(Remembering):
         finally:
             self._noting.close()
 
+    @contextmanager
+    def around(self, artefact: Any, answered: Callable[[], int] = int) -> Iterator[None]:
+        """As everywhere; of operators that are not watched again is known whether they are of others."""
+        before, self.foreign = self.foreign, False
+        with super().around(artefact, answered):
+            yield
+        artefact.foreign |= self.foreign
+        self.foreign = before or artefact.foreign
+
     def ran(self, func: Any, taken: list[torch.Tensor], result: Any) -> None:
         """Note what a capture would not bear of an operator that ran."""
         if not isinstance(func, torch._ops.OpOverload):
             self.note(f"it uses the operator {func}, of which nothing is known")
-        elif self.reason is None:
+            return
+        self.foreign |= func.namespace not in _KNOWN
+        if self.reason is None:
             self._look(func, taken, tensors_in(result))
 
     def _look(self, func: Any, taken: list[torch.Tensor], given: list[torch.Tensor]) -> None:

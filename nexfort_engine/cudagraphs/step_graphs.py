@@ -271,6 +271,8 @@ class StepGraphs:
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
+        elif getattr(watching, "foreign", False) and self._takes_a_stream(flat.tensors[0].device):
+            pass  # the next step is observed on it: a capture that fails would end the process
         else:
             seen = _Observed(trace, reads, codes, residency, kept, watching.sent, invariants)
             self._expect(key, call, seen, result)
@@ -373,8 +375,8 @@ class StepGraphs:
                 self.release()
                 self._fails(key, "there was no memory for one")
                 reason = None
-            elif self._stream is None and (stream := capture_stream(device)) is not None:
-                self._stream, self._steps[key] = stream, step  # a library may have nothing ready on torch's stream
+            elif self._takes_a_stream(device):
+                self._steps[key] = step  # a library may have nothing ready on torch's stream
                 with self._running():
                     return call.plainly(plain)
             else:  # code of the host that waits for the GPU or copies from the CPU cannot be captured
@@ -398,6 +400,13 @@ class StepGraphs:
 
     def _weights(self) -> int:
         return sum(weight.nbytes for weight in self.state.root.parameters())
+
+    def _takes_a_stream(self, device: torch.device) -> bool:
+        """Take a stream for the engine alone, if it has none; whether it has one now and had none."""
+        if self._stream is not None:
+            return False
+        self._stream = capture_stream(device)
+        return self._stream is not None
 
     @contextmanager
     def _running(self) -> Iterator[None]:

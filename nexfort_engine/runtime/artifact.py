@@ -128,6 +128,7 @@ class Artefact:
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
+        self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
         self.code: Loaded | None = None
 
     def guard_failure(self, flat: Flat) -> GuardFailure | None:

@@ -94,3 +94,26 @@ def test_an_operator_that_is_a_program_is_run_and_named() -> None:
     with CaptureCheck() as check:
         found = flex.flex_attention(q, q, q)
     assert found.shape == q.shape and check.reason is not None
+
+
+def test_operators_of_others_are_known_where_they_are_not_watched_again() -> None:
+    @torch.library.custom_op("nexfort_tests::of_others", mutates_args=())
+    def of_others(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    class Artefact:
+        unwatched = foreign = False
+
+    x, own, artefact = torch.randn(4), Artefact(), Artefact()
+    for _ in range(2):
+        with CaptureCheck() as check:
+            with check.around(own):
+                x.relu()
+            assert not check.foreign
+            with check.around(artefact):
+                of_others(x)
+            assert check.foreign
+            with check.around(own):
+                x.relu()
+        assert check.foreign and artefact.foreign and not own.foreign
+        artefact.unwatched = own.unwatched = True

@@ -20,7 +20,7 @@ from nexfort_engine.cudagraphs.host_constants import Answering, Constants, Remem
 class Artefact:
     """What is remembered of one."""
 
-    unwatched = False
+    unwatched = foreign = False
 
 
 def _on_the_gpu() -> torch.Tensor:
