@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cudagraphs.host_constants import unwatched
 from ..guards.option_recorder import Refused
 from ..modules.tree import Hidden, Seen, WeightSlots, structure
 from ..runtime.artifact import Artefact
@@ -95,7 +96,8 @@ class RegionWeights:
             return kept.given, kept.lease
         try:
             if kept is None:
-                weights, lease = layers.acquire(due, raw, device, placeholders)
+                with unwatched():  # what is fetched for this step is no code of the step's
+                    weights, lease = layers.acquire(due, raw, device, placeholders)
             else:
                 weights, lease = kept.given, kept.lease
         except NotLeased as reason:

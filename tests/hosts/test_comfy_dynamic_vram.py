@@ -17,9 +17,11 @@ from loader_families import CONFIG, FAMILIES, FORMS, Family, file_of, loaded, lo
 from patchers import MOVES, TOLERANCE, distance
 from pretended_graph import Graph, pretend
 from subjects import graphs_as_they_are
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nexfort_engine.cudagraphs.step_graphs import StepGraphs
 from nexfort_engine.hosts.comfy import model as host
+from nexfort_engine.hosts.comfy.weights import ComfyWeights
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 STEPS = 3
@@ -114,3 +116,19 @@ def test_a_graph_is_captured_once_for_all_pictures_and_strengths(
     new = host.report_of(both.clone).since(mark)  # type: ignore[union-attr]
     assert not new["artefacts"] and not new["variants"] and not new["eager"], new
     assert both.looked == ["_observe", "_capture"] and len(Graph.made) == graphs, both.looked
+
+
+def test_what_a_first_step_fetches_is_no_reason_against_a_graph(
+    pair: Callable[[str, str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An observed step is watched for copies from main memory, and those of weights are ComfyUI's."""
+    both, watched = pair("z_image", "int8_convrot"), list[bool]()
+    acquire = ComfyWeights.acquire
+
+    def noted(self: Any, layers: list[Any], device: torch.device) -> Any:
+        watched.append(_get_current_dispatch_mode() is not None)
+        return acquire(self, layers, device)
+
+    monkeypatch.setattr(ComfyWeights, "acquire", noted)
+    picture(both.family, both.clone, steps=STEPS)
+    assert both.looked == ["_observe", "_capture"] and watched and not any(watched)

@@ -133,10 +133,10 @@ def test_a_lora_on_quantised_weights_compiles_nothing_and_leaves_nothing(
 LARGE = [pytest.param(form, marks=pytest.mark.large) for form in ("int8_tensorwise", "nvfp4")]
 
 
-@pytest.mark.parametrize("form", ["float8_e4m3fn", *LARGE])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "int8_tensorwise", LARGE[-1]])
 def test_lowered_code_gives_eager_s_picture(form: str) -> None:
     """To the tolerance where products are computed in full. Inputs that are quantised flip a digit for any rounding:
-    there, to twice what the attention kernel makes of eager.
+    there, to twice what the attention kernel makes of eager. With LoRAs too, for which nothing more is lowered.
     """
     patcher = load(quantised_weights(form))
     in_full = patcher.model.diffusion_model.double_blocks[0].img_mlp[0]._full_precision_mm
@@ -147,6 +147,13 @@ def test_lowered_code_gives_eager_s_picture(form: str) -> None:
             wanted = sample(patcher, **change)
             noise.append(noise_floor(patcher, wanted, **change))
             found.append(distance(sample(clone, **change), wanted))
+        made = reported(clone)["artefacts_compiled"]
+        for strength in (1.0, 0.5):
+            patched, compiled = with_lora(patcher, strength), with_lora(clone, strength)
+            wanted = sample(patched)
+            noise.append(noise_floor(patched, wanted))
+            found.append(distance(sample(compiled), wanted))
+        assert reported(clone)["artefacts_compiled"] == made
         if in_full:
             assert max(found) < TOLERANCE, found
         else:  # which digits flip is chance in one call
