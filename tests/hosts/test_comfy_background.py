@@ -21,6 +21,7 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.lowering import inductor
 from nexfort_engine.runtime import artifact
+from nexfort_engine.system.traced_thread import kept_to_its_thread
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 CONFIG = CompileConfig.parse({"options": {"compile.background": True}})
@@ -178,6 +179,32 @@ def test_a_cancel_is_answered_at_once_while_it_compiles(patcher: Any, lowering: 
     assert report(compiled)["artefacts_compiled"], "what was begun is made"
     wanted = sample(patcher)
     assert distance(sample(compiled), wanted) < TOLERANCE
+
+
+def test_layers_look_for_a_cancel_while_a_block_is_captured() -> None:
+    """They look for none where torch says that it compiles, and an export says it of the whole process."""
+    import comfy.model_management as management
+    import comfy.ops
+    import torch.export._trace
+
+    ended, begun = threading.Event(), threading.Event()
+
+    def export() -> None:
+        with kept_to_its_thread(), torch.export._trace._compiling_state_context():
+            begun.set()
+            ended.wait(30)
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    try:
+        assert begun.wait(30)
+        management.interrupt_current_processing()
+        with pytest.raises(management.InterruptProcessingException):
+            comfy.ops.disable_weight_init.Linear(4, 4)(torch.randn(2, 4))
+    finally:
+        management.interrupt_current_processing(False)
+        ended.set()
+        thread.join(30)
 
 
 @torch.inference_mode()
