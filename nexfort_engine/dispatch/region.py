@@ -117,9 +117,9 @@ class Region:
                 due = held.due()
                 with unwatched():
                     binding = self._artifacts.obtain(self, key, flat, session)
+                weights = [] if due else held.read()
             if session.looks:
                 binding, due = None, []
-                weights = [] if due else held.read()
             kept = prepack_for(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
                 weights, lease = held.acquire(due, flat.tensors, kept.placeholders if kept else NO_PLACEHOLDERS)
