@@ -102,6 +102,8 @@ def test_a_format_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that somebody registered: ComfyUI unpacks what it has no operator for, and so does the graph."""
     import comfy.quant_ops as quant
 
+    file = file_of(WAN, "int8_tensorwise")
+
     class Halved(quant.TensorWiseINT8Layout):
         """Whose scale counts twice."""
 
@@ -112,7 +114,7 @@ def test_a_format_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = {**quant.QUANT_ALGOS["int8_tensorwise"], "comfy_tensor_layout": "HalvedLayout"}
     monkeypatch.setitem(quant.QUANT_ALGOS, "int8_tensorwise", algorithm)
     quant.register_layout_class("HalvedLayout", Halved)
-    patcher, clone = pair(file_of(WAN, "int8_tensorwise"))
+    patcher, clone = pair(file)
     wanted = picture(WAN, patcher)
     assert distance(picture(WAN, clone), wanted) < TOLERANCE
     assert distance(picture(WAN, clone, size=(12, 8)), picture(WAN, patcher, size=(12, 8))) < TOLERANCE
