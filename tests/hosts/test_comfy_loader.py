@@ -108,7 +108,7 @@ def test_a_file_with_loras_under_dynamic_vram(name: str, form: str) -> None:
     """
     family = FAMILIES[name]
     file_of(family, form)
-    with dynamic_vram(1 << 25) as card:
+    with dynamic_vram() as card:
         pair = Pair(family, form)
         assert pair.walk(again=True) == [pair.first] * 4 and not card.pinned()
         (memory,) = pair.clone.model.dynamic_vbars.values()

@@ -121,7 +121,7 @@ def test_comfyui_s_own_loads_leave_each_weight_where_it_is(monkeypatch: pytest.M
     """A LoRA that changes small weights too is felt, and the plain model shows nothing of it afterwards."""
     family = FAMILIES["z_image"]
     weights = {key: weight.clone() for key, weight in file_of(family, None).items()}
-    with dynamic_vram(1 << 25) as card, graphs_as_they_are(), torch.inference_mode():
+    with dynamic_vram() as card, graphs_as_they_are(), torch.inference_mode():
         patcher = loaded(family)
         plain, clone = picture(family, patcher), host.attach(patcher, CONFIG)
         assert torch.equal(picture(family, clone), plain)

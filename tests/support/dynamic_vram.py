@@ -61,7 +61,7 @@ class Card:
 
 
 @contextlib.contextmanager
-def dynamic_vram(size: int = 1 << 23, fits: int | None = None) -> Iterator[Card]:
+def dynamic_vram(size: int = 1 << 25, fits: int | None = None) -> Iterator[Card]:
     """size, fits: bytes of each model's memory, and how many of them may be resident."""
     pytest.importorskip("comfy.model_prefetch", reason="this ComfyUI has another dynamic VRAM")
     import comfy.memory_management
