@@ -102,9 +102,8 @@ class StepGraphs:
         self._refused: Recent[Any, str] = Recent(_MOST_CALLS)
         self._failed: Recent[Any, int] = Recent(_MOST_CALLS)  # how often a step could not be captured for what may pass
         self._fed: dict[Any, list[Path]] = {}  # by the structure of a call: tensors of its options that are inputs
-        self._alike: Recent[Any, None] = Recent(
-            _MOST_CALLS
-        )  # calls whose step-invariant values were written to: what lasts is to them as the rest
+        # calls whose step-invariant values were written to: what lasts is to them as the rest
+        self._alike: Recent[Any, None] = Recent(_MOST_CALLS)
         # calls whose graph grew the memory of all beyond the budget: captured alone the next time
         self._alone: Recent[Any, None] = Recent(_MOST_CALLS)
         self._memory = GraphMemory()
@@ -412,9 +411,10 @@ class StepGraphs:
     def _running(self) -> Iterator[None]:
         """What runs inside the block can be captured afterwards, on the stream that it runs on."""
         if self._stream is None:
-            yield
-            return
-        for step in self._steps.values():  # a library may move what it keeps for the stream, and they read
+            return (yield)
+        # a library may move what it keeps for the stream, which they read; what makes invariants is captured once
+        self._steps = OrderedDict((key, step) for key, step in self._steps.items() if step.invariants is None)
+        for step in self._steps.values():
             step.forget()
         with self._stream.active():
             yield

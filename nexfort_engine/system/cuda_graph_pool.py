@@ -35,6 +35,8 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._older: list[Any] = []  # pools of graphs that were captured before a capture failed
+        self._spoilt = False  # a capture into the pool failed
         self._graphs: list[weakref.ref[Any]] = []  # those that were captured into it
         self._device: int | None = None  # where something was captured since the last time it was given back
 
@@ -46,8 +48,9 @@ class GraphMemory:
         """
         global _capturing
         self._graphs = [ref for ref in self._graphs if ref() is not None]
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
+        if not self._graphs or self._spoilt:
+            self._older = [*self._older, self._pool] if self._graphs else []
+            self._pool, self._spoilt = torch.cuda.graph_pool_handle(), False
         self._graphs.append(weakref.ref(graph))
         self._device = torch.cuda.current_device()
         with _lock:
@@ -59,6 +62,7 @@ class GraphMemory:
                 yield
         except BaseException:
             self._graphs.pop()  # it holds no pool, whoever holds on to it
+            self._spoilt = True
             _end_recording(self._device, self._pool)
             raise
         finally:
@@ -71,7 +75,7 @@ class GraphMemory:
 
     def give_back(self) -> None:
         """The graphs are gone: let the device have their memory."""
-        self._pool, self._graphs = None, []
+        self._pool, self._older, self._graphs = None, [], []
         device, self._device = self._device, None
         if device is None or not fragile():
             return
@@ -89,14 +93,15 @@ class GraphMemory:
 def _end_recording(device: int, pool: Any) -> None:
     """Have the allocator take no more memory for a capture that an error has ended.
 
-    The end of such a capture raises before torch tells its allocator so, which then refuses all other captures into the
-    pool.
+    The end of such a capture raises before torch tells its allocator so, which then refuses other captures into the
+    pool. On torch 2.11 it was seen to refuse one more even so, so that the next capture has a pool of its own.
     """
-    try:
-        torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:
-        return  # torch has told it
-    torch._C._cuda_releasePool(device, pool)
+    while True:
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError:
+            return  # torch has told it
+        torch._C._cuda_releasePool(device, pool)
 
 
 def pool_bytes(memory: Any) -> int:
@@ -104,8 +109,9 @@ def pool_bytes(memory: Any) -> int:
     pool = getattr(memory, "_pool", None)
     if pool is None or fragile():
         return 0
+    pools = {tuple(one) for one in (pool, *memory._older)}
     segments = torch.cuda.memory_snapshot()
-    return sum(one["total_size"] for one in segments if tuple(one.get("segment_pool_id", ())) == tuple(pool))
+    return sum(one["total_size"] for one in segments if tuple(one.get("segment_pool_id", ())) in pools)
 
 
 def is_capturing() -> bool:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pretended_graph import Graph, _Memory, pretend
+from test_invariant_cache import Steps, joined
 from torch import nn
 
 import nexfort_engine
+from nexfort_engine.cache.store import Store
+from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.cudagraphs import step_graphs
 
 pytestmark = pytest.mark.usefixtures("artefact_cache")
@@ -118,6 +122,27 @@ def test_a_step_runs_on_a_stream_of_its_own_before_it_is_captured_there(streams:
     # a failed capture and one on the own stream; one a new size; again where a new size ran on the stream since
     assert captures == [2, 3, 4, 5, 6, 7]
     assert not [note for note in compiled.report.as_dict()["notes"] if "no CUDA graph" in note]
+
+
+def test_what_is_made_of_a_prompt_is_made_for_the_graph_that_is_captured_there(
+    streams: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(prompt: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        streams.scaled(x)
+        return joined(prompt, x)
+
+    lowering = CompileConfig.lowering_options
+    monkeypatch.setattr(  # as on a GPU
+        CompileConfig,
+        "lowering_options",
+        lambda self, device: {**lowering(self, device), "nexfort.prompt_once": self.prompt_once},
+    )
+    step = Steps(Store(tmp_path), own)
+    for prompt, tokens in ((1, 6), (2, 6), (1, 12), (2, 6)):
+        for _ in range(5):
+            step(prompt, tokens=tokens)
+        assert step.kept() and min(step.kept()) > 0, (prompt, tokens)
+    assert streams.made == 1 and "no CUDA graph" not in step.notes()
 
 
 def test_what_fails_there_as_well_is_told_once(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

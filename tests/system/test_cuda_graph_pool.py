@@ -70,18 +70,38 @@ def test_a_graph_whose_capture_failed_uses_no_pool(pools: list[Any]) -> None:
     assert pools[1] is not pools[0]
 
 
-def test_the_allocator_is_told_of_the_end_of_a_capture_that_torch_did_not_tell_it_of(
-    pools: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        monkeypatch.setattr(torch._C, name, lambda *given, name=name: told.append((name, *given)), raising=False)
+def test_no_capture_follows_a_failed_one_into_its_pool(pools: list[Any]) -> None:
     memory, kept = GraphMemory(), Graph()
     with memory.captured(kept):
         pass
     with pytest.raises(ValueError), memory.captured(Graph()):
         raise ValueError
-    assert told == [("_cuda_endAllocateToPool", 0, pools[0]), ("_cuda_releasePool", 0, pools[0])]
+    graphs = [Graph(), Graph()]
+    for one in graphs:
+        with memory.captured(one):
+            pass
+    assert pools[1] is pools[0] is not pools[2] and pools[3] is pools[2]
+    assert memory._older == [pools[0]]
+
+
+def test_the_allocator_is_told_of_the_end_of_a_capture_that_torch_did_not_tell_it_of(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def ended(*given: Any) -> None:
+        if told:
+            _refuses(*given)
+        told.append(("end", *given))
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: told.append(("release", *given)), raising=False)
+    memory, kept = GraphMemory(), Graph()
+    with memory.captured(kept):
+        pass
+    with pytest.raises(ValueError), memory.captured(Graph()):
+        raise ValueError
+    assert told == [("end", 0, pools[0]), ("release", 0, pools[0])]
 
 
 def test_memory_that_is_collected_while_its_lock_is_held_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
