@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,9 @@ def test_the_background_compiles_beside_eager_steps_and_takes_over(
     given = inputs(2, 16, 1)
     wanted = module(*given)
     assert torch.equal(compiled(*given), wanted), "the first step waits for nothing"
-    background = compiled._nexfort_engine.builder.background
-    while not background.join(0):
+    background, until = compiled._nexfort_engine.builder.background, time.monotonic() + 300
+    # another engine of this process may hold the lock of captures when the first steps ask for it
+    while not (background.begun and background.join(0)) and time.monotonic() < until:
         assert close(compiled(*given), wanted)
     for _ in range(4):
         assert close(compiled(*given), wanted)
