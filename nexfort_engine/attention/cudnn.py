@@ -75,7 +75,7 @@ def operator() -> Any:
     library.define(
         "cudnn_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale, bool enable_gqa, "
         "int[] order) -> Tensor",
-        tags=(torch.Tag.needs_exact_strides,),  # which kernels take a call depends on how its tensors lie in memory
+        tags=(torch.Tag.needs_fixed_stride_order,),  # the numbers of a head lie side by side; no more is needed
     )
     library.impl("cudnn_attention", attention, "CompositeExplicitAutograd")
     library.impl("cudnn_attention", _fake, "Meta")  # register_fake would take a quarter second

@@ -61,7 +61,7 @@ def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, 
 
 def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
     call = code_of(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
-    assert "_scaled_dot_product" in call
+    assert "torch.ops.nexfort.cudnn_attention.default(" in call
     assert "4096" not in call
     assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
 
@@ -98,7 +98,7 @@ def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]
     kernels = [kernel for kernel in kernels_of(payloads["long"]) if kernel["name"].startswith("attend")]
     assert [kernel["num_warps"] for kernel in kernels] == [12], "four that copy, and two times four that compute"
     few = code_of(payloads["wide"]).partition("def call(")[2].partition("runner = ")[0]
-    assert "_scaled_dot_product_flash_attention" in few and "attend_" not in few, "of 1024 tokens it is torch's"
+    assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 1024 tokens it is cuDNN's"
 
 
 def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: dict[str, Path]) -> None:
