@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .backends import Call, Kernel, nvidia, own
+from .operator import empty_result, registered
 from .tuner import laid
 
 __all__ = ["LEAST", "attention", "operator"]
@@ -64,20 +65,15 @@ def _fits(kernel: Kernel, call: Call) -> bool:
 
 
 def _fake(query: Any, key: Any, value: Any, is_causal: Any, scale: Any, enable_gqa: Any, order: Any) -> Any:
-    sizes = (*query.shape[:3], value.shape[3])
-    return torch.empty_permuted(sizes, list(order), dtype=query.dtype, device=query.device)
+    return empty_result(query, value, order)
 
 
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::cudnn_attention`, as `attention` is. What loads code that calls it asks for it first."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define(
+    schema = (
         "cudnn_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale, bool enable_gqa, "
-        "int[] order) -> Tensor",
-        tags=(torch.Tag.needs_fixed_stride_order,),  # the numbers of a head lie side by side; no more is needed
+        "int[] order) -> Tensor"
     )
-    library.impl("cudnn_attention", attention, "CompositeExplicitAutograd")
-    library.impl("cudnn_attention", _fake, "Meta")  # register_fake would take a quarter second
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.cudnn_attention.default
+    # the numbers of a head lie side by side; no more is needed
+    return registered(schema, attention, _fake, torch.Tag.needs_fixed_stride_order)

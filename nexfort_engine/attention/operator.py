@@ -21,6 +21,7 @@ from .tuner import Chooser, asked_by
 __all__ = ["attention", "chooser", "operator"]
 
 chooser = Chooser(KERNELS)
+_libraries: list[torch.library.Library] = []  # an operator goes with its library
 
 
 def attention(
@@ -49,20 +50,32 @@ def attention(
 def _fake(
     query: Any, key: Any, value: Any, mask: Any, is_causal: Any, scale: Any, enable_gqa: Any, order: Any, quantised: Any
 ) -> Any:
+    return empty_result(query, value, order)
+
+
+def empty_result(query: Any, value: Any, order: Any) -> Any:
+    """A result (B, H, L, F) without its numbers, its dimensions in this order in memory."""
     sizes = (*query.shape[:3], value.shape[3])
     return torch.empty_permuted(sizes, list(order), dtype=query.dtype, device=query.device)
+
+
+def registered(schema: str, compute: Any, fake: Any, tag: torch.Tag) -> Any:
+    """The operator `nexfort::<name>` of a schema, once a process. fake: `compute` for tensors without numbers."""
+    name = schema.partition("(")[0]
+    library = torch.library.Library("nexfort", "FRAGMENT")
+    library.define(schema, tags=(tag,))
+    library.impl(name, compute, "CompositeExplicitAutograd")
+    library.impl(name, fake, "Meta")  # register_fake would look for its caller's file, which takes a quarter second
+    _libraries.append(library)
+    return getattr(torch.ops.nexfort, name).default
 
 
 @functools.cache
 def operator() -> Any:
     """The operator `nexfort::attention`, as `attention` is. What loads code that calls it asks for it first."""
-    library = torch.library.Library("nexfort", "FRAGMENT")
-    library.define(
+    schema = (
         "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
-        "bool enable_gqa, int[] order, bool quantised) -> Tensor",
-        tags=(torch.Tag.needs_exact_strides,),  # which kernels take a call depends on how its tensors lie in memory
+        "bool enable_gqa, int[] order, bool quantised) -> Tensor"
     )
-    library.impl("attention", attention, "CompositeExplicitAutograd")
-    torch.library.register_fake("nexfort::attention", _fake, lib=library)
-    operator.library = library  # type: ignore[attr-defined]  # the operator goes with it
-    return torch.ops.nexfort.attention.default
+    # which kernels take a call depends on how its tensors lie in memory
+    return registered(schema, attention, _fake, torch.Tag.needs_exact_strides)
