@@ -22,6 +22,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+# A helper's failed assertion is told in full, as a test's is.
+pytest.register_assert_rewrite(*(file.stem for file in (Path(__file__).parent / "support").glob("*.py")))
+
 THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
