@@ -4,12 +4,18 @@
 #   make test-gpu                        the tests that need one
 #   make test-large                      on all other networks, and what takes gigabytes or minutes; needs about 12 GB
 #   make lint                            ruff and mypy
-# Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with).
+# Variables: COMFYUI_PATH (a ComfyUI's root; otherwise it is looked for), PYTHON (the Python to make .venv with),
+# FRONT_END (a version of ComfyUI's front end for the browser tests; otherwise the one that ComfyUI asks for, and the
+# newest that was tried in test-large).
 
 PYTHON3 ?= python3
 VENV_PYTHON := .venv/bin/python
 ARGS ?=
 export PYTHONUNBUFFERED = 1
+# The newest front end that the browser tests were run on.
+NEWEST_FRONT_END := 1.58.1
+FRONT_END ?=
+front_end = $(if $(1),NEXFORT_TEST_FRONT_END=$(CURDIR)/.venv/front-ends/$(1))
 
 .PHONY: help demo test test-gpu test-large lint clean
 
@@ -21,8 +27,8 @@ demo:
 	@$(VENV_PYTHON) -m demo $(ARGS)
 
 test:
-	@$(PYTHON3) tools/make_venv.py test
-	@$(VENV_PYTHON) -m pytest -m "not gpu and not large" -n auto --dist loadfile $(ARGS); status=$$?; \
+	@$(PYTHON3) tools/make_venv.py test $(if $(FRONT_END),--front-end $(FRONT_END))
+	@$(call front_end,$(FRONT_END)) $(VENV_PYTHON) -m pytest -m "not gpu and not large" -n auto --dist loadfile $(ARGS); status=$$?; \
 	if [ $$status -eq 5 ]; then echo "No test was collected, so nothing was proved. Look at ARGS."; fi; \
 	exit $$status
 
@@ -30,9 +36,10 @@ test-gpu:
 	@$(PYTHON3) tools/make_venv.py test
 	@$(VENV_PYTHON) -m pytest -m gpu $(ARGS)
 
+test-large: FRONT_END := $(or $(FRONT_END),$(NEWEST_FRONT_END))
 test-large:
-	@$(PYTHON3) tools/make_venv.py test
-	@$(VENV_PYTHON) -m pytest -m large $(ARGS)
+	@$(PYTHON3) tools/make_venv.py test --front-end $(FRONT_END)
+	@$(call front_end,$(FRONT_END)) $(VENV_PYTHON) -m pytest -m large $(ARGS)
 
 lint:
 	@$(PYTHON3) tools/make_venv.py lint

@@ -41,9 +41,7 @@ def test_the_badge_goes_through_its_states(page: Any) -> None:
     assert any(text.startswith("compiling 0 of ") for text in said), said
     assert browser.state_in(said[-1]) == COMPILED
     browser.shoot(page, "badge")
-    page.reload()
-    page.wait_for_function(browser.READY)
-    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    browser.reload(page)
     page.locator(BADGE, has_text=COMPILED).wait_for()
 
 
@@ -115,7 +113,7 @@ def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: Com
 def test_a_workflow_is_benchmarked_both_ways(page: Any, filled: ComfyServer) -> None:
     page.evaluate("() => window.app.graph.clear()")
     browser.run_command(page, "Nexfort.Benchmark")
-    page.get_by_text("The workflow has no Nexfort compile node").wait_for()
+    browser.wait_for_message(page, "The workflow has no Nexfort compile node")
     workflow = served.tiny_workflow("flux_compile_model", seed=20)
     before = filled.get("/history")
     browser.load(page, workflow)
@@ -156,7 +154,7 @@ def test_vue_nodes_show_the_badge_too(page: Any, filled: ComfyServer) -> None:
 SUBGRAPH = """() => {
   const { graph } = window.app
   graph.convertToSubgraph(new Set([graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')]))
-  return graph.serialize()
+  return JSON.parse(JSON.stringify(graph.serialize())) // as its file holds it
 }"""
 ENTER = """() => {
   const { canvas, rootGraph } = window.app
@@ -206,8 +204,7 @@ def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -
         assert said(page) == [WAITING], "the same file, opened once more"
         browser.go_to_tab(page, "b")
         assert said(page) == [COMPILED]
-        page.reload()
-        page.wait_for_function(browser.READY)
+        browser.reload(page)
         browser.shown_in_tab(page, "b")
         assert said(page) == [COMPILED]
         browser.open_in_tab(page, {**saved, "id": third}, "third")
@@ -246,7 +243,7 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
         page.locator(BADGE).wait_for()
         assert page.locator(BADGE).get_attribute("title").endswith("Ouvrir le rapport")
         assert browser.open_tab(page).get_by_role("heading").inner_text() == "Cache de compilation"
-        page.locator(".comfy-menu-button-wrapper").click()
+        browser.menu(page).click()
         page.get_by_role("menuitem", name="Extensions").first.hover()
         page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
         page.get_by_role("menuitem", name="Afficher le rapport").click()
@@ -276,7 +273,7 @@ def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
     page.route("**/nexfort/cache", lambda route: route.fulfill(body=json.dumps({"error": "Locked."}), status=409))
     with page.expect_response("**/nexfort/cache"):
         tab.get_by_role("button", name="Refresh").click()
-    page.get_by_text("Locked.").wait_for()
+    browser.wait_for_message(page, "Locked.")
     assert set(browser.rows_of(tab)) == wanted, "a refusal takes nothing away"
 
 
@@ -321,4 +318,4 @@ def what_is_pinned_stays_and_the_rest_goes(page: Any, server: ComfyServer) -> No
         page.wait_for_timeout(300)
         assert server.get("/nexfort/cache")["count"] == left, answer
     tab.get_by_text("The compile cache is empty").wait_for()
-    page.locator(".nexfort-tab-button").click()
+    browser.tab_button(page).click()

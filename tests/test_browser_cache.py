@@ -23,7 +23,7 @@ MODELS, BLOCKS = 200, 14
 
 def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     said = browser.run_and_watch(page, seed=401)
-    page.locator(".nexfort-tab-button").click()
+    browser.tab_button(page).click()
     model = page.locator(f"{TAB} .nexfort-model")
     model.wait_for()
     entries = filled.get("/nexfort/cache")["entries"]
@@ -40,7 +40,7 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     assert all(entry["pinned"] for entry in filled.get("/nexfort/cache")["entries"])
     page.locator(f"{TAB} .nexfort-size").fill("0")
     page.get_by_role("button", name="Prune").click()
-    page.get_by_text("Nothing removed: ").first.wait_for()
+    browser.wait_for_message(page, "Nothing removed: ")
     model.locator(".nexfort-head .nexfort-icon").first.click()
     page.wait_for_function("() => !document.querySelector('.nexfort-cache tbody [data-pinned=true]')")
     model.locator(".nexfort-head .nexfort-icon").last.click()
@@ -67,7 +67,7 @@ def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServ
     rows = entries()
     told = {"count": len(rows), "size": sum(row["size"] for row in rows), "limit": 8 << 30, "entries": rows}
     page.route("**/nexfort/cache", lambda route: route.fulfill(json=told))
-    page.locator(".nexfort-tab-button").click()
+    browser.tab_button(page).click()
     models = page.locator(f"{TAB} .nexfort-model")
     models.first.wait_for()
     assert models.count() == MODELS

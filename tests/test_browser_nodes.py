@@ -92,7 +92,7 @@ def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
     browser.set_value(page, "Comfy.VueNodes.Enabled", True)
     page.get_by_text("Balanced (O2)").first.wait_for()
     browser.shoot(page, "mode_vue")
-    page.locator(".comfy-menu-button-wrapper").click()
+    browser.menu(page).click()
     page.get_by_role("menuitem", name="Extensions").first.hover()
     page.get_by_role("menuitem", name="Nexfort", exact=True).hover()
     page.get_by_role("menuitem", name="Show the report", exact=True).click()
@@ -138,7 +138,7 @@ def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
         assert page.evaluate(COMPILED_BY) == wanted, answer
     page.locator(BADGE).wait_for()
     page.evaluate(REPLACE)
-    page.get_by_text("holds no compile node").wait_for()
+    browser.wait_for_message(page, "holds no compile node")
     undo(page)
     assert page.evaluate(COMPILED_BY) == before
     page.evaluate(
@@ -147,7 +147,7 @@ def test_an_installed_compile_node_is_replaced_when_asked(page: Any) -> None:
     )
     page.evaluate(REPLACE)
     page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-    page.get_by_text("1 node replaced").first.wait_for()
+    browser.wait_for_message(page, "1 node replaced")
     assert page.evaluate(COMPILED_BY) == after, "in a subgraph, whose inputs and outputs it is linked to"
 
 
@@ -163,7 +163,7 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -
     page.evaluate("workflow => window.app.loadGraphData(workflow)", with_onediff())
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'KSampler')")
     page.evaluate(REPLACE)
-    page.get_by_text("holds no compile node").wait_for()  # what is missing is ComfyUI's to offer
+    browser.wait_for_message(page, "holds no compile node")  # what is missing is ComfyUI's to offer
     page.get_by_role("button", name="View details").click()
     page.get_by_role("button", name="Replace All").click()
     page.wait_for_function("() => window.app.graph.nodes.some((node) => node.type === 'NexfortCompileModel')")

@@ -74,9 +74,7 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         row = speed(server)
         assert row["source"] == "bypassed" and WORDS[verdict(row)] in said and said.endswith("compiled just now")
         browser.shoot(page, "speed_badge")
-        page.reload()
-        page.wait_for_function(browser.READY)
-        browser.load(page, workflow())
+        browser.reload(page)
         page.locator(BADGE, has_text=WORDS[verdict(row)]).wait_for()
         page.locator(BADGE).click()
         headline = page.locator(REPORT).locator(HEADLINE)
@@ -225,7 +223,7 @@ def test_a_server_that_cannot_says_so(chromium: Any, started: tuple[ComfyServer,
         assert said[0] == "not run yet" and said[-1].endswith(end), said
         if end.startswith("off"):
             return
-        page.get_by_text("Nexfort cannot save what is compiled").first.wait_for()
+        browser.wait_for_message(page, "Nexfort cannot save what is compiled")
         page.locator(BADGE).click()
         banner = page.locator(REPORT).locator(".nexfort-banner")
         assert "blocked" in banner.inner_text() and "Make room or give access" in banner.inner_text()

@@ -87,6 +87,21 @@ def test_it_installs_once_and_again_when_a_requirement_changed(
     assert json.loads((tmp_path / "nexfort-test.json").read_text())
 
 
+def test_another_front_end_goes_into_a_folder_of_its_own_once(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(tool, "install", lambda venv, purpose: None)
+    monkeypatch.setattr(tool, "_run", lambda command, failure: ran.append(command))
+    folder = tmp_path / "front-ends" / "1.58.1"
+    for place in (None, folder / "comfyui_frontend_package" / "static"):
+        if place is not None:
+            place.mkdir(parents=True)
+        assert tool.main(["test", "--venv", str(tmp_path), "--front-end", "1.58.1"]) == 0
+    (command,) = ran
+    assert command[-4:] == ["--no-deps", "--target", str(folder), "comfyui-frontend-package==1.58.1"]
+
+
 def test_a_failed_install_leaves_no_mark(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "ensure_venv", lambda venv: Path("/bin/false"))
     monkeypatch.setattr(tool, "_comfyui_requirements", lambda: None)

@@ -3,7 +3,8 @@
 
 Runs before anything is installed, so it needs nothing but Python. Packages come from whatever index pip is set up for,
 held to constraints.txt. If this machine has a ComfyUI, its own requirements are installed too; it is never changed.
-A second call with the same requirements does nothing.
+A second call with the same requirements does nothing. `--front-end VERSION` puts another version of ComfyUI's front end
+beside the environment's own, into `.venv/front-ends/VERSION`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ REQUIREMENTS = {
     "demo": ROOT / "demo" / "requirements.txt",
     "lint": ROOT / "tools" / "requirements-lint.txt",
 }
+FRONT_END = "comfyui-frontend-package"
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.10", "python3", "python")
 OLDEST = (3, 10)
 # A Python without its headers cannot build what Inductor writes for a CPU, so one that has them is preferred.
@@ -104,6 +106,20 @@ def install(venv: Path, purpose: str) -> None:
     stamp.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
 
 
+def install_front_end(venv: Path, version: str) -> Path:
+    """Puts a version of ComfyUI's front end into a folder of its own, unless it is there; returns the folder."""
+    folder = venv / "front-ends" / version
+    if (folder / FRONT_END.replace("-", "_") / "static").is_dir():
+        return folder
+    _say(f"installing {FRONT_END} {version} into {folder}")
+    command = [str(python_of(venv)), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
+    _run(
+        [*command, "--no-deps", "--target", str(folder), f"{FRONT_END}=={version}"],
+        f"installing {FRONT_END} {version} failed; pip says why above. Choose a version that your index has",
+    )
+    return folder
+
+
 def _comfyui_requirements() -> Path | None:
     """The requirements of the ComfyUI that the project finds on this machine."""
     sys.path.insert(0, str(ROOT))
@@ -145,9 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment of this project.")
     parser.add_argument("purpose", choices=sorted(REQUIREMENTS))
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--front-end", metavar="VERSION", help="a version of ComfyUI's front end to put beside")
     options = parser.parse_args(arguments)
+    venv = options.venv.absolute()
     try:
-        install(options.venv.absolute(), options.purpose)
+        install(venv, options.purpose)
+        if options.front_end:
+            install_front_end(venv, options.front_end)
     except SetupError as problem:
         sys.stderr.write(f"{problem}\n")
         return 1

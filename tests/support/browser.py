@@ -93,14 +93,18 @@ LINKED = """([source, target]) => {
   const node = graph.nodes.find((one) => one.comfyClass === target)
   return node.getInputNode(0)?.comfyClass === source
 }"""
-READY = "() => window.app?.extensionManager && document.querySelector('.nexfort-tab-button')"
+READY = "() => window.app?.extensionManager"
 
 
 def front_end_or_skip() -> Path:
-    """ComfyUI's front end as its package holds it; skips the test where anything for a browser is missing."""
+    """ComfyUI's front end, as `NEXFORT_TEST_FRONT_END` or its package holds it; skips where anything is missing."""
     pytest.importorskip("playwright.sync_api", reason="no browser: Playwright is missing; pip install playwright")
     if chromium() is None:
         pytest.skip("no browser: no Chromium was found; install one, or name it in NEXFORT_TEST_CHROMIUM")
+    if chosen := os.environ.get("NEXFORT_TEST_FRONT_END"):
+        static = Path(chosen) / "comfyui_frontend_package" / "static"
+        assert static.is_dir(), f"NEXFORT_TEST_FRONT_END names {chosen}, where no comfyui_frontend_package lies"
+        return static
     found = importlib.util.find_spec("comfyui_frontend_package")
     if found is None or not found.submodule_search_locations:
         pytest.skip("no browser: comfyui_frontend_package is missing; pip install it as ComfyUI's requirements do")
@@ -165,9 +169,37 @@ def open_page(context: Any, server: ComfyServer, **settings: object) -> tuple[An
     page.set_default_timeout(60_000)  # a busy machine takes seconds to open a dialog
     faults = Faults(page)
     page.goto(server.url)
-    page.wait_for_function(READY, timeout=60_000)  # most of it on a machine with other work
+    ready(page)
     page.evaluate(WATCH_SHIFTS)
     return page, faults
+
+
+def ready(page: Any) -> None:
+    """Wait until the front end and our extension in it are there."""
+    page.wait_for_function(READY, timeout=60_000)  # most of it on a machine with other work
+    tab_button(page).wait_for()
+
+
+def tab_button(page: Any) -> Any:
+    """The button in the sidebar that opens the tab of the cache, and closes it."""
+    return page.get_by_role("button", name="Nexfort", exact=True)
+
+
+def menu(page: Any) -> Any:
+    """What opens ComfyUI's menu: a button, and in older front ends an element without a role."""
+    return page.get_by_role("button", name="Menu", exact=True).or_(page.locator(".comfy-menu-button-wrapper"))
+
+
+def wait_for_message(page: Any, words: str) -> None:
+    """Wait for a message of the front end, which newer ones hold a second time for screen readers."""
+    page.get_by_text(words).first.wait_for()
+
+
+def reload(page: Any) -> None:
+    """Load the page anew; the front end opens what was open, as the workflow that it was."""
+    page.wait_for_timeout(1500)  # the front end keeps a draft of what is open after a while
+    page.reload()
+    ready(page)
 
 
 def shifted(page: Any) -> tuple[float, list[str]]:
@@ -196,7 +228,7 @@ def as_saved(page: Any, workflow: dict[str, Any]) -> dict[str, Any]:
     """An API workflow as the canvas saves it, with nodes at their places."""
     load(page, workflow)
     page.wait_for_timeout(300)  # the front end takes note of the workflow as it was loaded
-    return dict(page.evaluate("() => window.app.graph.serialize()"))
+    return dict(page.evaluate("() => JSON.parse(JSON.stringify(window.app.graph.serialize()))"))
 
 
 def open_in_tab(page: Any, saved: dict[str, Any], name: str) -> None:
@@ -372,7 +404,7 @@ def run_command(page: Any, name: str) -> None:
 
 def open_tab(page: Any) -> Any:
     """The tab of the cache, opened by its button, with the blocks of each model."""
-    page.locator(".nexfort-tab-button").click()
+    tab_button(page).click()
     page.locator(f"{TAB} .nexfort-model").first.wait_for()
     closed = page.locator(f"{TAB} .nexfort-toggle[aria-expanded=false]")
     while closed.count():
