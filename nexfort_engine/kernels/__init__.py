@@ -23,6 +23,8 @@ from .group_norm_scale import op as group_factors
 from .grouped_gemm import op as grouped_linear
 from .low_precision_attention import op as narrow_attention
 from .odd_head_dim_attention import op as unpadded_attention
+from .quantize_rows import op as quantize_rows
+from .scaled_linear import op as scaled_linear
 from .short_kv_attention import op as few_keys_attention
 
 
@@ -38,6 +40,7 @@ def known_to_inductor(*, convolutions: bool = False) -> Iterator[None]:
     each = (
         *(few_keys_attention, gated_linear, group_factors, grouped_linear, innermost_weight),
         *(narrow_attention, narrow_gated_linear, unpadded_attention, upsampled_convolution),
+        *(quantize_rows, scaled_linear),
     )
     ours = {operator: lower for one in each for operator, lower in one.lowerings().items() if operator not in lowerings}
     with ExitStack() as stack:

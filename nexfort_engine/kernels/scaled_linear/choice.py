@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which form of the kernel of `scaled_linear` a layer gets, and where the host's own operator was measured faster.
+
+`benchmarks/int8_linear.py` times every form of FORMS for the layers of models that people run, and prints rows of
+MEASURED. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Capability = tuple[int, int]
+Layer = tuple[int, int]  # columns and summands of a weight
+MANY = 512  # rows from which on larger blocks fill a card
+
+
+@dataclass(frozen=True)
+class Form:
+    """rows, columns, inner: of a block. warps, stages: of a program. together: blocks of rows that share columns."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    together: int = 8
+
+    def blocks(self) -> dict[str, int]:
+        """The constants of the kernel."""
+        return {
+            "M_BLOCK": self.rows,
+            "N_BLOCK": self.columns,
+            "K_BLOCK": self.inner,
+            "TOGETHER": self.together,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layer on one card. ours, host: microseconds of the product in this form, and of the host's operator.
+
+    Both are of as many rows as a picture of 1024x1024 has.
+    """
+
+    form: Form
+    ours: float
+    host: float
+
+
+# at most 101376 bytes of shared memory, which every card has
+FORMS = (
+    Form(128, 128, 128, 8, 3),
+    Form(128, 256, 64, 8, 4),
+    Form(128, 128, 64, 4, 4),
+    Form(128, 64, 128, 4, 4),
+    Form(64, 128, 128, 4, 4),
+)
+# as many accumulators again, so half the columns
+WITH_UP = (Form(128, 64, 128, 8, 3), Form(128, 128, 64, 8, 4), Form(64, 64, 128, 4, 4))
+FEW_ROWS = Form(32, 64, 128, 4, 4)
+# what more shared memory allows: compute capability -> forms that are tried there, too
+LARGER: Mapping[Capability, tuple[Form, ...]] = {
+    (9, 0): (Form(128, 256, 128, 8, 3), Form(128, 256, 128, 8, 4), Form(256, 128, 128, 8, 3)),
+    (10, 0): (Form(128, 256, 128, 8, 3), Form(128, 256, 128, 8, 4)),
+    (8, 0): (Form(128, 256, 128, 8, 3),),
+}
+# compute capability -> layer -> what was measured; a layer with `up` has its columns negative
+MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {}
+
+
+def forms(card: Capability, *, up: bool = False) -> tuple[Form, ...]:
+    """All forms that may be tried on a card."""
+    return WITH_UP if up else FORMS + LARGER.get(card, ())
+
+
+def measured(card: Capability, columns: int, inner: int, *, up: bool = False) -> Measured | None:
+    """What is known of a layer on a card."""
+    return MEASURED.get(card, {}).get((-columns if up else columns, inner))
+
+
+def form(card: Capability, columns: int, inner: int, *, few: bool, up: bool) -> Form:
+    """The form of a layer: what was measured the fastest, or what should fill a card."""
+    if few:
+        return FEW_ROWS
+    found = measured(card, columns, inner, up=up)
+    return forms(card, up=up)[0] if found is None else found.form
+
+
+def loses(card: Capability, columns: int, inner: int, *, up: bool = False) -> bool:
+    """Whether the host's own operator was measured to be as fast, or faster."""
+    found = measured(card, columns, inner, up=up)
+    return found is not None and found.ours >= found.host
