@@ -79,6 +79,17 @@ def backends_by_operators() -> Iterator[Picks]:
         delattr(registry, _PICK)
 
 
+def cuda_missing(name: str) -> str | None:
+    """Why an operator of the library is not computed by its CUDA kernels here; None where it is, or nothing has it."""
+    registry = getattr(sys.modules.get(f"{_LIBRARY}.registry"), "registry", None)
+    if registry is None:
+        return None
+    told = registry.list_backends().get("cuda", {})
+    if not told.get("available") or told.get("disabled"):
+        return f"{_LIBRARY} has no CUDA kernels here: {told.get('unavailable_reason') or 'they are switched off'}"
+    return None if name in told.get("capabilities", ()) else f"{_LIBRARY}'s CUDA kernels have no {name}"
+
+
 def _for_operator(schema: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The operator's arguments that say what a call of the Python function says; None where they cannot say it."""
     rest, found = dict(given), {}

@@ -28,7 +28,7 @@ from ..guards import callback_sites
 from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
-from ..passes import low_precision, low_precision_attention, rotary
+from ..passes import int8_linear, low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import describe_error
@@ -373,8 +373,9 @@ class Builder:
         if options.get("nexfort.narrow_attention"):
             info["attention"] = low_precision_attention.describe_plan(captured.graph)
         notes = callback_sites.describe_sites(captured.sites)
-        if options.get("nexfort.rotary"):
-            notes += [f"in {region.kind} {reason}" for reason in rotary.left(captured.graph)]
+        for rewrite in (rotary, int8_linear):
+            if options.get(f"nexfort.{rewrite.__name__.rpartition('.')[2]}"):
+                notes += [f"in {region.kind} {reason}" for reason in rewrite.left(captured.graph)]
         if notes:
             info["notes"] = notes
         return captured, manifest_of(captured, region.kind, driver, info)

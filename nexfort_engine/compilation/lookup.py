@@ -18,6 +18,7 @@ import torch
 from ..cache.key import driver_problem
 from ..cache.os_errors import is_refusal
 from ..cache.store import Entry, StoreError
+from ..capture.backend_operators import cuda_missing
 from ..capture.source_hashes import sources_changed
 from ..capture.types import Example
 from ..config.pass_catalogue import PASSES
@@ -212,6 +213,9 @@ class Finder:
             missed = [one.option for one in described if card in DESCRIPTORS or config.option(one.option)]
             if missed:
                 note(f"{' and '.join(missed)} are not active: {reason}")
+        if options["nexfort.int8_linear"] and (reason := _int8_layers_missing()):
+            options["nexfort.int8_linear"] = False
+            note(f"fuse.int8_linear is not active: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options
@@ -229,6 +233,11 @@ class Finder:
         elif reason := int8 if asked else fp8:
             more = "" if int8 else '; {"quant.int8": true} in options computes them in int8, which nobody measured yet'
             note(f"low precision is not active: {reason}{more}")
+
+
+def _int8_layers_missing() -> str | None:
+    """Why layers in int8 of a host's files are not computed by kernels of the engine's own, or None."""
+    return matmul.missing("cuda", torch.int8) or cuda_missing("int8_linear")
 
 
 def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> GuardFailure | None:

@@ -181,6 +181,14 @@ _ROWS = (
         rung="grouped_linear",
     ),
     OptionSpec(
+        "fuse.int8_linear",
+        OFF,
+        "Computes int8 layers of ComfyUI's quantised files by kernels of its own, fused with the norm before them and "
+        "the gate and residual behind.",
+        "not measured, and so off: no card has timed the kernels beside ComfyUI's",
+        "Digits of the quantised input may differ by one.",
+    ),
+    OptionSpec(
         "fuse.linear_gelu",
         STANDARD,
         "Computes the tanh form of GELU in the matmul before it.",

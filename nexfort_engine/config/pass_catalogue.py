@@ -36,6 +36,9 @@ NEEDS: Mapping[str, Need] = {
     "descriptors": Need("NVIDIA GPUs of compute capability 9.0, with torch 2.11", cards=HOPPER, torch="2.11"),
     "fp8": Need("NVIDIA GPUs of compute capability 8.9 and newer", oldest=(8, 9)),
     "int8": Need("NVIDIA GPUs of compute capability 8.0 and newer", oldest=(8, 0)),
+    "int8_files": Need(
+        "NVIDIA GPUs of compute capability 8.0 and newer, with comfy_kitchen's CUDA kernels", oldest=(8, 0)
+    ),
 }
 
 
@@ -128,11 +131,15 @@ PASSES: tuple[PassSpec, ...] = (
         },
     ),
     PassSpec("rotary", "fuse.rotary", "rotary:rotaries"),
+    PassSpec("int8_linear", "fuse.int8_linear", "int8_linear:int8_linears", needs="int8_files"),
     PassSpec(
         "broadcast",
         "fuse.broadcast",
         "materialize_broadcast:broadcasts",
-        after={"rotary": "it looks at what that pass put in as well"},
+        after={
+            "rotary": "it looks at what that pass put in as well",
+            "int8_linear": "that pass looks for modulation as the block's code has it",
+        },
     ),
     PassSpec(
         "low_precision",
@@ -173,7 +180,9 @@ PASSES: tuple[PassSpec, ...] = (
         "gelu",
         "fuse.gelu",
         "gelu:gelus",
-        after=dict.fromkeys(("broadcast", "gated_linear", "linear_gelu"), "that pass looks for torch's GELU"),
+        after=dict.fromkeys(
+            ("int8_linear", "broadcast", "gated_linear", "linear_gelu"), "that pass looks for torch's GELU"
+        ),
     ),
     PassSpec(
         "narrow_attention",

@@ -32,7 +32,7 @@ class Aliases:
 
     def __init__(self, graph: Graph) -> None:
         self._above: dict[Node, Node] = {}
-        written: list[Node] = []
+        written: list[tuple[Node, Node]] = []  # what writes, and to what
         given: list[Node] = []
         for node in graph.nodes:
             if node.op == "output":
@@ -40,8 +40,9 @@ class Aliases:
             elif node.op == "call_function":
                 for other in _may_be(node):
                     self._above[self._set_of(node)] = self._set_of(other)
-                written += _written_by(node)
-        self._written = {self._set_of(node) for node in written}
+                written += [(node, given_to) for given_to in _written_by(node)]
+        self._written = {self._set_of(node) for _, node in written}
+        self._writers = [(writer, self._set_of(node)) for writer, node in written]
         self._given = {self._set_of(node) for node in given}
 
     def _set_of(self, node: Node) -> Node:
@@ -52,6 +53,11 @@ class Aliases:
     def is_written(self, node: Node) -> bool:
         """Whether an operator of the graph writes to the value's memory."""
         return self._set_of(node) in self._written
+
+    def is_written_between(self, node: Node, first: Node, last: Node) -> bool:
+        """Whether an operator of the graph that stands between two others writes to the value's memory."""
+        own = self._set_of(node)
+        return any(written is own and first < writer < last for writer, written in self._writers)
 
     def is_given(self, node: Node) -> bool:
         """Whether the value's memory is among the graph's results, so that its caller may write to it."""

@@ -22,7 +22,7 @@ from nexfort_engine.config.pass_catalogue import NEEDS, PASSES, PassSpec
 from nexfort_engine.passes import registry
 
 ENGINE = Path(nexfort_engine.__file__).parent
-NOT_PASSES = ("registry", "attention_match", "scaled_mm_match")
+NOT_PASSES = ("registry", "attention_match", "epilogue_match", "prologue_match", "scaled_mm_match")
 GIVEN = {one.name for one in PASSES}
 # options that are no passes, each with the file that reads it
 READ_BY = {

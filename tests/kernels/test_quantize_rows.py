@@ -100,7 +100,8 @@ def test_what_is_before_the_rotation_is_rounded_once(kind: str) -> None:
         return torch.addcmul(more, given, 1 + by)
 
     normed = kind.endswith("norm")
-    found = op.prepared(x, second, weight if normed else None, bias if normed else None, factor, shift, kind, 1e-6, True)
+    norms = (weight, bias) if normed else (None, None)
+    found = op.prepared(x, second, *norms, factor, shift, kind, 1e-6, True)
     truth = eager(torch.double)
     assert (found - truth).norm() <= 1.02 * (eager(torch.half) - truth).norm()
 

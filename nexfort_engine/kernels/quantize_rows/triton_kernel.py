@@ -121,12 +121,11 @@ def _rotated(x, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     within = tl.dot(tl.reshape(x, [lines, 16]), _hadamard(4, x.dtype)) * 0.25
     if GROUP == 16:
         return tl.reshape(within, [BLOCK])
+    each: tl.constexpr = 0.25 if GROUP == 256 else 0.5
     if GROUP == 256:
         within = tl.permute(tl.reshape(within, [BLOCK // 256, 16, 16]), [0, 2, 1])
-        each: tl.constexpr = 0.25
     else:
         within = tl.permute(tl.reshape(within, [BLOCK // 64, 4, 16]), [0, 2, 1])
-        each: tl.constexpr = 0.5
     within = tl.reshape(within, [lines, 16])
     matrix = _hadamard(4 if GROUP == 256 else 1, tl.bfloat16)
     finite = tl.minimum(tl.maximum(within, -LARGEST_BFLOAT16), LARGEST_BFLOAT16)

@@ -130,8 +130,8 @@ def _lower(
     """As `reference`, in Inductor's representation."""
     from torch._inductor.lowering import view
     from torch._inductor.runtime.hints import DeviceProperties
-    from torch.utils._sympy.functions import CeilDiv
     from torch._inductor.virtualized import V
+    from torch.utils._sympy.functions import CeilDiv
 
     known = V.graph.sizevars
     rows = x.get_size()[0]
@@ -140,13 +140,13 @@ def _lower(
     few = known.optimization_hint(rows, fallback=choice.MANY) < choice.MANY
     card = DeviceProperties.create(x.get_device()).cc
     form = choice.form(divmod(card, 10), columns, inner, few=few, up=up is not None)
-    tokens, steps = 1, (0, 0)
+    tokens, steps = 1, [0, 0]
     if gate is not None:
         gate = side_by_side(gate)
         tokens = sizes[-1]
         found = zip(gate.get_size()[:-1], gate.get_stride()[:-1], strict=True)
         each = [0 if known.statically_known_equals(size, 1) else step for size, step in found]
-        steps = tuple([0, 0, *each][-2:])
+        steps = [0, 0, *each][-2:]
     x, weight = contiguous(x), contiguous(weight)
     given = {"weight_scale": weight_scale, "x_scale": x_scale, "bias": bias, "up_scale": up_scale, "up_bias": up_bias}
     given |= {"up": up, "residual": residual}

@@ -43,11 +43,11 @@ def multiply(
 ):
     """out (rows, COLUMNS) = ACTIVATION of x (rows, INNER) @ weight (COLUMNS, INNER).T, scaled, plus bias.
 
-    All contiguous but gate. Sums of whole numbers are whole numbers, too. They are multiplied by x_scale (rows, or 1 number
-    without ROW_SCALES) times weight_scale (COLUMNS, or 1 number without COLUMN_SCALES). UP: times the same with the
-    weight `up`, without an activation. GATED: times gate (rows, COLUMNS), which has strides of batch and token. ADDED:
-    plus residual, which is as out is. What is not asked for is not read. Programs next to each other share rows of
-    weight: TOGETHER blocks of rows are computed for one block of columns after another.
+    All contiguous but gate. Sums of whole numbers are whole numbers, too. They are multiplied by x_scale (rows, or 1
+    number without ROW_SCALES) times weight_scale (COLUMNS, or 1 number without COLUMN_SCALES). UP: times the same with
+    the weight `up`, without an activation. GATED: times gate (rows, COLUMNS), which has strides of batch and token.
+    ADDED: plus residual, which is as out is. What is not asked for is not read. Programs next to each other share rows
+    of weight: TOGETHER blocks of rows are computed for one block of columns after another.
     """
     kept: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     blocks = tl.cdiv(rows, M_BLOCK)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks with layers in int8 lowered for a GPU that is not there: their kernels, and nothing of the host's package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton")
+pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
+if torch.version.cuda is None or torch.cuda.is_available():
+    pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
+from int8_blocks import BLOCKS, captured
+from lowering_ahead import code_of, kernels_of, lowered_ahead
+
+from nexfort_engine.config.compile_config import CompileConfig
+
+OPTIONS = CompileConfig.parse({"mode": "O2", "options": {"fuse.int8_linear": True}}).lowering_options("cuda")
+
+
+@pytest.fixture(scope="module")
+def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return lowered_ahead(tmp_path_factory.mktemp("int8"), list(BLOCKS), OPTIONS, captured)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_layers_in_int8_are_kernels_of_the_artefact(kind: str, payloads: dict[str, Path]) -> None:
+    """One configuration each, so nothing is timed; no operator of the package, so it need not be there."""
+    code, kernels = code_of(payloads[kind]), [kernel["name"] for kernel in kernels_of(payloads[kind])]
+    calls = [line for line in code.splitlines() if "torch.ops" in line and not line.lstrip().startswith("#")]
+    assert not [line for line in calls if "comfy_kitchen" in line or "scaled_linear" in line or "quantize_rows" in line]
+    assert sorted(kernels) == sorted(set(kernels))
+    assert {"quantize", "multiply"} <= {name.rpartition("_")[0] for name in kernels}
+
+
+def test_nothing_is_between_the_kernels_of_a_block_with_gates(payloads: dict[str, Path]) -> None:
+    assert not [kernel["name"] for kernel in kernels_of(payloads["gated"]) if "triton" in kernel["name"]]
