@@ -66,12 +66,15 @@ def test_a_layer_is_as_near_to_the_truth_as_comfy_kitchens(
     bias = torch.randn(columns, generator=draw).to(dtype) if biased else None
     theirs = kitchen.int8_linear(x, weight, scale, bias, dtype, True, group)
     nothing: list[Any] = [None] * 5
-    ours = op.reference(*quantize_rows.quantized(x, group), weight, scale, bias, *nothing, "", [rows], dtype)
+    steps, sizes = quantize_rows.quantized(x, group)
+    ours = op.reference(steps, sizes, weight, scale, bias, *nothing, "", [rows], dtype)
     full = (x.double().unflatten(-1, (-1, group)) @ quantize_rows.hadamard(group, x.double())).flatten(-2)
     truth = full @ (weight.double() * scale.double()).t() + (0 if bias is None else bias.double())
     assert ours.dtype == dtype and ours.shape == theirs.shape
-    # the rounding of rows is chance in both; of few numbers one may be a little luckier
-    assert (ours - truth).norm() <= 1.15 * (theirs - truth).norm() + 1e-3 * truth.norm()
+    # what rounding of rows does to few numbers is chance: so much is to be expected
+    chance = sizes.double().norm() / 12**0.5 * (weight.double() * scale.double()).norm()
+    near = max((theirs - truth).norm(), chance * (1 + 3 / (rows * columns) ** 0.5))
+    assert (ours - truth).norm() <= 1.15 * near + 1e-3 * truth.norm()
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
