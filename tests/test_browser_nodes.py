@@ -181,7 +181,7 @@ def test_a_missing_compile_node_is_offered_a_replacement(page: Any, vue: bool) -
 
 def with_onediff() -> dict[str, Any]:
     """The shipped Flux workflow as it was saved with OneDiff's nodes."""
-    canvas = json.loads((served.ROOT / "workflows" / "flux_compile_model.json").read_text(encoding="utf-8"))
+    canvas = json.loads((served.ROOT / "workflows" / "canvas" / "flux_compile_model.json").read_text(encoding="utf-8"))
     (speedup,) = [node for node in canvas["nodes"] if node["type"] == "NexfortCompileModel"]
     number, link = canvas["last_node_id"] + 1, canvas["last_link_id"] + 1
     hook = {"name": "custom_booster", "type": "CUSTOM_BOOSTER"}

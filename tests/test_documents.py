@@ -162,10 +162,10 @@ def api_problems(prompt: Any) -> list[str]:
     return found
 
 
-FILES = sorted((ROOT / "workflows").rglob("*.json"))
+FILES = sorted(path for folder in ("workflows", "example_workflows") for path in (ROOT / folder).rglob("*.json"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT / "workflows").as_posix())
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_workflow_has_what_it_must_have(path: Path) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     assert (api_problems if path.parent.name == "api" else canvas_problems)(content) == []

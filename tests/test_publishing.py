@@ -31,7 +31,7 @@ SYSTEMS = {"OS Independent", "Microsoft :: Windows", "POSIX :: Linux", "MacOS"}
 ACCELERATORS = {"NVIDIA CUDA", "AMD ROCm", "Intel Arc", "NPU :: Huawei Ascend", "Apple Metal"}
 PACKED = {
     *("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "LICENSE", "README.md", "__init__.py", "pyproject.toml"),
-    *("docs", "locales", "nexfort_engine", "nodes", "web", "workflows"),
+    *("docs", "locales", "nexfort_engine", "nodes", "web", "workflows", "example_workflows", "subgraphs"),
 }
 
 
@@ -169,7 +169,7 @@ def test_the_code_is_what_scanners_let_pass() -> None:
                 assert not {"pip", "install"} <= set(words), f"{name}:{node.lineno} installs something"
 
 
-@pytest.mark.parametrize("folder", ["locales", "web", "workflows"])
+@pytest.mark.parametrize("folder", ["locales", "web", "workflows", "example_workflows", "subgraphs"])
 def test_what_comfyui_reads_besides_code_is_in_it(folder: str) -> None:
     on_disk = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
     unknown = {name for name in on_disk if not Path(name).name.startswith(".")} - set(packed.names())

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import served
+import workflow_templates
 
 from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
 
@@ -134,8 +135,8 @@ def test_each_node_has_a_help_page_where_the_front_end_looks(server: ComfyServer
 
 def test_the_workflows_are_in_the_template_browser(server: ComfyServer) -> None:
     listed = server.get("/workflow_templates")
-    (names,) = [found for found in listed.values() if "sd15_compile_model" in found]
-    assert sorted(names) == sorted(path.stem for path in served.API.glob("*.json"))
+    (names,) = [found for found in listed.values() if "Z-Image-Turbo" in found]
+    assert sorted(names) == sorted(one.title for one in workflow_templates.TEMPLATES)
 
 
 # ---- loader, compile, sampler, VAE, save -----------------------------------------------------------------

@@ -39,7 +39,8 @@ def missing_models(node_errors: Mapping[str, Any] | None) -> list[str]:
 def _known() -> dict[str, tuple[str, str]]:
     """Folder and link of each model file that a shipped workflow names."""
     root, known = plugin_root(), dict[str, tuple[str, str]]()
-    for file in sorted((root / "workflows").glob("*.json")) if root is not None else ():
+    folders = () if root is None else (root / "workflows" / "canvas", root / "example_workflows")
+    for file in sorted(file for folder in folders for file in folder.glob("*.json")):
         try:
             nodes = json.loads(file.read_text(encoding="utf-8"))["nodes"]
             models = [model for node in nodes for model in node.get("properties", {}).get("models", ())]

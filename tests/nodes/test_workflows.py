@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example workflows: both formats agree, a real server takes them, and the real front end loads them.
+"""The workflows: both formats agree, a real server takes them, the real front end loads and shows them.
 
 They run to an image in test_server.py and test_server_large.py; that none is forgotten there is asked here.
 """
@@ -21,6 +21,7 @@ import test_server
 import test_server_large
 import workflow_pictures
 import workflow_source
+import workflow_templates
 from PIL import Image
 from workflow_families.family import FLAVOURS
 from workflow_nodes import KINDS
@@ -28,7 +29,9 @@ from workflow_nodes import KINDS
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 NAMES = sorted(workflow_source.build_all())
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+TITLES = {one.title: one for one in workflow_templates.TEMPLATES}
+CANVASES = (*NAMES, *TITLES)  # in the canvas format
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3", "FLOAT,INT"}
 FAMILIES = {
     *("sd15", "sdxl", "sd35", "pixart", "flux", "flux_schnell", "flux_kontext", "qwen_image", "z_image"),
     *("wan", "wan22", "hunyuan_video", "ltxv"),
@@ -52,14 +55,22 @@ COMPILERS = {
 }
 
 
-def read(path: str) -> dict[str, Any]:
-    """A workflow file, by its path below `workflows/`."""
-    return dict(json.loads((workflow_source.WORKFLOWS / path).read_text(encoding="utf-8")))
+def read(name: str) -> dict[str, Any]:
+    """A workflow in the canvas format, or a template by its title."""
+    folder = workflow_source.SHOWN if name in TITLES else workflow_source.WORKFLOWS / "canvas"
+    return dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def read_api(name: str) -> dict[str, Any]:
+    """A workflow in the API format; a template has no such file."""
+    if name in TITLES:
+        return TITLES[name].graph().api()
+    return dict(json.loads((workflow_source.WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def kinds_in(name: str) -> set[str]:
     """The node types of an API workflow."""
-    return {node["class_type"] for node in read(f"api/{name}.json").values()}
+    return {node["class_type"] for node in read_api(name).values()}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +80,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     folder = tmp_path_factory.mktemp("workflows")
     base = served.base_folder(folder, comfyui)
     served.picture(base)
-    served.name_only(base, workflow_source.build_all().values())
+    graphs = [*workflow_source.build_all().values(), *(one.graph() for one in TITLES.values())]
+    served.name_only(base, graphs)
     root = browser.front_end()
     arguments = [] if root is None else ["--front-end-root", str(root)]
     with served.server(comfyui, base, folder / "cache", *arguments) as running:
@@ -178,15 +190,16 @@ def test_the_files_are_what_their_source_gives() -> None:
     assert workflow_source.different() == [], "python tests/workflow_source.py --write"
 
 
-def test_each_workflow_has_a_picture_of_its_own() -> None:
-    pictures = [Image.open(workflow_source.WORKFLOWS / f"{name}.jpg") for name in NAMES]
+def test_each_template_has_a_picture_of_its_own() -> None:
+    paths = [workflow_source.SHOWN / f"{title}.jpg" for title in TITLES]
+    pictures = [Image.open(path) for path in paths]
     assert not any(workflow_pictures.alike(one, other) for one, other in pairwise(pictures))
-    assert all((workflow_source.WORKFLOWS / f"{name}.jpg").stat().st_size < 16_000 for name in NAMES)
+    assert all(path.stat().st_size < 16_000 for path in paths)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CANVASES)
 def test_the_canvas_gets_a_sound_graph(name: str) -> None:
-    canvas = read(f"{name}.json")
+    canvas = read(name)
     nodes = {node["id"]: node for node in canvas["nodes"]}
     assert canvas["version"] == 0.4
     assert len(nodes) == len(canvas["nodes"]) and canvas["last_node_id"] == max(nodes)
@@ -200,12 +213,17 @@ def test_the_canvas_gets_a_sound_graph(name: str) -> None:
     assert sorted(linked) == sorted(link[0] for link in canvas["links"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+def size_of(node: dict[str, Any]) -> list[int]:
+    """The size that a node has on the canvas below its title."""
+    return [node["size"][0], 0] if node["flags"].get("collapsed") else list(node["size"])
+
+
+@pytest.mark.parametrize("name", CANVASES)
 def test_no_two_nodes_overlap_and_each_stands_in_one_frame(name: str) -> None:
-    canvas = read(f"{name}.json")
+    canvas = read(name)
     for one, other in combinations(canvas["nodes"], 2):
         apart = [
-            a["pos"][axis] + a["size"][axis] <= b["pos"][axis]
+            a["pos"][axis] + size_of(a)[axis] <= b["pos"][axis]
             for axis in (0, 1)
             for a, b in ((one, other), (other, one))
         ]
@@ -220,26 +238,37 @@ def test_no_two_nodes_overlap_and_each_stands_in_one_frame(name: str) -> None:
                 for axis in (0, 1)
             )
         ]
-        assert len(around) == (0 if node["type"] == "MarkdownNote" else 1), node["type"]
+        framed = node["type"] != "MarkdownNote" and name not in TITLES
+        assert len(around) == framed, node["type"]
         assert node["title"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CANVASES)
 def test_the_note_names_every_file(name: str) -> None:
-    canvas = read(f"{name}.json")
+    canvas = read(name)
     (note,) = [node["widgets_values"][0] for node in canvas["nodes"] if node["type"] == "MarkdownNote"]
     wanted = [
         value
-        for node in read(f"api/{name}.json").values()
+        for node in read_api(name).values()
         for key, value in node["inputs"].items()
         if key in (*served.FILE_INPUTS, "image") and isinstance(value, str)
     ]
     assert wanted and all(value in note for value in wanted)
 
 
+def test_a_template_has_its_note_first_and_a_compile_node_for_each_network() -> None:
+    for title in TITLES:
+        nodes = read(title)["nodes"]
+        assert min(nodes, key=lambda node: (node["pos"][0], node["pos"][1]))["type"] == "MarkdownNote"
+        loaders = [node for node in nodes if node["type"] in ("UNETLoader", "CheckpointLoaderSimple")]
+        compiled = [node for node in nodes if node["type"] == "NexfortCompileModel"]
+        assert len(compiled) == len(loaders) > 0, title
+        assert not any(node["flags"] for node in compiled), "what says how fast it is is never folded"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_compile_nodes_stand_where_their_name_says(name: str) -> None:
-    nodes = read(f"api/{name}.json")
+    nodes = read_api(name)
     kinds = [node["class_type"] for node in nodes.values()]
     wanted = {"model": not name.endswith("_plain"), "vae": name.endswith("_vae")}
     wanted["control_net"] = name.endswith("_controlnet")
@@ -278,15 +307,15 @@ def test_the_plain_one_is_the_compiled_one_with_its_nodes_bypassed(family: str) 
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CANVASES)
 def test_both_formats_agree(object_info: dict[str, Any], name: str) -> None:
-    assert to_api(read(f"{name}.json"), object_info) == without_titles(read(f"api/{name}.json"))
+    assert to_api(read(name), object_info) == without_titles(read_api(name))
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CANVASES)
 def test_names_and_link_types_are_the_servers(object_info: dict[str, Any], name: str) -> None:
-    workflow = read(f"api/{name}.json")
+    workflow = read_api(name)
     for node in workflow.values():
         shown = object_info[node["class_type"]]
         sockets, widgets = sockets_and_widgets(shown)
@@ -310,15 +339,15 @@ def test_the_table_of_nodes_is_the_servers(object_info: dict[str, Any], kind: st
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CANVASES)
 def test_the_server_takes_it(server: ComfyServer, name: str) -> None:
-    status, answer = queue(server, read(f"api/{name}.json"))
+    status, answer = queue(server, read_api(name))
     assert (status, answer.get("node_errors")) == (200, {})
 
 
 @pytest.mark.comfy
 def test_the_server_refuses_one_whose_file_is_missing(server: ComfyServer) -> None:
-    workflow = read("api/flux_plain.json")
+    workflow = read_api("flux_plain")
     (loader,) = [number for number, node in workflow.items() if node["class_type"] == "UNETLoader"]
     workflow[loader]["inputs"]["unet_name"] = "not_there.safetensors"
     status, answer = queue(server, workflow)
@@ -365,28 +394,15 @@ def test_the_front_end_loads_each_without_a_complaint(page: Any) -> None:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.evaluate(WATCH)
     different = []
-    for name in NAMES:
-        queued, wanted = page.evaluate(LOAD, [name, read(f"{name}.json")]), read(f"api/{name}.json")
+    for name in CANVASES:
+        queued, wanted = page.evaluate(LOAD, [name, read(name)]), read_api(name)
         for node in queued.values():
             node["inputs"] = {key: value for key, value in node["inputs"].items() if key not in NEWER_WIDGETS}
         if queued != wanted:
             different.append(name)
     page.wait_for_timeout(500)  # what is missing is told a moment later
     assert (different, errors, page.evaluate("() => window.troubles")) == ([], [], {})
-    unknown = read("flux_plain.json")
+    unknown = read("flux_plain")
     unknown["nodes"][0]["type"] = "NobodyHasThisNode"
     page.evaluate(LOAD, ["unknown", unknown])
     page.wait_for_function("() => window.troubles.unknown")
-
-
-@pytest.mark.comfy
-@pytest.mark.slow
-def test_the_template_browser_shows_it_with_its_picture(page: Any) -> None:
-    page.evaluate("() => window.app.graph.clear()")
-    browser.search_templates(page, "flux_kontext_compile_model")
-    card = page.get_by_test_id("template-workflow-flux_kontext_compile_model")
-    card.wait_for()
-    wide = "card => [...card.querySelectorAll('img')].map((picture) => picture.complete && picture.naturalWidth)"
-    page.wait_for_function(f"card => ({wide})(card).includes({workflow_pictures.SIDE})", arg=card.element_handle())
-    card.click()
-    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.comfyClass === 'FluxKontextImageScale')")

@@ -109,6 +109,7 @@ FILE_INPUTS = {
     "clip_name": "clip",
     "clip_name1": "clip",
     "clip_name2": "clip",
+    "text_encoder": "clip",
 }
 
 

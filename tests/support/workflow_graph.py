@@ -10,6 +10,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+import workflow_layout
 from workflow_nodes import KINDS
 
 COLUMN, GAP, WIDTH = 400, 60, 330
@@ -36,6 +37,8 @@ class Graph:
     name: str
     nodes: list[dict[str, Any]] = field(default_factory=list)
     note: str = ""
+    compact: bool = False  # laid out for the template browser, which shows the whole of it when it opens it
+    folded: frozenset[str] = frozenset()  # kinds of nodes that are shown by their title only
 
     def add(
         self,
@@ -78,7 +81,7 @@ class Graph:
                 links.append([len(links) + 1, out.node, out.slot, node["id"], slot, out.type])
                 given.setdefault((out.node, out.slot), []).append(len(links))
                 inputs[node["id"]].append({"name": name, "type": out.type, "link": len(links)})
-        places = self.places()
+        places = workflow_layout.compact(self.nodes, self.folded) if self.compact else self.places()
         nodes = [self._ui_node(order, node, inputs, given, places) for order, node in enumerate(self.nodes)]
         nodes.append(self._ui_note())
         return {
@@ -88,9 +91,9 @@ class Graph:
             "last_link_id": len(links),
             "nodes": nodes,
             "links": links,
-            "groups": self._groups(places),
+            "groups": [] if self.compact else self._groups(places),
             "config": {},
-            "extra": {"ds": {"scale": 0.65, "offset": [580, 220]}},  # clear of the front end's own bars
+            "extra": {"ds": {"scale": 0.75, "offset": [560, 160]}},  # clear of the front end's own bars
             "version": 0.4,
         }
 
@@ -133,6 +136,7 @@ class Graph:
         kind, number = KINDS[node["kind"]], node["id"]
         position, size = places[number]
         ours = node["kind"].startswith("Nexfort")
+        flags = {"collapsed": True} if node["kind"] in self.folded else {}
         properties: dict[str, Any] = {
             "cnr_id": "nexfort" if ours else "comfy-core",
             "Node name for S&R": node["kind"],
@@ -140,8 +144,8 @@ class Graph:
         if node["models"]:
             properties["models"] = [{"name": n, "url": u, "directory": d} for n, d, u in node["models"] if u]
         found = {
-            "id": number, "type": node["kind"], "pos": position, "size": size, "flags": {}, "order": order, "mode": 0,
-            "inputs": inputs[number],
+            "id": number, "type": node["kind"], "pos": position, "size": size, "flags": flags, "order": order,
+            "mode": 0, "inputs": inputs[number],
             "outputs": [
                 {"name": name, "type": type_, "slot_index": slot, "links": given.get((number, slot), [])}
                 for slot, (name, type_) in enumerate(zip(kind.output_names, kind.outputs, strict=True))
@@ -156,8 +160,9 @@ class Graph:
 
     def _ui_note(self) -> dict[str, Any]:
         number = len(self.nodes) + 1
+        position, size = workflow_layout.NOTE if self.compact else ([-460, 0], [400, 560])
         return {
-            "id": number, "type": "MarkdownNote", "pos": [-460, 0], "size": [400, 560], "flags": {},
+            "id": number, "type": "MarkdownNote", "pos": position, "size": size, "flags": {},
             "order": number - 1, "mode": 0, "inputs": [], "outputs": [], "title": "Read me",
             "properties": {}, "widgets_values": [self.note], "color": "#222", "bgcolor": "#000",
         }  # fmt: skip

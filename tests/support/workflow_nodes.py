@@ -43,6 +43,8 @@ KINDS = {
     "DualCLIPLoader": Kind("Text encoders", ("CLIP",)),
     "VAELoader": Kind("VAE", ("VAE",)),
     "ControlNetLoader": Kind("ControlNet", ("CONTROL_NET",)),
+    "LTXAVTextEncoderLoader": Kind("Text encoder", ("CLIP",)),
+    "LTXVAudioVAELoader": Kind("VAE of the sound", ("VAE",), names=("Audio VAE",)),
     "LoraLoader": Kind("LoRA", ("MODEL", "CLIP"), ("model", "clip")),
     "LoraLoaderModelOnly": Kind("LoRA", ("MODEL",), ("model",)),
     "LoadImage": Kind("Picture", ("IMAGE", "MASK"), taller=300),
@@ -63,11 +65,23 @@ KINDS = {
     "ControlNetApplyAdvanced": Kind(
         "Apply the ControlNet", CONDITIONINGS, (*BOTH, "control_net", "image", "vae"), BOTH
     ),
+    "TextEncodeQwenImageEditPlus": Kind("Prompt", ("CONDITIONING",), ("clip", "vae", "image1"), taller=90),
+    "FluxKontextMultiReferenceLatentMethod": Kind("Place of the picture", ("CONDITIONING",), ("conditioning",)),
+    "WanImageToVideo": Kind(
+        "Size and first picture", (*CONDITIONINGS, "LATENT"), (*BOTH, "vae", "start_image"), (*BOTH, "latent")
+    ),
+    "MiniMaxH3ImageToVideo": Kind(
+        "Prompt and size", ("CONDITIONING", "LATENT"), ("clip", "vae"), ("positive", "LATENT"), taller=90
+    ),
     # pictures and latents
     "EmptyLatentImage": Kind("Image size", ("LATENT",)),
     "EmptySD3LatentImage": Kind("Image size", ("LATENT",)),
     "EmptyHunyuanLatentVideo": Kind("Video size", ("LATENT",)),
     "EmptyLTXVLatentVideo": Kind("Video size", ("LATENT",)),
+    "EmptyFlux2LatentImage": Kind("Image size", ("LATENT",)),
+    "LTXVEmptyLatentAudio": Kind("Length of the sound", ("LATENT",), ("audio_vae",), ("Latent",)),
+    "LTXVConcatAVLatent": Kind("Video and sound", ("LATENT",), ("video_latent", "audio_latent"), ("latent",)),
+    "LTXVSeparateAVLatent": Kind("Video, sound", LATENTS, ("av_latent",), ("video_latent", "audio_latent")),
     "ImageScale": Kind("Size of the result", ("IMAGE",), ("image",)),
     "FluxKontextImageScale": Kind("A size that Kontext knows", ("IMAGE",), ("image",)),
     "Canny": Kind("Edges", ("IMAGE",), ("image",)),
@@ -82,12 +96,17 @@ KINDS = {
     "KSamplerSelect": Kind("Sampling method", ("SAMPLER",)),
     "BasicScheduler": Kind("Steps", ("SIGMAS",), ("model",)),
     "LTXVScheduler": Kind("Steps", ("SIGMAS",), ("latent",)),
+    "ManualSigmas": Kind("Steps", ("SIGMAS",)),
+    "Flux2Scheduler": Kind("Steps", ("SIGMAS",)),
+    "CFGGuider": Kind("Guider", ("GUIDER",), ("model", *BOTH)),
     "BasicGuider": Kind("Guider", ("GUIDER",), ("model", "conditioning")),
     "RandomNoise": Kind("Seed", ("NOISE",)),
     # results
     "VAEDecode": Kind("Decode", ("IMAGE",), ("samples", "vae")),
     "VAEDecodeTiled": Kind("Decode in tiles", ("IMAGE",), ("samples", "vae")),
-    "CreateVideo": Kind("Frames to a video", ("VIDEO",), ("images",)),
+    "VAEDecodeAudio": Kind("Decode the sound", ("AUDIO",), ("samples", "vae")),
+    "LTXVAudioVAEDecode": Kind("Decode the sound", ("AUDIO",), ("samples", "audio_vae"), ("Audio",)),
+    "CreateVideo": Kind("Frames to a video", ("VIDEO",), ("images", "audio")),
     "SaveImage": Kind("Save the image", (), ("images",), taller=300),
     "SaveVideo": Kind("Save the video", (), ("video",), taller=300),
 }

@@ -25,6 +25,19 @@ NOTE = """\
 {files}
 
 Any other model of the same family works as well: choose it in the loader."""
+TEMPLATE = """\
+## {title}
+
+**What to expect**
+- The first step compiles the model: seconds to a minute, with a bar on the green node.
+- After that every size, batch and prompt runs at full speed, and after a restart as well.
+- The green node says how much faster it is, once one picture was made with the node bypassed (Ctrl+B).
+- A LoRA goes in front of the green node, another strength or LoRA compiles nothing again.
+
+**Files this workflow wants**
+{files}
+
+Any other model of the same family works as well: choose it in the loader."""
 NOT_COMPILED = """\
 - This is the family's usual workflow without Nexfort, to compare with: queue the same seed here and there.
 - To compile it, put Nexfort Compile Model last before the sampler, or open `{key}_compile_model`.
@@ -60,15 +73,24 @@ on. Elsewhere it is `O2`, and the report says so.
 
 def describe(graph: Graph, family: Family, flavour: str) -> None:
     """Write the note of a workflow that has all its nodes."""
+    files = "\n".join(filter(None, (_files(graph), family.remark)))
+    expect = NOT_COMPILED.format(key=family.key) if flavour == PLAIN else EXPECT + MORE[flavour]
+    graph.note = NOTE.format(title=title(family, flavour), expect=expect, files=files)
+
+
+def describe_template(graph: Graph, name: str) -> None:
+    """Write the note of a template that has all its nodes."""
+    graph.note = TEMPLATE.format(title=name, files=_files(graph))
+
+
+def _files(graph: Graph) -> str:
     lines = [
         f"- `models/{folder}/{name}`" + (f" ([get it]({address}))" if address else "")
         for name, folder, address in dict.fromkeys(models for node in graph.nodes for models in node["models"])
     ]
     if any(node["kind"] == "LoadImage" for node in graph.nodes):
         lines.append(f"- `input/{PICTURE}`, which comes with ComfyUI; or any picture of yours")
-    lines += [family.remark] if family.remark else []
-    expect = NOT_COMPILED.format(key=family.key) if flavour == PLAIN else EXPECT + MORE[flavour]
-    graph.note = NOTE.format(title=title(family, flavour), expect=expect, files="\n".join(lines))
+    return "\n".join(lines)
 
 
 def title(family: Family, flavour: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures that ComfyUI's template browser shows beside the workflows: family, flavour, and the graph in small.
+"""The pictures that ComfyUI's template browser shows beside the templates: title, purpose, and the graph in small.
 
 The browser asks for `<name>.jpg` beside `<name>.json` and shows it as a square. Drawn from the graph alone; the bytes
 may differ between versions of Pillow, so `alike` compares what is seen.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import workflow_layout
 from PIL import Image, ImageChops, ImageDraw, ImageFont
-from workflow_families.family import FLAVOURS, Family
 from workflow_graph import Graph
 from workflow_nodes import KINDS
 
@@ -26,15 +26,15 @@ WIRES = {
 }  # fmt: skip
 
 
-def draw(graph: Graph, family: Family, flavour: str) -> Image.Image:
-    """The picture of one workflow."""
+def draw(graph: Graph, title: str, does: str) -> Image.Image:
+    """The picture of one template."""
     side = SIDE * FINER
     picture = Image.new("RGB", (side, side), BACK)
     pen = ImageDraw.Draw(picture)
     margin, most = side // 16, side - side // 8
     top = side // 6  # the browser's own badge covers the corner above
-    _text(pen, (margin, top), family.title, STRONG, side // 11, most)
-    _text(pen, (margin, top + side // 8), FLAVOURS[flavour], PALE, side // 18, most)
+    _text(pen, (margin, top), title, STRONG, side // 11, most)
+    _text(pen, (margin, top + side // 8), does, PALE, side // 18, most)
     _graph(pen, graph, (margin, top + side // 4, side - margin, side - margin))
     return picture.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
@@ -57,7 +57,7 @@ def _text(pen: Any, place: tuple[int, int], text: str, colour: str, height: int,
 
 def _graph(pen: Any, graph: Graph, frame: tuple[int, int, int, int]) -> None:
     """The nodes where the canvas has them, brought to the frame, with their links."""
-    places = graph.places()
+    places = workflow_layout.seen(graph.nodes, graph.folded)
     wide = max(x + w for (x, _), (w, _) in places.values())
     high = max(y + h for (_, y), (_, h) in places.values())
     across, down = (frame[2] - frame[0]) / wide, (frame[3] - frame[1]) / high

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example workflows, written once: `workflows/*.json`, `workflows/*.jpg` and `workflows/api/*.json` come from here.
+"""The example workflows, written once: `workflows/`, `example_workflows/` and `subgraphs/` come from here.
 
     python tests/support/workflow_source.py           says whether the files are what this source gives
     python tests/support/workflow_source.py --write   writes them
 
-What a family's workflow consists of is in workflow_families/, one file for each kind of network. Widgets stand in the
-order of the front end; tests/nodes/test_workflows.py proves names, order and link types against a real server. It
-needs no ComfyUI itself, and Pillow for the pictures.
+ComfyUI shows what lies in `example_workflows/`, see workflow_templates.py, and in `subgraphs/`, see
+workflow_blueprint.py. It would show files in `workflows/` as well, and does not look into folders there. What a
+family's workflow consists of is in workflow_families/, one file for each kind of network. Widgets stand in the order of
+the front end; tests/nodes/test_workflows.py proves names, order and link types against a real server. It needs no
+ComfyUI itself, and Pillow for the pictures.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import workflow_blueprint
 import workflow_notes
 import workflow_pictures
 from PIL import Image
 from workflow_families import FAMILIES
 from workflow_graph import Graph
+from workflow_templates import TEMPLATES
 
-WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS, SHOWN, SUBGRAPHS = ROOT / "workflows", ROOT / "example_workflows", ROOT / "subgraphs"
 
 
 def build_all() -> dict[str, Graph]:
@@ -37,23 +43,25 @@ def build_all() -> dict[str, Graph]:
 
 
 def files() -> dict[Path, str]:
-    """Path -> text of every JSON file below `workflows/`."""
+    """Path -> text of every JSON file."""
     found = {}
     for name, graph in build_all().items():
-        for path, content in ((f"{name}.json", graph.ui()), (f"api/{name}.json", graph.api())):
-            found[WORKFLOWS / path] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        for path, content in ((f"canvas/{name}.json", graph.ui()), (f"api/{name}.json", graph.api())):
+            found[WORKFLOWS / path] = _text(content)
+    found[SUBGRAPHS / f"{workflow_blueprint.NAME}.json"] = _text(workflow_blueprint.build())
+    for template in TEMPLATES:
+        found[SHOWN / f"{template.title}.json"] = _text(template.graph().ui())
     return found
 
 
+def _text(content: Any) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def pictures() -> dict[Path, Image.Image]:
-    """Path -> picture of every workflow."""
-    graphs = build_all()
+    """Path -> picture of every template."""
     return {
-        WORKFLOWS / f"{family.key}_{flavour}.jpg": workflow_pictures.draw(
-            graphs[f"{family.key}_{flavour}"], family, flavour
-        )
-        for family in FAMILIES
-        for flavour in family.all_flavours
+        SHOWN / f"{one.title}.jpg": workflow_pictures.draw(one.graph(), one.title, one.does) for one in TEMPLATES
     }
 
 
@@ -62,7 +70,7 @@ def different() -> list[Path]:
     texts, drawn = files(), pictures()
     found = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     found += [path for path, picture in drawn.items() if not _is_there(path, picture)]
-    there = {path for path in WORKFLOWS.rglob("*") if path.is_file()}
+    there = {path for folder in (WORKFLOWS, SHOWN, SUBGRAPHS) for path in folder.rglob("*") if path.is_file()}
     return found + sorted(there - set(texts) - set(drawn))
 
 
@@ -92,7 +100,7 @@ def main() -> None:
         write()
     found = different()
     for path in found:
-        print(f"{path.relative_to(WORKFLOWS.parent)} differs; python tests/support/workflow_source.py --write")
+        print(f"{path.relative_to(ROOT)} differs; python tests/support/workflow_source.py --write")
     sys.exit(1 if found else 0)
 
 

@@ -75,9 +75,11 @@ def size(graph: Graph, kind: str, width: int, height: int, length: int = 0) -> O
 # ---- what is done to the model ---------------------------------------------------------------------------
 
 
-def lora(graph: Graph, model: Out, clip: Out | None = None, which: File = ANY_LORA) -> tuple[Out, ...]:
+def lora(
+    graph: Graph, model: Out, clip: Out | None = None, which: File = ANY_LORA, strength: float = 1.0
+) -> tuple[Out, ...]:
     """A LoRA on the model, and on the text encoder where the family's LoRAs have a part for it."""
-    widgets: dict[str, object] = {"lora_name": which[0], "strength_model": 1.0}
+    widgets: dict[str, object] = {"lora_name": which[0], "strength_model": strength}
     if clip is None:
         return graph.add("LoraLoaderModelOnly", 1, "", widgets, (which,), model=model)
     return graph.add("LoraLoader", 1, "", widgets | {"strength_clip": 1.0}, (which,), model=model, clip=clip)
@@ -182,17 +184,33 @@ def sampler(graph: Graph, model: Out, texts: tuple[Out, Out], latent: Out, setti
     return graph.add("KSampler", 3, "", widgets, **links)[0]
 
 
+def advanced_sampler(graph: Graph, guider: Out, sigmas: Out, latent: Out, method: str) -> Out:
+    """The sampler whose parts are nodes of their own."""
+    seed = {"noise_seed": 42, "control_after_generate": "randomize"}
+    links = {
+        "noise": graph.add("RandomNoise", 3, "", seed)[0],
+        "guider": guider,
+        "sampler": graph.add("KSamplerSelect", 3, "", {"sampler_name": method})[0],
+        "sigmas": sigmas,
+        "latent_image": latent,
+    }
+    return graph.add("SamplerCustomAdvanced", 3, **links)[0]
+
+
 def save_image(graph: Graph, samples: Out, vae: Out) -> None:
     """Decode and save an image."""
     image = graph.add("VAEDecode", 4, samples=samples, vae=vae)[0]
     graph.add("SaveImage", 4, "", {"filename_prefix": f"nexfort/{graph.name}"}, images=image)
 
 
-def save_video(graph: Graph, samples: Out, vae: Out, fps: float, tiled: bool = False) -> None:
+def save_video(
+    graph: Graph, samples: Out, vae: Out, fps: float, tiled: bool = False, audio: Out | None = None
+) -> None:
     """Decode and save a video."""
     tiles = {"tile_size": 256, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
     kind, widgets = ("VAEDecodeTiled", tiles) if tiled else ("VAEDecode", {})
     frames = graph.add(kind, 4, "", widgets, samples=samples, vae=vae)[0]
-    video = graph.add("CreateVideo", 4, "", {"fps": fps}, images=frames)[0]
+    heard = {} if audio is None else {"audio": audio}
+    video = graph.add("CreateVideo", 4, "", {"fps": fps}, images=frames, **heard)[0]
     saving = {"filename_prefix": f"nexfort/{graph.name}", "format": "auto", "codec": "auto"}
     graph.add("SaveVideo", 4, "", saving, video=video)

@@ -28,14 +28,22 @@ def wan21(graph: Graph, flavour: str) -> None:
 
 def wan22(graph: Graph, flavour: str) -> None:
     """Wan 2.2: 20 steps, or 4 with the LoRAs that are made for them. Both models have the same artefacts."""
-    models = [_of_noise(graph, flavour, noise) for noise in ("high", "low")]
+    models = [of_noise(graph, flavour, noise) for noise in ("high", "low")]
     clip = parts.text_encoder(graph, (TEXT,), "wan")
     image = parts.file("vae", "wan_2.1_vae.safetensors", FILES22 + "vae/")
     vae = graph.add("VAELoader", 0, "", {"vae_name": image[0]}, (image,))[0]
     latent = parts.size(graph, "EmptyHunyuanLatentVideo", 640, 640, 81)
     vae = parts.compile_vae(graph, flavour, vae)
     texts = parts.prompts(graph, clip, PROMPT, parts.NEGATIVE)
-    steps, cfg = (4, 1.0) if flavour == LORA else (20, 3.5)
+    latent = half_samplers(graph, models, texts, latent, (4, 1.0) if flavour == LORA else (20, 3.5))
+    parts.save_video(graph, latent, vae, 16.0)
+
+
+def half_samplers(
+    graph: Graph, models: list[Out], texts: tuple[Out, Out], latent: Out, settings: tuple[int, float]
+) -> Out:
+    """Two samplers, each with its model for half of the steps. settings: steps, CFG."""
+    steps, cfg = settings
     half = steps // 2
     for title, model, begin, end in (("First half", models[0], 0, half), ("Second half", models[1], half, steps)):
         first = begin == 0
@@ -47,16 +55,16 @@ def wan22(graph: Graph, flavour: str) -> None:
         }  # fmt: skip
         links = {"model": model, "positive": texts[0], "negative": texts[1], "latent_image": latent}
         latent = graph.add("KSamplerAdvanced", 3, f"Sampler: {title.lower()}", widgets, **links)[0]
-    parts.save_video(graph, latent, vae, 16.0)
+    return latent
 
 
-def _of_noise(graph: Graph, flavour: str, noise: str) -> Out:
-    """The model for much or for little noise, with all that is done to it."""
-    name = f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors"
+def of_noise(graph: Graph, flavour: str, noise: str, kind: str = "t2v", lora: str = "v1.1") -> Out:
+    """The model for much or for little noise, with all that is done to it. lora: the version of its LoRA."""
+    name = f"wan2.2_{kind}_{noise}_noise_14B_fp8_scaled.safetensors"
     unet = parts.file("diffusion_models", name, FILES22 + "diffusion_models/")
     model = parts.diffusion_model(graph, unet, f"Diffusion model for {noise} noise")
     if flavour == LORA:
-        name = f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{noise}_noise.safetensors"
+        name = f"wan2.2_{kind}_lightx2v_4steps_lora_{lora}_{noise}_noise.safetensors"
         model = parts.lora(graph, model, which=parts.file("loras", name, FILES22 + "loras/"))[0]
     model = parts.shifted(graph, model, 5.0)
     return parts.compile_model(graph, flavour, model, f"Nexfort Compile Model, {noise} noise")
