@@ -37,9 +37,10 @@ from .dispatch.verify import Verifier
 from .guards.call_spec import of_its_own
 from .lowering import worker_pool
 from .lowering.preload import import_ahead, import_tracing_ahead
+from .modules.boundaries import OwnForward
 from .modules.channels_last import is_channels_last, to_contiguous
 from .modules.regions import RegionSpec
-from .modules.tree import own_foreign
+from .modules.tree import is_carrier, own_foreign
 from .reporting.report import Report, named
 from .reporting.resource_shortages import begun, describe_error
 from .runtime.engine_state import EngineState, HostHooks
@@ -91,6 +92,7 @@ class Engine:
         self.builder = Builder(self.state, self.table, planner, self._eligibility)
         self._innermost: bool | None = None  # whether the backbone's own weights lie so
         self._verify_due = False
+        self._own_forward = OwnForward(root)
 
     def _region(self, spec: RegionSpec) -> Region:
         return Region(self.state, spec, self.builder, self.memory.others_give_way)
@@ -256,7 +258,7 @@ class Engine:
         self, run: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext, *, graphs: bool = True
     ) -> Any:
         self.state.known.watched.look()
-        session.begin(wary=self.table.sets_names or self._brings_code(args, kwargs))
+        session.begin(wary=self.table.sets_names or session.others_around or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
@@ -333,12 +335,13 @@ class Engine:
             self.refresh()
         for region in self.table.regions:
             if region.module is not root:
-                if stand_in(region.module):
+                session.others_around |= is_carrier(region.module)
+                if stand_in(region.module, region.own_forward):
                     placed.append(region.module)
                 else:
-                    self.report.eager(region.path, f"it carries {region.carries()}")
+                    self.report.eager(region.path, f"it carries {own_foreign(region.module)}")
         if watch_root:
-            if stand_in(root):
+            if stand_in(root, self._own_forward):
                 placed.append(root)
             elif counted:
                 why = f"the network carries {own_foreign(root)}"

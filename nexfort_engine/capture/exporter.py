@@ -29,10 +29,11 @@ from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused, ValueUsed
 from ..guards.scalar_inputs import Strength, StrengthUsed
+from ..modules.boundaries import uncapturable
 from ..modules.channels_last import copy_to_channels_last, is_of_order, only_convolved
 from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
-from ..modules.tree import Hidden, foreign
+from ..modules.tree import Hidden
 from ..system.process_settings import tracing_scope
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
@@ -64,7 +65,7 @@ def capture(
     default one. dynamic: sizes of 2 and more become symbols; otherwise every size is fixed. Raises Refused with the
     reason where no artefact can stand for the block; anything torch raises while tracing passes through.
     """
-    reason = foreign(module)
+    reason = uncapturable(module)
     if reason:
         raise Refused(f"it carries {reason}")
     given = (module, example, dynamic, weights, hidden or {}, images, device)
@@ -291,7 +292,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     inputs = _inputs(program, trace)
-    own = {w.data_ptr() for w in trace.weights if w.numel()}
+    own = {w.data_ptr() for w in (*trace.weights, *trace.of_boundaries()) if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
     for place, weight in trace.own.items():
@@ -334,6 +335,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         lasting=[trace.lasting[i] for i in weights],
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
+        boundaries=list(trace.boundaries),
         images=trace.images,
         names=reached,
         only_here=only_here,

@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
 _OF_MODULES = vars(nn.Module)
 _MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
+_AT_BOUNDARY = "_nexfort_at_boundary"
+# with the copy of a module, the module's class, whether it is called as a module, and the arguments
+AtBoundary = Callable[[nn.Module, type[nn.Module], bool, tuple[Any, ...], dict[str, Any]], Any]
 Reads = dict[tuple[str, str], Any]
 
 
@@ -45,21 +48,28 @@ class Shadow:
         weights: list[torch.Tensor] | None = None,
         hidden: Hidden | None = None,
         strengths: Mapping[Place, Strength] | None = None,
+        boundaries: Collection[str] = (),
+        at_boundary: AtBoundary | None = None,
     ) -> None:
         """weights: the tensors to put in, in the order of WeightSlots; None: those of the module.
 
         hidden: id(submodule) -> attributes that it shows in the place of its own. strengths: what stands for numbers.
+        boundaries: dotted names of modules, with those below them, whose weights stay what they are; a call of one of
+        these is `at_boundary`'s.
         """
         hidden = hidden or {}
         self.reads: Reads = {}
         copies: dict[int, nn.Module] = {}
         for path, sub in module.named_modules():
-            kind = _recording_class(type(sub))  # type: ignore[arg-type]  # classes are hashable
+            make = _boundary_class if path in boundaries else _recording_class
+            kind = make(type(sub))  # type: ignore[arg-type]  # classes are hashable
             copied = copies[id(sub)] = kind.__new__(kind)
             copied.__dict__[_MARK] = (self.reads, path)
         for sub in module.modules():
-            _fill(copies[id(sub)].__dict__, sub.__dict__, copies)
             own = copies[id(sub)].__dict__
+            is_plain = sub is not module and own[_MARK][1] not in boundaries
+            _fill(own, sub.__dict__, copies, () if is_plain else ("forward",))
+            own[_AT_BOUNDARY] = at_boundary
             own.update(hidden.get(id(sub), {}))
             if own.pop(CASTS_TO_INPUT, False):
                 _cast_weights_to_input(copies[id(sub)])
@@ -70,7 +80,7 @@ class Shadow:
         for (path, name, keys), strength in (strengths or {}).items():
             put(self.module.get_submodule(path).__dict__[name], keys, strength)
         if weights is not None:
-            for (table, name), value in zip(WeightSlots(self.module).slots, weights, strict=True):
+            for (table, name), value in zip(WeightSlots(self.module, (), boundaries).slots, weights, strict=True):
                 table[name] = value
 
     def settle(self) -> None:
@@ -79,6 +89,11 @@ class Shadow:
             made = self._copies[path]
             if name in made.__dict__ or name in made._buffers or name in made._parameters or name in made._modules:
                 del self.reads[path, name]
+
+
+def path_of(copied: nn.Module) -> str:
+    """The dotted name of what a copy stands for."""
+    return str(copied.__dict__[_MARK][1])
 
 
 def _cast_weights_to_input(layer: nn.Module) -> None:
@@ -107,10 +122,12 @@ def _cast_weights_to_input(layer: nn.Module) -> None:
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deque, types.SimpleNamespace)
 
 
-def _fill(own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module]) -> None:
+def _fill(
+    own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module], without: Collection[str]
+) -> None:
     for name, value in original.items():
-        if name == "forward" and getattr(value, "nexfort_shim", False):
-            continue  # it would run the block itself
+        if name in without or (name == "forward" and getattr(value, "nexfort_shim", False)):
+            continue  # it would run the block itself, or is not the block's own
         own[name] = dict(value) if name in ("_parameters", "_buffers") else _mapped(value, copies)
 
 
@@ -135,6 +152,21 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
         function, args, words = (_mapped(part, copies, depth - 1) for part in (value.func, value.args, value.keywords))
         return functools.partial(function, *args, **words)
     return value
+
+
+@functools.cache
+def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """As `_recording_class`, for a module that carries code of others."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_AT_BOUNDARY](self, kind, False, args, kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_AT_BOUNDARY](self, kind, True, args, kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    recording: Any = _recording_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    return type(kind.__name__, (recording,), {"forward": forward, "__call__": call, **names})
 
 
 @functools.cache

@@ -22,13 +22,15 @@ from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
+from ..modules.boundaries import boundaries
 from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
 from ..modules.tree import ABSENT, Hidden, WeightSlots
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
 from .backend_operators import Picks, backends_by_operators
-from .shadow_module import Reads, Shadow
+from .boundary_calls import call_as_it_is
+from .shadow_module import Reads, Shadow, path_of
 from .shape_recorder import SizesKeptFree
 from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
 from .source_hashes import walked
@@ -54,7 +56,8 @@ class Trace:
         """images, device: as for `capture`. told: weights of convolutions are shown with channels innermost."""
         self.block, self.example, self.hidden, self.images = block, example, hidden, images
         absent = {n for shown in hidden.values() for n, value in shown.items() if value is ABSENT}
-        slots = WeightSlots(block, absent)
+        self.boundaries = boundaries(block)
+        slots = WeightSlots(block, absent, self.boundaries)
         given = weights if weights is not None else slots.read()
         self.names = slots.names
         self.parts = Parts.of(given)  # None: all of them are plain
@@ -85,6 +88,15 @@ class Trace:
             for path, name, keys in scalar_inputs.places(block)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
+
+    def at_boundary(self, child: nn.Module, kind: type[nn.Module], called: bool, args: Any, kwargs: Any) -> Any:
+        """What a submodule gives that carries code of others."""
+        return call_as_it_is(self.sites, path_of(child), child, kind, called, args, kwargs)
+
+    def of_boundaries(self) -> list[torch.Tensor]:
+        """The weights of submodules that carry code of others, which no graph may hold."""
+        called = [self._modules[path] for path in self.boundaries]
+        return [tensor for child in called for tensor in (*child.parameters(), *child.buffers())]
 
     def admit(self, path: option_recorder.Path) -> None:
         """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
@@ -154,7 +166,7 @@ class Lifted(nn.Module):
         try:
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
-            shadow = Shadow(trace.block, whole, trace.hidden, standing)
+            shadow = Shadow(trace.block, whole, trace.hidden, standing, trace.boundaries, trace.at_boundary)
             trace.reads, held = shadow.reads, tensors_held(shadow.module)
             scopes = (SizesKeptFree(), own_operators(), default_device(trace.device))
             with walked() as trace.codes, ExitStack() as stack:

@@ -43,9 +43,9 @@ class Captured:
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor. sites: where it calls functions of its options (guards/callback_sites.py). images: as it was captured
-    for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other
-    process can compare, or "".
+    option tensor. sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the
+    submodules that carry such code. images: as it was captured for. names: what its code reached by name
+    (guards/name_guards.py). only_here: the first of these that no other process can compare, or "".
     """
 
     graph: torch.fx.GraphModule
@@ -66,6 +66,7 @@ class Captured:
     lasting: list[bool] = field(default_factory=list)
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
     sites: list[list[list[Any]]] = field(default_factory=list)
+    boundaries: list[str] = field(default_factory=list)
     images: bool = False
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..cudagraphs.host_constants import tensors_in
 from ..dispatch.eager_reasons import unfit_modes
 from ..runtime.engine_state import EngineState
 from ..system import compiler_processes
@@ -35,7 +36,8 @@ class Eligibility:
         if self._unsupported is None:
             stop = compiler_processes.cancel.set(self._state.hooks.cancel)
             try:
-                self._unsupported = unsupported(self._state.root, self._state.store.root) or ""
+                given = tensors_in((args, kwargs))
+                self._unsupported = unsupported(self._state.root, self._state.store.root, given) or ""
             except NotNow as error:  # the next step asks again
                 return str(error)
             finally:

@@ -30,10 +30,11 @@ from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
+from ..modules.boundaries import first_carrier
 from ..modules.channels_last import as_taken, is_of_order, to_channels_last
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
-from ..modules.tree import INTERNAL
+from ..modules.tree import INTERNAL, own_foreign
 from ..passes.registry import laid_out
 from ..reporting.report import named
 from ..runtime.devices import device_of
@@ -71,6 +72,10 @@ class Planner:
         if session.root is None or not self._state.config.dynamic:
             return []
         if self._table.sets_names:  # what the network's own code assigns would be as a further run leaves it
+            return []
+        if self._table.whole_region is None and (path := first_carrier(self._state.root)) is not None:
+            what = own_foreign(self._state.root.get_submodule(path), path)
+            self._state.report.note(f"regions are compiled one by one: it carries {what}, which may count its calls")
             return []
         call, args, kwargs = session.root
         args, kwargs = self._state.hooks.plain_call(args, kwargs)

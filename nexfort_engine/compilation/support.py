@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from ..cache.key import environment_parts, primary_key
 from ..cache.sidecar import recall, remember
 from ..lowering.preload import wait_for_import
 from ..lowering.vec_isa_cache import cpp_compiler
+from ..modules.boundaries import first_carrier
 from ..reporting.report import first_line
 from ..reporting.resource_shortages import PASSING, describe_error
 from ..system.compiler_processes import bounded, hung
@@ -35,11 +37,16 @@ class NotNow(Exception):
     """Whether something can be compiled here cannot be found out now. The text says why."""
 
 
-def unsupported(root: nn.Module, folder: Path | None = None) -> str | None:
-    """Why nothing can be compiled for this module here, or None. `folder`: see reason_for. Raises NotNow."""
+def unsupported(root: nn.Module, folder: Path | None = None, given: Iterable[torch.Tensor] = ()) -> str | None:
+    """Why nothing can be compiled for this module here, or None. `folder`: see reason_for. Raises NotNow.
+
+    given: what it is called with. It tells the device where hooks bring the weights.
+    """
     weight: torch.Tensor | None = next(root.parameters(), None)
     if weight is None:
         weight = next(root.buffers(), None)
+    if weight is not None and weight.device.type == "meta" and first_carrier(root) is not None:
+        weight = next(iter(given), weight)
     return reason_for(weight.device.type if weight is not None else "cpu", folder)
 
 

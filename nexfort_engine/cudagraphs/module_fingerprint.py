@@ -22,7 +22,7 @@ _Slots = tuple[list[dict[str, Any]], list[str]]
 class ModuleFingerprint:
     """The modules of a network outside its regions, as they are now.
 
-    A region itself is looked at too, for another forward: no shim is put there then, and its artefact is not asked.
+    A region itself is looked at too, for hooks and another forward: they run around its artefact.
     """
 
     def __init__(self, root: nn.Module, regions: list[nn.Module]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ..cudagraphs.host_constants import tensors_in
 from ..guards.call_spec import Flat
+from ..modules.boundaries import first_carrier
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
@@ -34,6 +35,8 @@ def is_repeatable(state: EngineState, session: ForwardContext) -> bool:
     Not where code of others, which may count its calls, saw a part of it, or where it changed what it was given.
     """
     if session.root is None or session.instead is not None or not state.is_quiet(*session.root[1:]):
+        return False
+    if first_carrier(state.root) is not None:
         return False
     return written_to(session.root[1:]) == session.written
 

@@ -4,34 +4,49 @@
 An instance-level `forward` that acts only in the context of the call that put it there (runtime/forward_context.py):
 for any other thread, and after the call, the block is its plain self. Two engines may share modules and run at once;
 the last call to leave takes the shims out.
+
+Where others put a forward of theirs in the place of the block's own, which calls the block's own, the shim stands where
+they hold that (modules/boundaries.py): what they do before and after it stays theirs.
 """
 
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from ..modules.boundaries import OwnForward, Place
 from ..modules.tree import compiled_elsewhere, replaced_forward
 from ..runtime.forward_context import current
 
 _lock = threading.Lock()
-_installed: dict[int, tuple[nn.Module, list[int]]] = {}
+_installed: dict[int, tuple[nn.Module, list[int], list[tuple[Place, Any]]]] = {}
 
 
-def stand_in(module: nn.Module) -> bool:
-    """Put a shim into a module, or count one more user of the one that is there. False: a foreign one is."""
+def stand_in(module: nn.Module, own: OwnForward) -> bool:
+    """Put a shim into a module, or count one more user of the one that is there. False: there is no place for one.
+
+    own: where a forward of others calls the module's own.
+    """
     with _lock:
         entry = _installed.get(id(module))
         if entry is not None:
             entry[1][0] += 1
             return True
-        if replaced_forward(module) is not None or compiled_elsewhere(module):
+        if compiled_elsewhere(module):
             return False
-        module.__dict__["forward"] = _forward(module)
-        _installed[id(module)] = (module, [1])
+        replaced = replaced_forward(module) is not None
+        places = own.places() if replaced else [Place(module.__dict__, "forward")]
+        if not places:
+            return False
+        shim = _forward(module)
+        before = [(place, place.get()) for place in places]
+        for place in places:
+            place.put(shim)
+        _installed[id(module)] = (module, [1], before if replaced else [])
         return True
 
 
@@ -43,6 +58,9 @@ def leave(module: nn.Module) -> None:
         if entry[1][0]:
             return
         del _installed[id(module)]
+        for place, before in entry[2]:
+            if getattr(place.get(), "nexfort_of", None) is module:
+                place.put(before)
         if getattr(module.__dict__.get("forward"), "nexfort_shim", False):
             del module.__dict__["forward"]
 
@@ -60,5 +78,6 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
         return session.on_call(module, plain, args, kwargs, session)
 
-    forward.nexfort_shim = True  # type: ignore[attr-defined]
+    forward.nexfort_shim, forward.nexfort_of = True, module  # type: ignore[attr-defined]
+    forward.__wrapped__ = types.MethodType(own, module)  # type: ignore[attr-defined]  # hooks ask for its signature
     return forward

@@ -19,11 +19,11 @@ import torch
 from ..cudagraphs.host_constants import unwatched
 from ..guards.call_spec import Flat, flatten_call
 from ..guards.callbacks import Strayed, raised_by, still_there
-from ..guards.option_recorder import look, where
+from ..guards.option_recorder import look
+from ..modules.boundaries import OwnForward, uncapturable
 from ..modules.channels_last import as_taken, holds_images, is_image
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
-from ..modules.tree import foreign
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
 from ..runtime.engine_state import EngineState
@@ -67,6 +67,7 @@ class Region:
         """make_room: has others give back what they hold of the device. Whether they held anything."""
         self.state, self.path, self.kind = state, spec.path or "(whole module)", spec.kind
         self.module, self.inner = spec.module, spec.inner
+        self.own_forward = OwnForward(spec.module)
         self._artifacts, self.make_room = artifacts, make_room
         # the backbone's own result lies as its code has it
         self.of_images = self.module is not state.root and holds_images(self.module)
@@ -143,9 +144,9 @@ class Region:
             try:
                 return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
             except Strayed as stray:
-                path, why = stray.path, str(stray)
+                target, why = stray.target, str(stray)
             # not before the error is gone, which holds on to what the artefact had made
-            self._declined.setdefault(key, []).append((still_there(flat.mappings, path), why))
+            self._declined.setdefault(key, []).append((still_there(flat.mappings, self.module, target), why))
             return self._eager(plain, args, kwargs, session, why)
         finally:
             if lease is not None:
@@ -198,8 +199,8 @@ class Region:
         except Exception as error:
             if session.capturing:
                 raise  # the capture is over, and the step runs region by region
-            if (path := raised_by(error)) is not None:
-                self._noted(error, f"by {where(path)}")
+            if (who := raised_by(error)) is not None:
+                self._noted(error, f"by {who}")
                 raise
             if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
@@ -323,8 +324,8 @@ class Region:
         return found
 
     def carries(self) -> str | None:
-        """Hooks and the like that keep the block from being captured or replaced now."""
-        return foreign(self.module)
+        """What keeps the block from being captured now."""
+        return uncapturable(self.module)
 
 
 def _shared(tensors: list[torch.Tensor], artefact: Artefact) -> bool:

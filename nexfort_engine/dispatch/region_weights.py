@@ -18,6 +18,7 @@ from torch import nn
 
 from ..cudagraphs.host_constants import unwatched
 from ..guards.option_recorder import Refused
+from ..modules.boundaries import boundaries
 from ..modules.tree import Hidden, Seen, WeightSlots, structure
 from ..runtime.artifact import Artefact
 from ..runtime.devices import device_of, weight_problem
@@ -38,7 +39,8 @@ class RegionWeights:
     def __init__(self, state: EngineState, module: nn.Module, changed: Callable[[], None]) -> None:
         """changed: called where the module is not what it was, so that no artefact that is known may run."""
         self._state, self._module, self._changed = state, module, changed
-        self.slots = WeightSlots(module, state.besides)
+        self.boundaries = boundaries(module)  # what carries code of others takes its weights itself
+        self.slots = WeightSlots(module, state.besides, self.boundaries)
         self.parts: Parts | None = None
         self._seen = Seen()
         self._dtypes: list[torch.dtype] = []
@@ -55,7 +57,7 @@ class RegionWeights:
     def layers(self) -> Layers | None:
         """The layers whose weights the host may lease; None without such a host."""
         if self._layers is None and self._state.provider is not None:
-            self._layers = Layers(self._state.provider, self._module, self.slots.names)
+            self._layers = Layers(self._state.provider, self._module, self.slots.names, self.boundaries)
         return self._layers
 
     def due(self) -> list[Any]:
@@ -190,10 +192,12 @@ class RegionWeights:
 
         An artefact that is known for a submodule that comes back would be given the weights of the one that left.
         """
-        slots = WeightSlots(self._module, self._state.besides)
-        if [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]:
+        called = boundaries(self._module)
+        slots = WeightSlots(self._module, self._state.besides, called)
+        same = [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]
+        if same and called == self.boundaries:
             return False
-        self.slots, self._layers = slots, None
+        self.slots, self.boundaries, self._layers = slots, called, None
         self._changed()
         return True
 
@@ -203,7 +207,8 @@ class RegionWeights:
             weights = self._as_taken(self.slots.read())
             plain = (self.parts.take(weights) if self.parts is not None else None) or weights
             strides = [list(w.stride()) if not w.is_contiguous() else 0 for w in plain]
-            self._structure = [structure(self._module, self._leased, self._state.besides), strides]
+            weights_of = structure(self._module, self._leased, self._state.besides, self.boundaries)
+            self._structure = [weights_of, strides, *([["boundaries", *self.boundaries]] if self.boundaries else [])]
             if self.parts is not None:
                 self._structure.append(self.parts.text)
         return self._structure

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import types
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -17,14 +18,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..modules.tree import PLAIN
-from .callbacks import Row, named, operator
-from .option_guards import from_json_path, json_path
+from .callbacks import MODULE, Row, describe_target, named, operator
+from .option_guards import json_path
 from .option_recorder import BOOKKEEPING, Path, Place, ReadSet, Recording, Refused, Sentinel, cannot_hold, where
 from .scalar_inputs import Strength
 
 _OWN = torch.dtype, torch.device, torch.layout, torch.memory_format
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
-_SITE, _SPARE = 4, 5  # places among the operator's arguments
+_SITE, _SPARE = 5, 6  # places among the operator's arguments
 
 
 class Sites:
@@ -34,11 +35,12 @@ class Sites:
         self.rows: list[Row] = []
         self.log = ReadSet({})
         self.token: torch.Tensor | None = None  # what the last call gave for the next, so that their order stays
+        self.shaping = False  # code of the block's own is run for the shapes of what it gives; nothing is recorded
         self.handed: list[tuple[Any, Row]] = []  # containers of the block's, and how they were written down
 
     def begin(self, log: ReadSet) -> None:
         """The block's code begins to run, perhaps once more."""
-        self.rows, self.log, self.token, self.handed = [], log, None, []
+        self.rows, self.log, self.token, self.handed, self.shaping = [], log, None, [], False
 
 
 class Substitute:
@@ -56,24 +58,47 @@ class Substitute:
         raise Refused(_cannot_hold(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        own = args[0] if args else None
+        own: Any = args[0] if args else None
         if type(own) not in _FUNCTIONS:
             raise Refused(_cannot_hold(self))
         sites, path = object.__getattribute__(self, "_sites"), object.__getattribute__(self, "_path")
-        rows = _Rows(path, sites)
-        row = [json_path(path), rows.of_each(args), rows.of_items(kwargs)]
-        if not rows.tensors:
-            raise Refused(f"it hands no tensor to {where(path)}")
-        first = rows.tensors[0]
-        expected = _result_of(own, args[1:], kwargs, first)
-        if not isinstance(expected, torch.Tensor) or expected.device != first.device:
-            raise Refused(f"it takes another thing than one tensor from {where(path)}")
-        sizes = [rows.as_given(i, size) for i, size in enumerate(expected.shape)]
-        sites.rows.append(row)
-        number, spare = len(sites.rows) - 1, [False] * len(rows.tensors)
-        after = [sites.token] if sites.token is not None else []
-        result, sites.token = operator()(rows.tensors, rows.numbers, sizes, expected.dtype, number, spare, after)
-        return result
+
+        def expected(first: torch.Tensor) -> list[torch.Tensor]:
+            result = result_of(lambda args, kwargs: own(*args, **kwargs), args[1:], kwargs, first)
+            if not isinstance(result, torch.Tensor) or result.device != first.device:
+                raise Refused(f"it takes another thing than one tensor from {where(path)}")
+            return [result]
+
+        return called(sites, json_path(path), args, kwargs, expected)[0]
+
+
+def called(
+    sites: Sites,
+    target: Row,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    expected: Callable[[torch.Tensor], list[torch.Tensor]],
+    more: Callable[[], list[Any]] = list,
+) -> list[torch.Tensor]:
+    """The tensors that a target of `callbacks.py` gives, as results of a call in the graph. Raises Refused.
+
+    expected: for one of the tensors that are handed over, tensors like the results. more: the rest of the site's row,
+    which is known by then.
+    """
+    rows = _Rows(describe_target(target), sites)
+    row = [target, rows.of_each(args), rows.of_items(kwargs)]
+    if not rows.tensors:
+        raise Refused(f"it hands no tensor to {describe_target(target)}")
+    first, results = rows.tensors[0], expected(rows.tensors[0])
+    if any(result.device != first.device for result in results):
+        raise Refused(f"{describe_target(target)} gives back a tensor on another device than it is given one on")
+    sizes = [rows.as_given(i, size) for result in results for i, size in enumerate(result.shape)]
+    ranks, dtypes = [result.dim() for result in results], " ".join(str(result.dtype) for result in results)
+    sites.rows.append([*row, *more()])
+    number, spare = len(sites.rows) - 1, [False] * len(rows.tensors)
+    after = [sites.token] if sites.token is not None else []
+    *given_back, sites.token = operator()(rows.tensors, rows.numbers, sizes, ranks, dtypes, number, spare, after)
+    return given_back
 
 
 def _refused(self: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -91,10 +116,11 @@ def _cannot_hold(one: Substitute) -> str:
 class _Rows:
     """Values that a substitute is called with, as JSON; `tensors` and `numbers` are those that a graph computes."""
 
-    def __init__(self, path: Path, sites: Sites) -> None:
+    def __init__(self, target: str, sites: Sites) -> None:
+        """target: what they are handed to, in words."""
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[torch.SymInt] = []
-        self._path, self._sites = path, sites
+        self._target, self._sites = target, sites
 
     def of(self, value: Any) -> Row:
         kind = type(value)  # never `isinstance`, which is a use of what stands for an option
@@ -117,7 +143,7 @@ class _Rows:
             return ["function", *_name_of(value)]
         if kind in (Recording, dict, list):
             return self._of_container(value)
-        raise Refused(f"it hands a {kind.__qualname__} to {where(self._path)}")
+        raise Refused(f"it hands a {kind.__qualname__} to {self._target}")
 
     def of_each(self, values: Any) -> list[Row]:
         return [self.of(value) for value in values]
@@ -135,7 +161,7 @@ class _Rows:
             known = len(self._sites.handed)
             self._sites.handed.append((value, row))
         elif row != self._sites.handed[known][1]:
-            raise Refused(f"it changes what it has handed to {where(self._path)} before")
+            raise Refused(f"it changes what it has handed to {self._target} before")
         return ["made", known, row]
 
     def _written(self, value: Any) -> Row:
@@ -181,10 +207,27 @@ class _Rows:
         for given in sizes:
             if isinstance(given, torch.SymInt) and given.node.expr == size.node.expr:
                 return given
+        made = _computed(size.node.expr, sizes)
+        if made is not None:
+            return made
         for given in sizes:
             if _hint(given) == size.node.hint and size == given:
                 return given
-        raise Refused(f"a size of what {where(self._path)} gives back is none of its arguments'")
+        raise Refused(f"a size of what {self._target} gives back cannot be told from its arguments'")
+
+
+def _computed(expr: Any, sizes: Sequence[Any]) -> int | torch.SymInt | None:
+    """A size as it is computed of others, such as half of one; None where they do not tell."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    known = {s.node.expr: s for s in reversed(sizes) if isinstance(s, torch.SymInt) and s.node.expr.is_symbol}
+    if not expr.free_symbols <= known.keys():
+        return None
+    try:
+        return sympy_interp(PythonReferenceAnalysis, known, expr)
+    except NotImplementedError:
+        return None
 
 
 def _hint(size: int | torch.SymInt) -> int:
@@ -208,10 +251,10 @@ def _name_of(function: Any) -> list[Any]:
     raise Refused(f"it hands {function.__qualname__}() to code of others, which cannot be found by its name")
 
 
-def _result_of(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor) -> Any:
-    """What the block's own function would give, with its sizes as symbols; nothing of it is recorded.
+def result_of(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor) -> Any:
+    """What the block's own code would give, with its sizes as symbols; nothing of it is recorded.
 
-    first: one of the tensors that it is called with.
+    own: is called with such arguments, in two containers. first: one of the tensors among them.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import _disable_current_modes
@@ -227,7 +270,7 @@ def _result_of(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: t
         return kind(map(other, value)) if kind in (list, tuple) else value
 
     with _disable_current_modes(), first.fake_mode:
-        return own(*other(args), **{key: other(value) for key, value in kwargs.items()})
+        return own(other(args), {key: other(value) for key, value in kwargs.items()})
 
 
 # ---- the captured graph ----------------------------------------------------------------------------------------------
@@ -242,6 +285,8 @@ def settled(graph: GraphModule, rows: list[Row], weights: list[Node]) -> list[li
     if not rows:
         return []
     calls = [node for node in graph.graph.nodes if node.target is operator()]
+    if len(calls) != len(rows):
+        raise Refused("it does not use what code of others gives back, whose call a graph would leave out")
     numbers: dict[str, int] = {}
     found: list[list[Row]] = []
     spare = _Spare(graph, weights)
@@ -258,8 +303,15 @@ def settled(graph: GraphModule, rows: list[Row], weights: list[Node]) -> list[li
 
 def describe_sites(sites: list[list[Row]]) -> list[str]:
     """What a user should know of the functions that an artefact calls."""
-    paths = dict.fromkeys(where(from_json_path(path)) for rows in sites for path, *_ in rows)
-    return [f"{path} is called from inside compiled blocks, as it is" for path in paths]
+    targets = list({json.dumps(target): target for rows in sites for target, *_ in rows}.values())
+    layers = [target[1] for target in targets if target[:1] == [MODULE]]
+    options = dict.fromkeys(describe_target(target) for target in targets if target[:1] != [MODULE])
+    notes = [f"{option} is called from inside compiled blocks, as it is" for option in options]
+    if layers:
+        more = f" and {len(layers) - 2} more" if len(layers) > 2 else ""
+        which = ", ".join(layers[:2]) + more
+        notes.append(f"layers that carry code of others are called from inside compiled blocks, as they are: {which}")
+    return notes
 
 
 def _masked(row: Any) -> Any:

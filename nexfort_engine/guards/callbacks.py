@@ -9,6 +9,9 @@ with the result. Nothing of the function is traced or kept, so that exchanging o
 A function that is called in another way, without one of the block's own as its first argument, may give back anything:
 such a block runs eager. So does one whose function keeps tensors that it is handed, which compiled code writes over,
 changes those that the block still uses, or gives back something of another shape.
+
+Submodules that carry code of others (modules/boundaries.py) are called in the same way: their own forward says what
+comes back. What is called is a *target*: the JSON path of an option, or a submodule's row (`module_row`).
 """
 
 from __future__ import annotations
@@ -25,24 +28,48 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..modules.boundaries import put_on
+from ..modules.memory_format import Unsupported
+from .call_spec import TENSOR, Flat, flatten_result, spec_text
 from .option_guards import from_json_path
-from .option_recorder import BOOKKEEPING, MISSING, Path, look, where
+from .option_recorder import BOOKKEEPING, MISSING, look, where
 
 Row = list[Any]  # as JSON, what a value is and what it is made of
 _RAISED_BY = "_nexfort_raised_by"
 
 
+MODULE = "module"
+
+
+def module_row(path: str, *, called: bool) -> Row:
+    """The target that a submodule is. called: as a module, with its hooks; otherwise its forward alone is."""
+    return [MODULE, path, called]
+
+
+def describe_target(target: Row) -> str:
+    """What is called, in words."""
+    if target[:1] == [MODULE]:
+        return f"{target[1]}, which carries code of others,"
+    return where(from_json_path(target))
+
+
 class Strayed(Exception):
-    """A function did what no artefact can follow. The text is the reason; `path` is where it lies."""
+    """Code of others did what no artefact can follow. The text is the reason; `target` is what was called."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{where(path)} {what}")
-        self.path = path
+    def __init__(self, target: Row, what: str) -> None:
+        super().__init__(f"{describe_target(target)} {what}")
+        self.target = target
 
 
-def still_there(mappings: list[dict[Any, Any]], path: Path) -> Callable[[list[Any]], bool]:
-    """Whether mappings have the very function that these have there. It is not kept alive."""
+def still_there(mappings: list[dict[Any, Any]], module: nn.Module, target: Row) -> Callable[[list[Any]], bool]:
+    """Whether what is called is the very code of others that it is now. It is not kept alive."""
+    if target[:1] == [MODULE]:
+        child = module.get_submodule(target[1])
+        carried = put_on(child)
+        return lambda _: put_on(child) == carried
+    path = from_json_path(target)
     function = look(mappings, path)
     try:
         found: Callable[[], Any] = weakref.ref(function)
@@ -51,15 +78,19 @@ def still_there(mappings: list[dict[Any, Any]], path: Path) -> Callable[[list[An
     return lambda others: (kept := found()) is not None and look(others, path) is kept
 
 
-def raised_by(error: BaseException) -> Path | None:
-    """Where the function lies that raised an error, asked once; None where it was the engine's or torch's."""
+def raised_by(error: BaseException) -> str | None:
+    """Which code of others raised an error, asked once; None where it was the engine's or torch's."""
     return error.__dict__.pop(_RAISED_BY, None)
 
 
 @dataclass
 class _Call:
-    """One call of an artefact: its mappings, the places that it calls functions from, and what mappings must answer."""
+    """One call of an artefact: its mappings, the places that it calls functions from, and what mappings must answer.
 
+    module: whose artefact it is.
+    """
+
+    module: nn.Module
     mappings: list[dict[Any, Any]]
     sites: list[list[Row]]
     check: Callable[[list[Any]], bool]
@@ -81,14 +112,15 @@ def called_with(
     sites: list[list[Row]],
     check: Callable[[list[Any]], bool],
     changed: list[torch.Tensor],
+    module: nn.Module,
 ) -> Iterator[None]:
     """Inside the block an artefact finds its substitutes in these mappings.
 
     check: whether mappings answer as the captured ones did. changed: what the artefact writes to, put back as it was
-    where a function strayed, so that the block can run.
+    where a function strayed, so that the block can run. module: whose artefact it is.
     """
     before = [tensor.clone() for tensor in changed]
-    token = _current.set(_Call(mappings, sites, check))
+    token = _current.set(_Call(module, mappings, sites, check))
     try:
         yield
     except Strayed:
@@ -102,33 +134,54 @@ def called_with(
 def _substitute(
     given: list[torch.Tensor],
     numbers: list[int],
-    size: list[int],
-    dtype: torch.dtype,
+    sizes: list[int],
+    ranks: list[int],
+    dtypes: str,
     site: int,
     spare: list[bool],
     after: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     call = _current.get()
     row = call.next(site)
-    path = from_json_path(row[0])
+    target = row[0]
+    lends = target[:1] != [MODULE]  # hooks are there to keep what they see
     # as views, so that what is done to a tensor's sizes is not done to what compiled code holds
-    tensors = [tensor.detach() if own else _copy(tensor) for tensor, own in zip(given, spare, strict=True)]
-    lent = [tensor for tensor, own in zip(tensors, spare, strict=True) if own]
+    tensors = [t.detach() if own and lends else _copy(t) for t, own in zip(given, spare, strict=True)]
+    lent = [tensor for tensor, own in zip(tensors, spare, strict=True) if own and lends]
     copies = [tensor for tensor, own in zip(tensors, spare, strict=True) if not own]
     held, versions = list(map(_holders, lent)), [copy._version for copy in copies]
-    result = _called(call, row, tensors, numbers)
-    if type(result) is not torch.Tensor:
-        raise Strayed(path, f"gives back a {type(result).__qualname__} and not a tensor")
-    if (list(result.shape), result.dtype, result.device) != (list(size), dtype, given[0].device):
-        found = f"{result.dtype} {list(result.shape)} on {result.device}"
-        raise Strayed(path, f"gives back {found}, and not {dtype} {list(size)} on {given[0].device}")
-    is_own = _holders(result) == _alone() and not result.storage_offset()  # code that follows writes over it
-    result = result.contiguous() if is_own else result.clone(memory_format=torch.contiguous_format)
+    due = _taken_apart(_called(call, row, tensors, numbers), row)
+    results, device, rest = [], given[0].device, list(sizes)
+    for rank, dtype in zip(ranks, dtypes.split(), strict=True):
+        result, size, rest = due.pop(0), rest[:rank], rest[rank:]
+        if type(result) is not torch.Tensor:
+            raise Strayed(target, f"gives back a {type(result).__qualname__} and not a tensor")
+        if (list(result.shape), result.dtype, result.device) != (size, _torch_s(dtype), device):
+            found = f"{result.dtype} {list(result.shape)} on {result.device}"
+            raise Strayed(target, f"gives back {found}, and not {dtype} {size} on {device}")
+        is_own = _holders(result) == _alone() and not result.storage_offset()  # code that follows writes over it
+        results.append(result.contiguous() if is_own else result.clone(memory_format=torch.contiguous_format))
+    del result
     if list(map(_holders, lent)) != held:
-        raise Strayed(path, "keeps a tensor that it is given")
+        raise Strayed(target, "keeps a tensor that it is given")
     if [copy._version for copy in copies] != versions:
-        raise Strayed(path, "changes a tensor that the block may use afterwards")
-    return result, given[0].new_empty(1)
+        raise Strayed(target, "changes a tensor that the block may use afterwards")
+    return [*results, given[0].new_empty(1)]
+
+
+def _taken_apart(result: Any, row: Row) -> list[Any]:
+    """The tensors that came back. Raises Strayed where they lie in other containers than they should."""
+    wanted = row[3] if len(row) > 3 else TENSOR
+    if wanted == TENSOR:
+        return [result]
+    flat = Flat()
+    try:
+        found = spec_text(flatten_result(result, flat))
+    except Unsupported as reason:
+        raise Strayed(row[0], f"gives back {reason}") from None
+    if found != wanted:
+        raise Strayed(row[0], f"gives back {found}, and not {wanted}")
+    return flat.tensors
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,18 +194,22 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _called(call: _Call, row: Row, tensors: list[torch.Tensor], numbers: list[int]) -> Any:
-    path, args, kwargs = from_json_path(row[0]), row[1], row[2]
+    target, args, kwargs = row[:3]
     built = _Built(call, tensors, numbers)
-    function = look(call.mappings, path)
+    if target[:1] == [MODULE]:
+        child = call.module.get_submodule(target[1])
+        function = child if target[2] else child.forward
+    else:
+        function = look(call.mappings, from_json_path(target))
     given, more = built.of_each(args), built.of_items(kwargs)
     answered = call.check(call.mappings)  # not where the block wrote what it looked at before
     try:
         result = function(*given, **more)
     except BaseException as error:
-        error.__dict__[_RAISED_BY] = path
+        error.__dict__[_RAISED_BY] = describe_target(target)
         raise
     if answered and not call.check(call.mappings):
-        raise Strayed(path, "changes an option that the block looks at")
+        raise Strayed(target, "changes an option that the block looks at")
     return result
 
 
@@ -254,15 +311,16 @@ def _torch_s(text: str) -> Any:
 
 @functools.cache
 def operator() -> Any:
-    """`nexfort::substitute`: the function of a site, called with tensors and numbers; its result has `size`, `dtype`.
+    """`nexfort::substitute`: the function of a site, called with tensors and numbers.
 
+    sizes, ranks, dtypes: of the tensors that it gives: all sizes in a row, how many each has, their names in a row.
     spare: which of the tensors it may change. after: what the call before this one gave besides its result, so that
     calls stay in their order. What loads or unpacks code that calls it asks for it first.
     """
     library = torch.library.Library("nexfort", "FRAGMENT")
     library.define(
-        "substitute(Tensor[] given, SymInt[] numbers, SymInt[] size, ScalarType dtype, int site, bool[] spare, "
-        "Tensor[] after) -> (Tensor, Tensor)"
+        "substitute(Tensor[] given, SymInt[] numbers, SymInt[] sizes, int[] ranks, str dtypes, int site, bool[] spare, "
+        "Tensor[] after) -> Tensor[]"
     )
     library.impl("substitute", _substitute, "CompositeExplicitAutograd")
     torch.library.register_fake("nexfort::substitute", _fake, lib=library)
@@ -270,5 +328,9 @@ def operator() -> Any:
     return torch.ops.nexfort.substitute.default
 
 
-def _fake(given: Any, _numbers: Any, size: Any, dtype: Any, _site: Any, _spare: Any, _after: Any) -> Any:
-    return given[0].new_empty(size, dtype=dtype), given[0].new_empty(1)
+def _fake(given: Any, _numbers: Any, sizes: Any, ranks: Any, dtypes: str, _site: Any, _spare: Any, _after: Any) -> Any:
+    results, rest = [], list(sizes)
+    for rank, dtype in zip(ranks, dtypes.split(), strict=True):
+        size, rest = rest[:rank], rest[rank:]
+        results.append(given[0].new_empty(size, dtype=_torch_s(dtype)))
+    return [*results, given[0].new_empty(1)]

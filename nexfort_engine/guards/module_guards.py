@@ -15,7 +15,7 @@ import collections
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import repeat
 from operator import contains, is_, itemgetter
 from typing import Any
@@ -104,8 +104,17 @@ def _describe_function(value: Any, depth: int) -> Any:
 class ModuleState:
     """The attributes that one capture read on one module tree, as slots that are compared before every call."""
 
-    def __init__(self, module: nn.Module, rows: list[list[Any]], hidden: Hidden | None = None) -> None:
-        """rows: [path, attribute, described value] as `rows_of` gave them; `matches_text` must have held."""
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: list[list[Any]],
+        hidden: Hidden | None = None,
+        boundaries: Collection[str] = (),
+    ) -> None:
+        """rows: [path, attribute, described value] as `rows_of` gave them; `matches_text` must have held.
+
+        boundaries: dotted names of the submodules that carry code of others.
+        """
         hidden = hidden or {}
         by_path = dict(module.named_modules())
         slots: list[Slot] = []
@@ -137,7 +146,9 @@ class ModuleState:
         self._fields = [fields for value in held for fields in _objects_in(value)]
         self._objects = Snapshot(self._fields)
         below = [sub for sub in by_path.values() if sub is not module]
-        self._tree = Tree([module, *below], own_forwards=below)
+        carriers = [by_path[path] for path in boundaries]
+        own = [sub for sub in below if sub not in carriers] if carriers else below
+        self._tree = Tree([module, *below], own_forwards=own, carriers=carriers)
 
     def unchanged(self) -> bool:
         """Whether every attribute read at capture still has its value, and no submodule was exchanged or hooked.

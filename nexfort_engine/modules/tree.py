@@ -21,7 +21,7 @@ from torch import nn
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
 CASTS_TO_INPUT = "casts to input"  # among hidden attributes: the layer casts its weights to its input's dtype
@@ -33,15 +33,18 @@ class WeightSlots:
     """Where a module tree's tensors live: dictionaries and names, so that a list of them costs 30 ns a weight.
 
     names: dotted names; parameters first, then buffers, then plain tensor attributes, in the tree's order. parameters:
-    for each, whether it is one. besides: names of tensors that are no weights.
+    for each, whether it is one.
     """
 
-    def __init__(self, module: nn.Module, besides: Collection[str] = ()) -> None:
+    def __init__(self, module: nn.Module, besides: Collection[str] = (), without: Collection[str] = ()) -> None:
+        """besides: names of tensors that are no weights. without: dotted names of modules whose weights do not count,
+        with all below them.
+        """
         self.names: list[str] = []
         self.slots: list[Slot] = []
         self.parameters: list[bool] = []
-        for path, sub in module.named_modules():
-            for table, name, _ in _tensors_of(sub, besides):
+        for path, sub in modules_of(module, without):
+            for table, name, _ in tensors_of(sub, besides):
                 self.names.append(f"{path}.{name}" if path else name)
                 self.slots.append((table, name))
                 self.parameters.append(table is sub._parameters)
@@ -70,7 +73,7 @@ class Seen:
         return list(map(id, tensors)) == self._ids
 
 
-def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+def tensors_of(module: nn.Module, besides: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """The tensors of one module: the dictionary that each lies in, its name there, itself."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
     for table in tables:
@@ -80,20 +83,33 @@ def _tensors_of(module: nn.Module, besides: Collection[str]) -> Iterator[tuple[d
                 yield table, name, value
 
 
+def modules_of(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a tree by their dotted names, without these and what is below them."""
+    below = tuple(f"{path}." for path in without)
+    for path, sub in module.named_modules():
+        if not below or not f"{path}.".startswith(below):
+            yield path, sub
+
+
 def structure(
-    module: nn.Module, dtypes: Mapping[int, torch.dtype] | None = None, besides: Collection[str] = ()
+    module: nn.Module,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+    besides: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> list[list[Any]]:
     """Classes and weights of a module tree: [path, class, [[name, shape, dtype], ...]] a submodule, JSON-able.
 
-    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one. besides:
-    names of tensors that are no weights.
+    dtypes: place in the order of WeightSlots -> the dtype in which that weight is used, if it is another one. besides,
+    without: as for WeightSlots; of the weights of the latter shapes and dtypes count all the same.
     """
     rows: list[list[Any]] = []
     dtypes, place = dtypes or {}, itertools.count()
+    counted = {id(sub) for _, sub in modules_of(module, without)}
     for path, sub in module.named_modules():
+        counts = id(sub) in counted
         weights = [
-            [name, list(value.shape), str(dtypes.get(next(place), value.dtype))]
-            for _, name, value in _tensors_of(sub, besides)
+            [name, list(value.shape), str(dtypes.get(next(place), value.dtype) if counts else value.dtype)]
+            for _, name, value in tensors_of(sub, besides)
         ]
         rows.append([path, class_name(type(sub)), weights])
     return rows
@@ -113,12 +129,12 @@ def own_foreign(module: nn.Module, path: str = "") -> str | None:
     at = f" on {path}" if path else ""
     if compiled_elsewhere(module):
         return f"code of torch.compile{at}, which compiled it already"
-    for table in _HOOKS:
-        if module.__dict__.get(table):
-            return f"a forward hook{at}"
     replaced = replaced_forward(module)
     if replaced is not None:
         return f"a replaced forward{at} ({getattr(replaced, '__qualname__', type(replaced).__qualname__)})"
+    for table in HOOKS:
+        if module.__dict__.get(table):
+            return f"a forward hook{at}"
     if "parametrizations" in module._modules:
         return f"a parametrisation{at}"
     return None
@@ -146,22 +162,33 @@ def replaced_forward(module: nn.Module) -> Any:
     return forward
 
 
+def is_carrier(module: nn.Module) -> bool:
+    """Whether a module itself carries a hook or another forward than its class's."""
+    own = module.__dict__
+    return any(own[table] for table in HOOKS) or replaced_forward(module) is not None
+
+
 class Tree:
     """How some modules hang together: their submodules, hooks, and forwards put on them. Asked on every call: flat."""
 
-    def __init__(self, modules: list[nn.Module], own_forwards: list[nn.Module]) -> None:
-        """modules: whose submodules and hooks count. own_forwards: which must run their class's forward."""
+    def __init__(
+        self, modules: list[nn.Module], own_forwards: list[nn.Module], carriers: Collection[nn.Module] = ()
+    ) -> None:
+        """modules: whose submodules count. own_forwards: which must run their class's forward, without hooks.
+
+        carriers: which must have a hook, or another forward than their class's.
+        """
         children = [(module._modules, name) for module in modules for name in module._modules]
         self._parents, self._names = [table for table, _ in children], [name for _, name in children]
         self._children = [table.get(name) for table, name in children]
-        self._hooks = [module.__dict__[table] for module in modules for table in _HOOKS]
-        self._watched = own_forwards
+        self._hooks = [module.__dict__[table] for module in own_forwards for table in HOOKS]
+        self._watched, self._carriers = own_forwards, list(carriers)
         self._tables = [module.__dict__ for module in own_forwards]
 
     @property
     def patched(self) -> bool:
-        """Whether one of them has a hook now, or another forward than its class's."""
-        if any(self._hooks):
+        """Whether one of them has a hook now, or another forward than its class's, and is none of the carriers."""
+        if any(self._hooks) or not all(map(is_carrier, self._carriers)):
             return True
         if not any(map(contains, self._tables, repeat("forward"))):
             return False

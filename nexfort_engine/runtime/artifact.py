@@ -56,6 +56,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "mutated": captured.mutated,
         "writes": captured.writes,
         "sites": captured.sites,
+        "boundaries": captured.boundaries,
         "images": captured.images,
         "sources": captured.sources,
         "names": captured.names,
@@ -126,6 +127,7 @@ class Artefact:
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
         self.sites: list[list[list[Any]]] = manifest["sites"]
+        self.boundaries: list[str] = manifest["boundaries"]
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
@@ -148,17 +150,20 @@ class Artefact:
 class Binding:
     """One artefact for one module."""
 
-    __slots__ = ("_factors", "_strengths", "artefact", "code", "kept", "names", "plain", "prepack_failed", "state")
+    __slots__ = (
+        *("_factors", "_module", "_strengths", "artefact", "code", "kept", "names", "plain"),
+        *("prepack_failed", "state"),
+    )
 
     def __init__(
         self, artefact: Artefact, module: nn.Module, hidden: Hidden | None = None, names: Dependence | None = None
     ) -> None:
         """names: what the artefact reaches by name, for modules of these classes; None where nobody watches."""
         assert artefact.code is not None, "an artefact is bound after its code was loaded"
-        self.artefact, self.code = artefact, artefact.code
+        self.artefact, self.code, self._module = artefact, artefact.code, module
         self.kept: PrepackEntry | None = None  # prepared weights of the module
         self.prepack_failed: Hashable = None  # the `WeightProvider.layout` in which keeping them made no room
-        self.state, self.names = ModuleState(module, artefact.reads, hidden), names
+        self.state, self.names = ModuleState(module, artefact.reads, hidden, artefact.boundaries), names
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
         self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
@@ -240,7 +245,7 @@ class Binding:
             inputs += self._as_inputs()
         if artefact.sites:
             changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
-            with called_with(flat.mappings, artefact.sites, artefact.check, changed):
+            with called_with(flat.mappings, artefact.sites, artefact.check, changed, self._module):
                 results = self._results(inputs, kept)
         else:
             results = self._results(inputs, kept)

@@ -58,6 +58,7 @@ class ForwardContext:
         self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         self.wary = False  # code of others may run at any moment: options bring it along
         self.others_ran = True  # and may have run since names were looked at
+        self.others_around = False  # a block carries code of others, which runs around the block's own
         self.replayed = False  # all of it was a CUDA graph
         # of regions that run
         self.trace = StepTrace()

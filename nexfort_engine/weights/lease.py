@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..modules.tree import ABSENT, CASTS_TO_INPUT, Slot
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, Slot, modules_of
 from .subclass_unwrap import is_plain
 
 Placeholders = Mapping[int, torch.Tensor]  # by their places, what is given for weights that need not be leased
@@ -137,11 +137,15 @@ class _KeptLease:
 class Layers:
     """The layers of one block that a host may lease, and where their weights stand in the block's list."""
 
-    def __init__(self, provider: WeightProvider, module: nn.Module, names: list[str]) -> None:
+    def __init__(
+        self, provider: WeightProvider, module: nn.Module, names: list[str], without: Collection[str] = ()
+    ) -> None:
+        """without: dotted names of submodules that take their weights themselves, with all below them."""
         self.provider, self._module = provider, module
         places = {name: i for i, name in enumerate(names)}
         self._all: list[tuple[nn.Module, dict[str, int]]] = []
-        for path, sub in module.named_modules():
+        inside = list(modules_of(module, without))
+        for path, sub in inside:
             if provider.can_lease(sub):
                 own = {name: places[f"{path}.{name}" if path else name] for name in _weights_of(sub)}
                 self._all.append((sub, own))
@@ -149,7 +153,7 @@ class Layers:
         self._owns = [layer.__dict__ for layer, _ in self._all for _ in provider.signs]
         self._names = [name for _ in self._all for name in provider.signs]
         leased = {id(layer) for layer, _ in self._all}
-        others = [sub.__dict__ for sub in module.modules() if id(sub) not in leased]
+        others = [sub.__dict__ for _, sub in inside if id(sub) not in leased]
         self._strangers = [own for own in others for _ in provider.signs]
         self._their_names = [name for _ in others for name in provider.signs]
         self._by_class = any(getattr(type(layer), name, None) for layer, _ in self._all for name in provider.signs)

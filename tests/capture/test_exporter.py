@@ -19,6 +19,7 @@ import pytest
 import torch
 from probe import Probe, T, block_of, x
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from nexfort_engine.capture import exporter
 from nexfort_engine.capture.exporter import capture, spec_key
@@ -211,12 +212,13 @@ def test_a_block_is_the_same_after_a_capture(fails: bool) -> None:
     assert type(block(x())) is torch.Tensor
 
 
-def test_a_hook_keeps_a_block_from_being_captured() -> None:
+def test_a_parametrisation_keeps_a_block_from_being_captured() -> None:
     block = block_of(lambda b, h: b.linear(h))
-    handle = block.linear.register_forward_hook(lambda *_: None)
-    with pytest.raises(Refused, match="forward hook on linear"):
+    parametrizations.weight_norm(block.linear).requires_grad_(False)
+    with pytest.raises(Refused, match="parametrisation on linear"):
         Probe(block, x())
-    handle.remove()
+    parametrize.remove_parametrizations(block.linear, "weight")
+    block.requires_grad_(False)
     assert Probe(block, x()).agrees(x(3))
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers' ways of keeping weights elsewhere around a compiled pipeline: the same image, and never silently eager."""
+"""Ways of keeping weights elsewhere around a compiled pipeline, diffusers' and accelerate's: the same image.
+
+What takes weights back by hooks is called as it is, and blocks are compiled around it; nothing is silently eager.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,40 @@ def test_a_model_that_is_offloaded_before_it_is_compiled_says_that_it_runs_eager
 
 
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
-def test_groups_that_are_offloaded_run_eager_and_say_so(kind: str) -> None:
-    wanted = image(pipeline())
+def test_groups_that_are_offloaded_run_compiled_around_their_hooks(kind: str) -> None:
+    wanted, other = image(pipeline()), image(pipeline(), "a dog")
     compiled = nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
     blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     compiled.unet.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type=kind, **blocks)
     assert distance(image(compiled), wanted) < TOLERANCE
-    eager = compiled.reports["unet"].as_dict()["eager"]
-    assert eager and all("replaced forward" in row["reason"] for row in eager)
+    report = compiled.reports["unet"].as_dict()
+    assert report["artefacts"] and not report["eager"], report["eager"]
+    assert distance(image(compiled, "a dog"), other) < TOLERANCE
+    assert compiled.reports["unet"].as_dict()["artefacts"] == report["artefacts"]
+
+
+def test_layers_whose_weights_are_cast_for_each_call_are_called_as_they_are() -> None:
+    plain, compiled = pipeline(), nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
+    before = image(plain)
+    for pipe in (plain, compiled):
+        pipe.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    wanted, other = image(plain), image(plain, "a dog")
+    assert distance(wanted, before) > 10 * TOLERANCE
+    assert distance(image(compiled), wanted) < TOLERANCE
+    report = compiled.reports["unet"].as_dict()
+    assert report["artefacts"] and not report["eager"], report["eager"]
+    assert distance(image(compiled, "a dog"), other) < TOLERANCE
+    assert compiled.reports["unet"].as_dict()["artefacts"] == report["artefacts"]
+
+
+def test_layers_that_accelerate_offloads_one_by_one_are_called_as_they_are() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    wanted, other = image(pipeline()), image(pipeline(), "a dog")
+    compiled = nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
+    accelerate.cpu_offload(compiled.unet, CPU)
+    assert all(weight.device.type == "meta" for weight in compiled.unet.parameters())
+    assert distance(image(compiled), wanted) < TOLERANCE
+    report = compiled.reports["unet"].as_dict()
+    assert report["artefacts"] and not report["eager"], report["eager"]
+    assert distance(image(compiled, "a dog"), other) < TOLERANCE
+    assert compiled.reports["unet"].as_dict()["artefacts"] == report["artefacts"]

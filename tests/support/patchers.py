@@ -285,6 +285,12 @@ def eager_only(new: dict[str, Any], regions: set[str], reason: str) -> None:
     assert not new["artefacts"] and not new["variants"], new
 
 
+def around_only(new: dict[str, Any], regions: set[str]) -> None:
+    """Assert that no block ran eager, and that only these were compiled, around what others put on their layers."""
+    assert not new["eager"], new["eager"]
+    assert {row["region"] for row in new["artefacts"]} <= regions, new["artefacts"]
+
+
 _stores: dict[str, Path] = {}  # what the first picture of a family leaves in the cache
 
 

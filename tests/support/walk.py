@@ -103,7 +103,7 @@ def _weights(name: str, patcher: Any) -> list[Knob]:
     return [
         Knob("LoRA", "model", (None, *strengths)),
         Knob("stacked", "model", (None, *others)),
-        Knob("bypass LoRA", "model", (None, *around), ("a replaced forward",)),
+        Knob("bypass LoRA", "model", (None, *around)),
         Knob("merge", "model", (None, merged)),
     ]
 

@@ -46,7 +46,8 @@ _SHORT: dict[str, dict[str, Any]] = {
     "vae_kvae_video": {"eager": {"": "the options it is given"}},  # it keeps the last frames there, for the next chunk
     "vae_magvit": {"eager": {"": _KEEPS}},
     "vae_mochi": {**_BY_ROW, "bound": ("",)},  # a loop over so many frames at once
-    "vae_oobleck": {"eager": {"": "it carries a forward hook"}},  # torch's weight_norm, which is one
+    # torch's weight_norm, which is a hook
+    "vae_oobleck": {"notes": ("layers that carry code of others are called",)},
     "vae_qwen": _CHUNKS,
     # its rows are the frames of a clip, and the first may be a clip of one
     "vae_svd": {"bound": ("mid_block", "time_conv_out"), "apart": (*_FORMATS, "where 1 was captured")},
