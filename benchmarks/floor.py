@@ -5,7 +5,8 @@
 
 One step runs eager and is watched; what multiplies in it is then run alone, in its order, as one CUDA graph whose
 launches are queued, as long as a picture takes, because a card at its limit of power lowers its clock. Nothing that is
-between is counted: no norm, no activation, no embedding. Prints a JSON line: milliseconds a step, and how many of them
+between is counted: no norm, no activation, no embedding, no rounding to 8 bits. A layer in int8 of comfy_kitchen counts
+as cuBLAS's product of its factors. Prints a JSON line: milliseconds a step, and how many of them
 each kind takes alone. What is shorter in the same precision has better kernels or fewer products: cuDNN chooses those
 of convolutions by rule, as in eager. Inputs that are one tensor are found in the card's caches more often than the
 step's own.
@@ -21,13 +22,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from . import card
 from .one_run import Sampling, find_comfyui
 
 _KINDS = {
-    "products": ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"),
+    "products": (
+        *("mm", "addmm", "bmm", "baddbmm", "_addmm_activation"),
+        *("_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"),
+    ),
     "convolutions": ("convolution",),
     "attention": (
         "_scaled_dot_product_cudnn_attention",
@@ -54,12 +58,14 @@ class Watched(TorchDispatchMode):
         self._inputs: dict[Any, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and note it where it multiplies."""
+        """Run it, and note it where it multiplies. A weight that unpacks itself is asked for what it calls."""
+        if any(is_traceable_wrapper_subclass(value) for value in (*args, *(kwargs or {}).values())):
+            return NotImplemented
         name = func.overloadpacket.__name__
         for kind, names in _KINDS.items():
             if name in names:
                 given = tuple(self._given(value, kind == "convolutions") for value in args)
-                self.calls.append((kind, func, given, dict(kwargs or {})))
+                self.calls.append((kind, *_as_product(name, func, given, dict(kwargs or {}))))
         return func(*args, **(kwargs or {}))
 
     def _given(self, value: Any, image: bool) -> Any:
@@ -71,9 +77,23 @@ class Watched(TorchDispatchMode):
             return value
         key = (value.data_ptr() if weight else None, value.shape, value.stride(), value.dtype)
         if key not in self._inputs:
-            made = value.clone() if weight else torch.randn_like(value)  # both with its strides, where it has no gaps
+            narrow = value.dtype.itemsize == 1  # of which torch draws no random numbers
+            made = value.clone() if weight or narrow else torch.randn_like(value)  # with its strides, without gaps
             self._inputs[key] = made.contiguous(memory_format=torch.channels_last) if innermost else made
         return self._inputs[key]
+
+
+def _as_product(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What is run in place of an operator: a layer in int8 is the product of its factors, where cuBLAS takes them."""
+    if name != "int8_linear":
+        return func, args, kwargs
+    x, weight = args[:2]
+    rows = x.reshape(-1, x.shape[-1])[:, : weight.shape[1]].to(torch.int8).contiguous()
+    if rows.shape[0] <= 16 or any(size % 8 for size in weight.shape):
+        return func, args, kwargs
+    return torch._int_mm, (rows, weight.t()), {}
 
 
 def alone(calls: list[Call], steps: int) -> float:

@@ -51,6 +51,27 @@ def test_weights_are_those_of_the_step_and_inputs_of_one_shape_are_one_tensor(wa
     assert weight.is_contiguous(memory_format=torch.channels_last) and torch.equal(weight, step.conv.weight)
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"), [("TensorWiseINT8Layout", "_int_mm"), ("TensorCoreFP8Layout", "_scaled_mm")]
+)
+def test_layers_in_8_bits_are_noted_as_their_products(layout: str, name: str) -> None:
+    """As ComfyUI has them: a weight that is a tensor of its own kind, whose operators its class calls."""
+    tensor = pytest.importorskip("comfy_kitchen.tensor", reason="ComfyUI requires that package")
+    more = {"per_channel": True} if name == "_int_mm" else {"scale": "recalculate"}
+    weight = tensor.QuantizedTensor.from_float(torch.randn(48, 64), layout, **more)
+    x = torch.randn(2, 17, 64)
+    with torch.no_grad(), floor.Watched(set()) as found:
+        expected = torch.nn.functional.linear(x, weight)
+    assert torch.equal(expected, torch.nn.functional.linear(x, weight)), "what is watched is what runs"
+    kinds = [(kind, getattr(func, "overloadpacket", func).__name__) for kind, func, *_ in found.calls]
+    if name == "_int_mm":
+        assert kinds == [("products", name)]
+        ((_, func, args, kwargs),) = found.calls
+        assert func(*args, **kwargs).shape == (34, 48)
+    else:  # where torch has no product in fp8, as on some CPUs, it is one in full
+        assert len(kinds) == 1 and kinds[0][0] == "products"
+
+
 def test_nothing_takes_no_time_and_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert floor.alone([], 3) == 0.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

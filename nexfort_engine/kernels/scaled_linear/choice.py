@@ -38,9 +38,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Measured:
-    """One layer on one card. ours, host: microseconds of the product in this form, and of the host's operator.
+    """One layer on one card. ours, host: microseconds of it in this form, and by the host's operator.
 
-    Both are of as many rows as a picture of 1024x1024 has.
+    Both with bringing its input to int8, and of as many rows as a picture of 1024x1024 has.
     """
 
     form: Form
