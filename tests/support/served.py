@@ -23,6 +23,7 @@ import pytest
 import tiny_checkpoints
 from PIL import Image
 from workflow_graph import Graph
+from workflow_templates import Template
 
 from nexfort_engine.cli.comfy_server import ComfyServer, find_comfyui
 
@@ -99,6 +100,20 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 TINY["wan22"] = TINY["wan"]
+TINY |= {
+    "wan_i2v": {**TINY["wan"], "files": ("wan_i2v_unet", "wan_vae", "wan_i2v_lora")},
+    "krea2": {
+        "files": ("krea2_unet", "wan_vae"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 640, "pooled": 0},
+    },
+    "flux2": {
+        "files": ("flux2_unet", "kl_vae_flux2"),
+        "size": (96, 64),
+        "text": {"tokens": 20, "width": 64, "pooled": 0},
+    },
+    "qwen_image_edit": TINY["qwen_image"],
+}
 TOLERANCE = 1e-4  # fp32 on a CPU
 FILE_INPUTS = {
     "ckpt_name": "checkpoint",
@@ -198,8 +213,20 @@ def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: in
 
     Text encoders that cannot be tiny are replaced by random conditioning of `tokens` tokens (0: the usual).
     """
-    tiny = tiny_for(name)
     workflow = json.loads((API / f"{name}.json").read_text(encoding="utf-8"))
+    return shrunk(workflow, tiny_for(name), name, compiled=compiled, seed=seed, tokens=tokens)
+
+
+def tiny_template(template: Template, *, compiled: bool = True, seed: int = 3) -> dict[str, Any]:
+    """The same of a template."""
+    assert template.tiny is not None
+    return shrunk(template.graph().api(), TINY[template.tiny], template.name, compiled=compiled, seed=seed)
+
+
+def shrunk(
+    workflow: dict[str, Any], tiny: dict[str, Any], name: str, *, compiled: bool, seed: int, tokens: int = 0
+) -> dict[str, Any]:
+    """A workflow cut to a row of TINY."""
     for number in list(workflow):
         node = workflow[number]
         inputs = node["inputs"]
@@ -218,9 +245,21 @@ def tiny_workflow(name: str, *, compiled: bool = True, seed: int = 3, tokens: in
             workflow[number] = {"class_type": "TestRandomConditioning", "inputs": text}
             if tokens:
                 text["tokens"] = tokens
+        elif node["class_type"] == "TextEncodeQwenImageEditPlus":
+            _see_by_latent(workflow, number, {**tiny["text"], "seed": len(inputs["prompt"])})
     saving = {"samples": samples, "filename_prefix": f"latents/{name}"}
     workflow["latent"] = {"class_type": "SaveLatent", "inputs": saving}
     return dict(workflow)
+
+
+def _see_by_latent(workflow: dict[str, Any], number: str, text: dict[str, Any]) -> None:
+    """Random conditioning with the picture as a reference, for a text encoder that sees pictures."""
+    inputs = workflow[number]["inputs"]
+    words, seen = f"{number}words", f"{number}seen"
+    workflow[words] = {"class_type": "TestRandomConditioning", "inputs": text}
+    workflow[seen] = {"class_type": "VAEEncode", "inputs": {"pixels": inputs["image1"], "vae": inputs["vae"]}}
+    links = {"conditioning": [words, 0], "latent": [seen, 0]}
+    workflow[number] = {"class_type": "ReferenceLatent", "inputs": links}
 
 
 def _cut(node: dict[str, Any], tiny: dict[str, Any], seed: int) -> None:
@@ -270,11 +309,14 @@ def images(base: Path, history: dict[str, Any]) -> list[numpy.ndarray]:
 
 def compiled_equals_eager(server: ComfyServer, base: Path, name: str, *, timeout: float = 300) -> None:
     """Run a shipped workflow uncompiled, with another seed, and compiled: latents and images must be the same."""
-    eager = server.run(tiny_workflow(name, compiled=False), timeout=timeout)
-    other = server.run(tiny_workflow(name, compiled=False, seed=4), timeout=timeout)
-    workflow = tiny_workflow(name)
-    ours = server.run(workflow, timeout=timeout)
-    assert not left_out(server, workflow), "what ran nothing compiled would be compared with itself"
+    made = functools.partial(tiny_workflow, name)
+    same_picture(server, base, [made(compiled=False), made(compiled=False, seed=4), made()], timeout=timeout)
+
+
+def same_picture(server: ComfyServer, base: Path, workflows: list[dict[str, Any]], *, timeout: float = 300) -> None:
+    """Run a workflow uncompiled, uncompiled with another seed, and compiled."""
+    eager, other, ours = (server.run(workflow, timeout=timeout) for workflow in workflows)
+    assert not left_out(server, workflows[-1]), "what ran nothing compiled would be compared with itself"
     wanted = latent(base, eager)
     assert numpy.isfinite(wanted).all()
     assert distance(latent(base, other), wanted) > 100 * TOLERANCE

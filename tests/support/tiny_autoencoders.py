@@ -30,10 +30,11 @@ def taesd(channels: int) -> Callable[[int], dict[str, Any]]:
     return build
 
 
-def kl_vae(channels: int) -> Callable[[int], dict[str, Any]]:
+def kl_vae(channels: int, normed: bool = False) -> Callable[[int], dict[str, Any]]:
     """The usual autoencoder (residual blocks, attention in the middle) with a narrow decoder.
 
-    Detection fixes the encoder's width at 128 and reads the decoder's off the file.
+    Detection fixes the encoder's width at 128 and reads the decoder's off the file. normed: as FLUX.2 has it, whose
+    latents are patches with a norm of their own.
     """
 
     def build(seed: int) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def kl_vae(channels: int) -> Callable[[int], dict[str, Any]]:
             "double_z": True, "z_channels": channels, "resolution": 256, "in_channels": 3, "out_ch": 3,
             "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
         }  # fmt: skip
+        config |= {"batch_norm_latent": True} if normed else {}
         model = AutoencoderKL(ddconfig=config, embed_dim=channels, decoder_ddconfig={**config, "ch": 32})
         return random_weights(model, seed)
 

@@ -30,8 +30,10 @@ from typing import Any
 from tiny_autoencoders import LTXV_VAE, hunyuan_video_vae, kl_vae, ltxv_vae, taesd, wan_vae
 from tiny_controlnets import flux_controlnet, qwen_image_controlnet, sd3_controlnet, sd15_controlnet, sdxl_controlnet
 from tiny_networks import (
+    flux2_unet,
     flux_unet,
     hunyuan_video_unet,
+    krea2_unet,
     ltxv_unet,
     pixart_unet,
     qwen_image_unet,
@@ -39,6 +41,7 @@ from tiny_networks import (
     sd3_unet,
     sd15_unet,
     sdxl_unet,
+    wan_i2v_unet,
     wan_unet,
     z_image_unet,
 )
@@ -152,6 +155,9 @@ FILES: dict[str, Tiny] = {
     "schnell_unet": Tiny("diffusion_models", lambda s: flux_unet(s, False), "Flux transformer without guidance"),
     "sd3_unet": Tiny("diffusion_models", sd3_unet, "SD3 transformer"),
     "wan_unet": Tiny("diffusion_models", wan_unet, "Wan 2.1 text-to-video transformer"),
+    "wan_i2v_unet": Tiny("diffusion_models", wan_i2v_unet, "Wan 2.2 image-to-video transformer"),
+    "krea2_unet": Tiny("diffusion_models", krea2_unet, "Krea 2 transformer"),
+    "flux2_unet": Tiny("diffusion_models", flux2_unet, "FLUX.2 Klein transformer"),
     "pixart_unet": Tiny("diffusion_models", pixart_unet, "PixArt Sigma transformer"),
     "hunyuan_video_unet": Tiny("diffusion_models", hunyuan_video_unet, "HunyuanVideo transformer"),
     "sdxl_checkpoint": Tiny("checkpoints", sdxl_checkpoint, "SDXL UNet at full width + VAE, 2.6 GB"),
@@ -167,11 +173,13 @@ FILES: dict[str, Tiny] = {
     "taesd_flux": Tiny("vae", taesd(16), "small autoencoder, 16 channels"),
     "kl_vae": Tiny("vae", kl_vae(4), "AutoencoderKL, 4 channels"),
     "kl_vae_flux": Tiny("vae", kl_vae(16), "AutoencoderKL, 16 channels"),
+    "kl_vae_flux2": Tiny("vae", kl_vae(32, normed=True), "AutoencoderKL of FLUX.2"),
     "wan_vae": Tiny("vae", wan_vae, "Wan 2.1 video autoencoder"),
     "hunyuan_video_vae": Tiny("vae", hunyuan_video_vae, "HunyuanVideo autoencoder, full size, 0.5 GB"),
     "sd15_lora": Tiny("loras", lora(sd15_unet), "LoRA for sd15_unet"),
     "flux_lora": Tiny("loras", lora(flux_unet), "LoRA for flux_unet"),
     "wan_lora": Tiny("loras", lora(wan_unet), "LoRA for wan_unet"),
+    "wan_i2v_lora": Tiny("loras", lora(wan_i2v_unet), "LoRA for wan_i2v_unet"),
     "pixart_lora": Tiny("loras", lora(pixart_unet), "LoRA for pixart_unet"),
     "sd3_lora": Tiny("loras", lora(sd3_unet), "LoRA for sd3_unet"),
     "hunyuan_video_lora": Tiny("loras", lora(hunyuan_video_unet), "LoRA for hunyuan_video_unet"),

@@ -95,6 +95,38 @@ def wan_unet(seed: int) -> dict[str, Any]:
     return random_weights(wan, seed)
 
 
+def wan_i2v_unet(seed: int) -> dict[str, Any]:
+    """Wan 2.2 from a picture: the same with 20 channels more, for the picture and its mask."""
+    from comfy.ldm.wan.model import WanModel
+
+    wan = network(
+        WanModel, model_type="t2v", patch_size=(1, 2, 2), in_dim=36, dim=128, ffn_dim=256, freq_dim=256,
+        text_dim=4096, out_dim=16, num_heads=1, num_layers=2,
+    )  # fmt: skip
+    return random_weights(wan, seed)
+
+
+def krea2_unet(seed: int) -> dict[str, Any]:
+    """Two blocks of two heads and two layers of text. Detection wants heads of 128, and 20 heads on the text."""
+    from comfy.ldm.krea2.model import SingleStreamDiT
+
+    krea = network(SingleStreamDiT, features=256, heads=2, kvheads=1, layers=2, txtlayers=2, txtdim=320)
+    return random_weights(krea, seed)
+
+
+def flux2_unet(seed: int) -> dict[str, Any]:
+    """Two double and two single blocks of one head, as FLUX.2 Klein has them: without guidance."""
+    from comfy.ldm.flux.model import Flux
+
+    flux = network(
+        Flux, image_model="flux2", in_channels=128, out_channels=128, vec_in_dim=None, context_in_dim=64,
+        hidden_size=128, mlp_ratio=3.0, num_heads=1, depth=2, depth_single_blocks=2, axes_dim=[32, 32, 32, 32],
+        theta=2000, patch_size=1, qkv_bias=False, guidance_embed=False, global_modulation=True, mlp_silu_act=True,
+        ops_bias=False, default_ref_method="index", ref_index_scale=10.0, txt_ids_dims=[3],
+    )  # fmt: skip
+    return {name.replace("_norm.weight", "_norm.scale"): found for name, found in random_weights(flux, seed).items()}
+
+
 def pixart_unet(seed: int) -> dict[str, Any]:
     """Two Sigma blocks at the full width of 1152, which detection presumes. It runs from 256 pixels up."""
     from comfy.ldm.pixart.pixartms import PixArtMS

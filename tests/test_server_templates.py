@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The templates on a real server, with tiny files, to an image or a video: compiled against not compiled.
+
+Those that are a workflow of `workflows/`, laid out anew, run in test_server.py and test_server_large.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import served
+import workflow_source
+from workflow_templates import TEMPLATES, Template
+
+from nexfort_engine.cli.comfy_server import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+SHORT = ("Krea 2 Turbo",)  # the others by `make test-large`
+# Whose text encoder, VAE and sound cannot be tiny: that a server takes them is in nodes/test_workflows.py, that their
+# networks run compiled in hosts/test_loader_families.py.
+NEVER_TINY = {"LTX-2.3 text to video", "MiniMax-H3 text to video"}
+ALSO_WORKFLOWS = {
+    "Z-Image-Turbo": "z_image_compile_model",
+    "FLUX.1 dev": "flux_compile_model",
+    "SDXL with LoRA": "sdxl_compile_model_lora",
+    "SDXL with ControlNet": "sdxl_compile_model_controlnet",
+    "Wan 2.2 text to video": "wan22_compile_model_lora",
+}
+HERE = [one for one in TEMPLATES if one.title not in {*NEVER_TINY, *ALSO_WORKFLOWS}]
+
+
+def test_each_template_runs_in_some_test() -> None:
+    built = workflow_source.build_all()
+    for title, name in ALSO_WORKFLOWS.items():
+        (template,) = (one for one in TEMPLATES if one.title == title)
+        nodes, others = template.graph().nodes, built[name].nodes
+        saving = "filename_prefix"
+        assert [{**node["widgets"], saving: ""} for node in nodes] == [
+            {**node["widgets"], saving: ""} for node in others
+        ]
+        assert [(node["kind"], node["links"]) for node in nodes] == [(node["kind"], node["links"]) for node in others]
+    assert {one.title for one in TEMPLATES if one.tiny is None} == NEVER_TINY
+
+
+@pytest.fixture(scope="module")
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base directory with the files of one template, which go at the end: pytest keeps its directories."""
+    template: Template = request.param
+    comfyui = served.comfyui_or_skip()
+    found = served.base_folder(tmp_path_factory.mktemp("template"), comfyui, *served.TINY[str(template.tiny)]["files"])
+    served.picture(found)
+    yield found
+    for path in (found / "models").rglob("tiny_*.safetensors"):
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """A server of its own for each: a model's memory goes with it."""
+    with served.server(served.comfyui_or_skip(), base, tmp_path_factory.mktemp("cache"), "--cache-classic") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("base", "template"),
+    [pytest.param(one, one, id=one.title, marks=() if one.title in SHORT else pytest.mark.large) for one in HERE],
+    indirect=["base"],
+    scope="module",
+)
+def test_the_template_gives_the_uncompiled_picture(server: ComfyServer, base: Path, template: Template) -> None:
+    made = [
+        served.tiny_template(template, compiled=False),
+        served.tiny_template(template, compiled=False, seed=4),
+        served.tiny_template(template),
+    ]
+    served.same_picture(server, base, made, timeout=1200)
+    reports = [engine["report"] for engine in server.get("/nexfort/report")["engines"]]
+    assert not [report["eager"] for report in reports if report["eager"]]
