@@ -85,18 +85,31 @@ def test_classifiers_are_ones_that_the_registry_knows(told: dict[str, Any]) -> N
 
 def test_the_registrys_own_table_is_complete(told: dict[str, Any]) -> None:
     comfy = told["tool"]["comfy"]
-    assert set(comfy) == {"PublisherId", "DisplayName", "Icon", "requires-comfyui"}
+    assert set(comfy) == {"PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui"}
     assert re.fullmatch(r"[a-z0-9-]+", comfy["PublisherId"]) and comfy["DisplayName"] == "Nexfort"
     assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"]), "with two numbers it is not taken"
 
 
-def test_the_icon_is_there_and_square(told: dict[str, Any]) -> None:
-    name = re.fullmatch(r"https://raw\.githubusercontent\.com/nexfort/nexfort/main/(.*)", told["tool"]["comfy"]["Icon"])
+@pytest.mark.parametrize(("key", "across", "most"), [("Icon", 1, 400), ("Banner", 21 / 9, 1260)])
+def test_the_pictures_are_there_and_have_the_registrys_shape(
+    told: dict[str, Any], key: str, across: float, most: int
+) -> None:
+    name = re.fullmatch(r"https://raw\.githubusercontent\.com/nexfort/nexfort/main/(.*)", told["tool"]["comfy"][key])
     assert name is not None
     content = (ROOT / name[1]).read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) < 100_000
     width, height = (int.from_bytes(content[place : place + 4], "big") for place in (16, 20))
-    assert width == height <= 400
+    assert width == round(height * across) <= most
+
+
+def test_it_is_found_by_what_people_look_for(told: dict[str, Any]) -> None:
+    assert {"comfyui", "compile", "faster", "speed", "performance", "inductor"} <= set(told["project"]["keywords"])
+
+
+def test_a_release_is_handed_to_the_registry() -> None:
+    action = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    assert "Comfy-Org/publish-node-action@" in action and "types: [published]" in action
+    assert f"repository_owner == '{nexfort_engine.__name__.removesuffix('_engine')}'" in action
 
 
 # ---- nothing that pip could do to a user's Python ----------------------------------------------------------
