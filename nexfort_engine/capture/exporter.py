@@ -27,8 +27,9 @@ from ..guards.call_spec import Flat, functions_in, spec_text
 from ..guards.callback_sites import settled
 from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
-from ..guards.option_recorder import Refused, ValueUsed
+from ..guards.option_recorder import Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
+from ..guards.sentinels import ValueUsed
 from ..modules.boundaries import uncapturable
 from ..modules.channels_last import copy_to_channels_last, is_of_order, only_convolved
 from ..modules.memory_format import kind_of
@@ -152,7 +153,8 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
                 return program
             scales = False
         except ValueUsed as used:
-            trace.admit(used.path)
+            for path in (used.path, *used.further):
+                trace.admit(path)
         except StrengthUsed as used_as_it_is:
             trace.strengths.remove(used_as_it_is.place)
         except Exception as error:
@@ -238,7 +240,15 @@ def _names(trace: Trace) -> tuple[list[Row], str]:
 
 def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:
     """The tensor at a path of the call's mappings, as an input of the graph."""
-    return option_recorder.look(list(mappings), path).detach().contiguous()
+    found = option_recorder.look(list(mappings), path).detach()
+    if found.untyped_storage().nbytes() < found.nbytes:  # it stands for one (Example)
+        return _without_data(found.shape, _dense(found.shape), found.dtype, found.device)
+    return found.contiguous()
+
+
+def _dense(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:
@@ -301,6 +311,8 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         if inputs.weights[place].users:
             copy_to_channels_last(graph, inputs.weights[place], weight)
     tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
+    if trace.example.changes:  # it may have looked at their sizes alone
+        options = list(range(len(inputs.options)))
     if any(inputs.options[i] in inputs.written for i in options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")
     # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
@@ -312,10 +324,12 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in paths],
         example.ints,
     )
-    writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
+    writes = []
+    if not example.changes:
+        writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
     reached, only_here = _names(trace)
     weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
-    inputs.tidy(graph)
+    inputs.tidy(graph, keep=[inputs.options[i] for i in options])
     return Captured(
         graph=graph,
         weights=weights,
@@ -339,6 +353,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         images=trace.images,
         names=reached,
         only_here=only_here,
+        changes=trace.changes,
     )
 
 

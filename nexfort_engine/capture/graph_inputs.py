@@ -7,6 +7,7 @@ code before them. Here the unused go, and the rest comes into the order that an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,12 +53,15 @@ class Placeholders:
         """The indices of those among `nodes` that the graph reads or changes."""
         return [i for i, node in enumerate(nodes) if node.users or node in self.written]
 
-    def tidy(self, graph: GraphModule) -> None:
-        """Take out the unused ones; weights come first, constants after them, the rest follows in the call's order."""
+    def tidy(self, graph: GraphModule, keep: Sequence[Node] = ()) -> None:
+        """Take out the unused ones; weights come first, constants after them, the rest follows in the call's order.
+
+        keep: those that stay all the same.
+        """
         for nodes in (self.weights, self.tensors, self.options, self.ints, self.strengths):
             used = self.used(nodes)
             for i, node in enumerate(nodes):
-                if i not in used:
+                if i not in used and node not in keep:
                     graph.graph.erase_node(node)
         leading = [self.weights[i] for i in self.used(self.weights)] + [node for node, _ in self.constants]
         first = next((n for n in graph.graph.nodes if n.op == "placeholder"), None)

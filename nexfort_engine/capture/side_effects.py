@@ -18,6 +18,8 @@ from ..guards.option_recorder import Recording, Refused
 from ..modules.tree import PLAIN
 
 CHANGES_GIVEN = "it changes a list or an object that it is given"
+KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
+MAY_CHANGE = (CHANGES_GIVEN, KEEPS)  # what the capture of a block says that is then captured as one that changes lists
 
 
 def refuse_random(graph: GraphModule) -> None:
@@ -101,7 +103,7 @@ def take_out_kept(graph: GraphModule, exchanged: Sequence[int | None]) -> None:
         if isinstance(node, Node):
             sources = _sources(node)
             if sources & given or (number is not None and weights[number] in sources):
-                raise Refused("it keeps a tensor that it made of its inputs, for a later call; compiled code would not")
+                raise Refused(KEEPS)
             seen |= sources
     for node in reversed(graph.graph.nodes):
         schema = getattr(node.target, "_schema", None)
@@ -168,7 +170,7 @@ def mapping_writes(recordings: list[Recording], nested: list[Recording], tensors
     what could not be written again, and for writes into the mappings inside.
     """
     if any(inner.written or inner.removed for inner in nested):
-        raise Refused("it changes a mapping inside the options it is given")
+        raise Refused(CHANGES_GIVEN)
     places: dict[str, list[int]] = {}
     for i, node in tensors.items():
         for d, size in enumerate(node.meta["val"].shape):
@@ -177,11 +179,11 @@ def mapping_writes(recordings: list[Recording], nested: list[Recording], tensors
     rows = []
     for number, recording in enumerate(recordings):
         if recording.removed:
-            raise Refused(f"it takes {sorted(map(str, recording.removed))} out of the options it is given")
+            raise Refused(CHANGES_GIVEN)
         for key, value in recording.written.items():
             text = _write_value(value, places)
             if text is None or type(key) is not str:
-                raise Refused(f"it writes {key!r} into the options it is given, which could not be written again")
+                raise Refused(CHANGES_GIVEN)
             rows.append([number, key, text])
     return rows
 

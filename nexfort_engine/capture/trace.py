@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ from ..guards import option_recorder, scalar_inputs
 from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatten_call
 from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
+from ..guards.given_changes import Names, rows_of
+from ..guards.list_recorder import RecordedList, hand
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
+from ..guards.sentinels import ValueUsed
 from ..modules.boundaries import boundaries
 from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
@@ -35,6 +39,7 @@ from .shape_recorder import SizesKeptFree
 from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
 from .source_hashes import walked
 from .subclass_dispatch import own_operators
+from .thread_number import as_thread
 
 if TYPE_CHECKING:
     from .types import Example
@@ -74,6 +79,8 @@ class Trace:
         self.recordings: list[option_recorder.Recording] = []
         self.admitted: dict[option_recorder.Path, Any] = {}
         self.paths: list[option_recorder.Path] = []  # tensors found in mappings, which become inputs
+        self.opened: set[option_recorder.Path] = set()  # lists that are read as a whole
+        self.changes: list[list[Any]] = []  # of what it was given
         self.sites = Sites()
         self.output: Any = None
         self.kept: list[torch.Tensor] = []  # what it left on itself; the last outputs of the graph
@@ -101,7 +108,9 @@ class Trace:
     def admit(self, path: option_recorder.Path) -> None:
         """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
         value = option_recorder.look(self.example.mappings, path)
-        if callable(value):
+        if type(value) is list and self.example.changes:
+            self.opened.add(path)
+        elif callable(value):
             self.admitted[path] = Substitute(path, value, self.sites)
         elif isinstance(option_recorder.admit(self.example.mappings, path), torch.Tensor):
             self.paths.append(path)
@@ -118,24 +127,50 @@ class Trace:
         return {place: Strength(place, value, factor) for place, value, factor in each}
 
 
-def contents(value: Any) -> Any:
-    """The identities of what lists and objects among the arguments hold: the caller would see a change of them."""
+def contents(value: Any, *, lists: bool = True) -> Any:
+    """The identities of what lists and objects among the arguments hold: the caller would see a change of them.
+
+    lists: what lists hold counts as well.
+    """
     if isinstance(value, dict) and not isinstance(value, option_recorder.Recording):
-        return [(k, contents(v)) for k, v in value.items()]
+        return [(k, contents(v, lists=lists)) for k, v in value.items()]
+    if type(value) is RecordedList or (type(value) is list and not lists):
+        return id(value)
     if isinstance(value, (list, tuple)):
-        return [contents(v) for v in value]
+        return [contents(v, lists=lists) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(
         value, (torch.Tensor, option_recorder.Recording)
     ):
         return id(value)
     if isinstance(value, types.FunctionType):
-        return list(map(contents, held_by(value)))
+        return [contents(one, lists=lists) for one in held_by(value)]
     if isinstance(value, functools.partial):
-        return [contents(value.func), contents(value.args), contents(value.keywords)]
+        return [contents(one, lists=lists) for one in (value.func, value.args, value.keywords)]
     if isinstance(value, types.MethodType):
-        return [contents(value.__func__), contents(value.__self__)]
+        return [contents(one, lists=lists) for one in (value.__func__, value.__self__)]
     fields = fields_of(value)
-    return id(value) if fields is None else [(k, contents(v)) for k, v in fields.items()]
+    return id(value) if fields is None else [(k, contents(v, lists=lists)) for k, v in fields.items()]
+
+
+Kept = list[tuple[tuple[str, str], dict[str, Any], Any]]  # path and name, the attributes where it lies, itself
+
+
+def _put_in(module: nn.Module, places: Sequence[tuple[str, str, str]], containers: Sequence[Any]) -> Kept:
+    """Have a shadow hold what stands for containers of the block's own."""
+    found = []
+    for (path, name, _), container in zip(places, containers, strict=True):
+        table = module.get_submodule(path).__dict__
+        table[name] = container
+        found.append(((path, name), table, container))
+    return found
+
+
+def _refuse_others(reads: Reads, kept: Kept) -> None:
+    """Raise Refused where others were put in their places; what was read of them is a read of what they hold alone."""
+    for place, table, container in kept:
+        reads.pop(place, None)
+        if table.get(place[1]) is not container:
+            raise Refused("it puts another container in the place of one that it keeps things in")
 
 
 class Lifted(nn.Module):
@@ -155,9 +190,35 @@ class Lifted(nn.Module):
     ) -> list[torch.Tensor]:
         trace: Trace = self.__dict__["trace"]
         given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
-        log = trace.log = ReadSet({**given, **dict(zip(trace.paths, extra, strict=True))})
-        recordings = [option_recorder.Recording(m, (i,), log) for i, m in enumerate(trace.example.mappings)]
-        trace.recordings = recordings
+        shown = {**given, **dict(zip(trace.paths, extra, strict=True))}
+        log = trace.log = ReadSet(shown, hand if trace.example.changes else None, trace.opened)
+        try:
+            found = self._run(trace, log, given, weights, tensors, extra, ints, factors)
+        except Exception:
+            if log.wanted:  # it went on with what it may not see yet
+                raise ValueUsed(*log.wanted) from None
+            raise
+        if log.wanted:
+            raise ValueUsed(*log.wanted)
+        return found
+
+    def _run(
+        self,
+        trace: Trace,
+        log: ReadSet,
+        given: dict[option_recorder.Path, Any],
+        weights: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        extra: list[Any],
+        ints: list[int],
+        factors: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        recordings: list[Any] = [
+            RecordedList(m, (i,), log) if type(m) is list else option_recorder.Recording(m, (i,), log)
+            for i, m in enumerate(trace.example.mappings)
+        ]
+        trace.recordings = [one for one in recordings if not isinstance(one, RecordedList)]
+        own = recordings[len(recordings) - len(trace.example.own) :]
         trace.sites.begin(log)
         args, kwargs = unflatten_call(trace.example.spec, Leaves(tensors, ints, recordings))
         before = contents((args, kwargs))
@@ -167,8 +228,9 @@ class Lifted(nn.Module):
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
             shadow = Shadow(trace.block, whole, trace.hidden, standing, trace.boundaries, trace.at_boundary)
-            trace.reads, held = shadow.reads, tensors_held(shadow.module)
-            scopes = (SizesKeptFree(), own_operators(), default_device(trace.device))
+            kept = _put_in(shadow.module, trace.example.own, own)
+            trace.reads, before_it = shadow.reads, tensors_held(shadow.module)
+            scopes = (SizesKeptFree(), own_operators(), default_device(trace.device), as_thread(trace.example.thread))
             with walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
@@ -176,6 +238,7 @@ class Lifted(nn.Module):
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()
+            _refuse_others(trace.reads, kept)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         except RuntimeError as error:
@@ -192,11 +255,14 @@ class Lifted(nn.Module):
             trace.output = flatten_result(result, flat)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
+        if trace.example.changes:
+            held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
+            trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors))
         if not flat.tensors:
             raise Refused("it returns no tensor")
         if flat.ints:
             raise Refused("it returns a number")
         refuse_counting(trace.reads, shadow.module)
-        trace.kept, trace.exchanged = kept_since(held, shadow.module)
+        trace.kept, trace.exchanged = kept_since(before_it, shadow.module)
         others = [*weights, *tensors, *extra, *trace.kept]
         return (to_channels_last(flat.tensors, others) if trace.images else flat.tensors) + trace.kept

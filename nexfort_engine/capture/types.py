@@ -27,12 +27,28 @@ class Example:
     ints: list[int]
     mappings: list[dict[Any, Any]]
 
+    changes: bool = False  # the block may change lists and mappings among them
+    own: tuple[tuple[str, str, str], ...] = ()  # where the last of them are on the block itself
+    thread: int = 0  # that made the call
+
     @classmethod
     def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
         """The example of a call. laid: gives a tensor as artefacts are given it; it sees tensors without data."""
         strides = [laid(t.new_empty_strided(t.shape, t.stride(), device="meta")).stride() for t in flat.tensors]
         metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
-        return cls(spec, metas, list(flat.ints), [dict(m) for m in flat.mappings])
+        given = [_as_it_is_now(m) if flat.lists else dict(m) for m in flat.mappings]
+        return cls(spec, metas, list(flat.ints), given, flat.lists, flat.own, threading.get_ident())
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """What a container holds now, without the data of its tensors: their sizes, dtype and device."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_it_is_now, value))
+    if isinstance(value, dict):
+        return {key: _as_it_is_now(item) for key, item in value.items()}
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return value.new_empty(()).expand(value.shape)
+    return value
 
 
 @dataclass
@@ -45,7 +61,9 @@ class Captured:
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
     option tensor. sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the
     submodules that carry such code. images: as it was captured for. names: what its code reached by name
-    (guards/name_guards.py). only_here: the first of these that no other process can compare, or "".
+    (guards/name_guards.py). only_here: the first of these that no other process can compare, or "". changes: what it
+    does to lists and mappings of the call (guards/given_changes.py), with results of the graph that come after those
+    that `output` takes.
     """
 
     graph: torch.fx.GraphModule
@@ -70,3 +88,4 @@ class Captured:
     images: bool = False
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""
+    changes: list[list[Any]] = field(default_factory=list)

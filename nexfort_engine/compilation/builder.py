@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..capture.exporter import capture
+from ..capture.side_effects import MAY_CHANGE
 from ..capture.types import LOCK, Captured
 from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
@@ -42,11 +43,12 @@ from .background import Background
 from .eligibility import Eligibility
 from .handover import Handover
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
-from .lookup import Finder, Wanted, guard_failure_of, nearer
+from .lookup import Finder, Wanted
 from .model_keys import ModelKeys
 from .planner import Planner, meta_example
 from .refusals import code_of
 from .requests import MOST_CALLS
+from .waiting import Others, why_another
 
 log = logging.getLogger("nexfort")
 
@@ -89,7 +91,7 @@ class Builder:
 
     def obtain(self, region: Region, key: Any, flat: Flat, session: ForwardContext) -> Binding | None:
         """A binding for this call, or None; `ForwardContext.refused` says why. Raises Unsupported, Ineligible."""
-        if (reason := region.declined(key, flat.mappings)) is not None:
+        if (reason := region.declined(key, flat)) is not None:
             session.refused = reason, []
             return None
         if not self._has_lock(session):
@@ -122,9 +124,15 @@ class Builder:
             self.state.report.note(f"artefacts last only as long as this process: {problem}")
         if binding is not None:
             return binding
-        region.decline(key, refusal)
+        if not flat.lists and region.changes:  # its capture showed it: the call is made again
+            return None
+        region.decline(key, flat, refusal)
         session.refused = refusal[1], self.refusals.taken()
         return None
+
+    def is_known_to_change(self, region: Region, spec: Any, flat: Flat) -> bool:
+        """Whether there is an artefact for this call of a block that changes lists which it is given."""
+        return self.finder.is_known(self.requests.wanted(region, spec, flat).primary)
 
     def lacked(self, session: ForwardContext) -> None:
         """A region has no artefact in a step. Raises HalfDone where the step has to begin anew."""
@@ -208,7 +216,8 @@ class Builder:
 
     def may_make(self, wanted: Wanted, failure: GuardFailure | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
-        Where a size of 1 was taken for a constant, each region gets one that takes more.
+        Where a size of 1 was taken for a constant, each region gets one that takes more. So does a region that keeps
+        frames in a list for what is of one frame: chunks of a video are of one or of more.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
 
@@ -220,17 +229,19 @@ class Builder:
             return False
         if failure is None or not failure.sizes or not self.state.config.dynamic:
             return True
-        return failure.narrow or (self._table.is_block(wanted.region) and (first or self.state.report.calls == 0))
+        if failure.narrow or (failure.wide and wanted.example.changes):
+            return True
+        return self._table.is_block(wanted.region) and (first or self.state.report.calls == 0)
 
     def _make(self, wanted: Wanted, failure: GuardFailure | None) -> Binding | None:
         """One artefact of its own for this very call."""
-        wanted.why = why = _why(wanted, failure)
+        wanted.why = why = why_another(wanted, failure)
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
             reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
             self.refusals.add_while_names_stay(wanted, reason, alike=_KEEPS_CHANGING)
             return None
-        self._lower([self._job(wanted, _Others(self))])
+        self._lower([self._job(wanted, Others(self))])
         return self.finder.bind(wanted)[0]
 
     def made(self, primary: str) -> int:
@@ -261,12 +272,12 @@ class Builder:
         """A job for each structure that cannot be bound, and what waits for what those give."""
         wave: dict[str, Wanted] = {}
         rest = []
-        others = _Others(self)
+        others = Others(self)
         for wanted in found:
             binding, failure = self.finder.bind(wanted)
             if binding is not None or not self.may_make(wanted, failure):
                 continue
-            wanted.why = _why(wanted, failure) if wanted.region.bindings else None  # None: it is its first one
+            wanted.why = why_another(wanted, failure) if wanted.region.bindings else None  # None: it is its first one
             if wanted.primary in wave:
                 rest.append(wanted)
                 others.add(wanted, failure)
@@ -300,7 +311,7 @@ class Builder:
                 self.state.report.note(f"what runs after it was not made with it ({named(error)})")
             yield jobs
 
-    def _job(self, wanted: Wanted, others: _Others) -> Job:
+    def _job(self, wanted: Wanted, others: Others) -> Job:
         """others: what is made with it where its capture shows that its artefact will not serve it."""
         return Job(
             wanted.region.path,
@@ -329,6 +340,8 @@ class Builder:
             self.state.report.note(note)
         if job.problem is None:
             self._adopt(wanted, job)
+        elif job.refused and job.problem in MAY_CHANGE and not wanted.example.changes:
+            wanted.region.changes_what_it_is_given()
         elif job.refused or not self._is_tried_again(wanted):
             self.refusals.add(wanted, job.guards, job.problem, self.finder.dependence(job.names, wanted.region))
         else:  # the host may have moved the weights meanwhile: not for good
@@ -401,46 +414,3 @@ class Builder:
         if name := entry.manifest["only_here"]:
             why = f"it uses {name}, which no other process can compare"
             self.state.report.note(f"an artefact of {region.path} lasts only as long as this process: {why}")
-
-
-class _Others:
-    """Calls that wait for what others of their structure get, because it may serve them too."""
-
-    def __init__(self, builder: Builder) -> None:
-        self._builder = builder
-        self._waiting: dict[str, list[tuple[Wanted, GuardFailure | None]]] = {}
-        self._captured: dict[str, list[Artefact]] = {}
-        self._made: dict[str, int] = {}  # how many there were of each structure before
-
-    def add(self, wanted: Wanted, failure: GuardFailure | None) -> None:
-        """failure: why artefacts that are there already do not serve it."""
-        self._waiting.setdefault(wanted.primary, []).append((wanted, failure))
-        self._made.setdefault(wanted.primary, self._builder.made(wanted.primary))
-
-    def after(self, primary: str, manifest: dict[str, Any]) -> list[Wanted]:
-        """After a capture of their structure: one call that it does not serve, nor those before; its own is next."""
-        captured = self._captured.setdefault(primary, [])
-        waiting = self._waiting.get(primary, [])
-        if waiting:
-            captured.append(Artefact("", primary, manifest))
-        while waiting:
-            wanted, nearest = waiting.pop(0)
-            hidden = wanted.region.weights.hidden()
-            failures = [guard_failure_of(artefact, wanted, hidden) for artefact in captured]
-            for failure in failures:
-                nearest = nearer(nearest, failure) if failure is not None else nearest
-            coming = len(captured) - (self._builder.made(primary) - self._made[primary])  # some are there already
-            if None in failures or self._builder.has_many(wanted, coming):
-                continue
-            if self._builder.may_make(wanted, nearest):
-                wanted.why = _why(wanted, nearest) if wanted.region.bindings else None
-                return [wanted]
-        return []
-
-
-def _why(wanted: Wanted, failure: GuardFailure | None) -> str | None:
-    """Why a region needs a further artefact; None if it has none yet."""
-    if failure is not None:
-        return failure.reason
-    # the artefacts that it runs have another primary key
-    return "it is called in another way: other arguments, dtypes or memory formats" if wanted.region.bindings else None

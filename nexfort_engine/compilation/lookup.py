@@ -100,6 +100,10 @@ class Finder:
                 return binding, None
         return None, nearest
 
+    def is_known(self, primary: str) -> bool:
+        """Whether there are artefacts of a primary key."""
+        return bool(self._artefacts.get(primary)) or bool(self.state.store.candidates(primary))
+
     def dependence(self, rows: Sequence[Row], region: Region) -> Dependence:
         """What code reaches by name, for a region; one for all regions of the same classes."""
         classes = classes_in(region.module)

@@ -12,11 +12,10 @@ import collections
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..capture.side_effects import CHANGES_GIVEN
 from ..capture.trace import contents
@@ -32,9 +31,10 @@ from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
 from ..modules.boundaries import first_carrier
 from ..modules.channels_last import as_taken, is_of_order, to_channels_last
+from ..modules.containers import OwnContainers, left_alone
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
-from ..modules.tree import INTERNAL, own_foreign
+from ..modules.tree import own_foreign
 from ..passes.registry import laid_out
 from ..reporting.report import named
 from ..runtime.devices import device_of
@@ -61,7 +61,7 @@ class Planner:
         self.requests, self.refusals = Requests(state), Refusals(state.known)
         # calls of regions of the last plan that no artefact may serve, with the reason; None: one may
         self.lost: Sequence[tuple[Region, str | None]] = []
-        # of a plan: classes of blocks that changed what they were given
+        # of a plan: classes of blocks that changed objects they were given
         self._changing: collections.Counter[type] = collections.Counter()
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
@@ -175,7 +175,7 @@ class Planner:
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             torch.random.fork_rng(devices=[d.index for d in devices]),
-            _left_alone(root, self._state.besides),
+            left_alone(root, self._state.besides),
             self._steps.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
@@ -202,13 +202,14 @@ class Planner:
 
         What follows has to see results that lie in memory as those of the artefact that will run there.
         """
-        flat, options, wanted = Flat(), {}, None
+        flat, options, wanted, other = Flat(lists=region.changes), {}, None, None
         try:
-            spec = flatten_call(args, kwargs, flat)
+            spec = region.flatten(args, kwargs, flat)
             if not region.weights.due():
                 region.weights.read()
             if region.disabled_reason is None and region.carries() is None:
                 wanted = self.requests.wanted(region, spec, flat)
+                other = self._in_changing_form(region, wanted, args, kwargs)
                 wanted.flat = meta_example(wanted.example)
                 session.examples.append(wanted)
                 options = self._state.lowering.lowering_options(wanted.device.type)
@@ -222,10 +223,10 @@ class Planner:
             session.trace.lost.append((region, region.disabled_reason))
         try:
             if wanted is None or not wanted.images or not self._may_pay(region):
-                with laid_out(options), self._watched(wanted, args, kwargs):
+                with laid_out(options), self._watched(wanted, other, session, args, kwargs):
                     return region.run_own_forward(plain, args, kwargs, session)
             taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
-            with self._watched(wanted, *taken):
+            with self._watched(wanted, other, session, *taken):
                 return to_channels_last(region.run_own_forward(plain, *taken, session), tensors_in(taken))
         finally:
             self._weigh(region, wanted)
@@ -241,22 +242,17 @@ class Planner:
         if wanted is None or self.refusals.of(wanted) is not None:
             self._weights_lost += weight
 
-    @contextlib.contextmanager
-    def _watched(self, wanted: Wanted | None, args: Any, kwargs: Any) -> Iterator[None]:
-        """Look whether a block changes what it is given, which no artefact may, so that it need not be captured.
-
-        Not where it is given options: what it does may depend on them, and a capture says on which.
-        """
-        if wanted is None or wanted.flat.mappings or not any(changeable(wanted.example.spec)):
-            yield
-            return
-        before = contents((args, kwargs))
-        yield
-        if contents((args, kwargs)) != before:
-            self.refusals.add(wanted, None, CHANGES_GIVEN)
-            self._changing[type(wanted.region.module)] += 1
-            if self._is_hopeless():
-                raise _Hopeless
+    def _in_changing_form(self, region: Region, wanted: Wanted, args: Any, kwargs: Any) -> Wanted | None:
+        """The request of a call with the lists as they are now, for a block that may change them; None for others."""
+        if wanted.flat.lists or wanted.flat.mappings:
+            return None
+        flat = Flat(lists=True)
+        spec = region.flatten(args, kwargs, flat)
+        if not flat.mappings:
+            return None
+        found = self.requests.wanted(region, spec, flat)
+        found.flat = meta_example(found.example)
+        return found
 
     def _is_hopeless(self) -> bool:
         """Whether next to nothing is left where all blocks of classes that changed what they were given do so.
@@ -273,6 +269,30 @@ class Planner:
         paths = [region.path for region in self._table.regions]
         around = {path[:end] for path in paths for end, sign in enumerate(path) if sign == "."}
         return [region for region in self._table.regions if region.path not in around]
+
+    @contextlib.contextmanager
+    def _watched(
+        self, wanted: Wanted | None, other: Wanted | None, session: ForwardContext, args: Any, kwargs: Any
+    ) -> Iterator[None]:
+        """Look whether a block changes what it is given, so that it need not be captured to find that out.
+
+        No artefact may change an object. Where it is a list, the other request takes the place of the last one. Not
+        where it is given options: what it does may depend on them, and a capture says on which.
+        """
+        if wanted is None or wanted.flat.mappings or not (other or any(changeable(wanted.example.spec))):
+            yield
+            return
+        own = OwnContainers(wanted.region.module).now()[1] if other is not None else []
+        objects, before = contents((args, kwargs), lists=False), contents((args, kwargs, own))
+        yield
+        if contents((args, kwargs), lists=False) != objects:
+            self.refusals.add(wanted, None, CHANGES_GIVEN)
+            self._changing[type(wanted.region.module)] += 1
+            if self._is_hopeless():
+                raise _Hopeless
+        elif other is not None and contents((args, kwargs, own)) != before:
+            other.region.changes_what_it_is_given()
+            session.examples[-1] = other
 
 
 class _Hopeless(Exception):
@@ -293,68 +313,11 @@ def _as_taken(value: Any) -> Any:
 
 def meta_example(example: Example) -> Flat:
     """The example's call without its data: sizes and options are all that the checks look at."""
-    flat = Flat()
+    flat = Flat(lists=example.changes)
+    flat.own = example.own
     flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]
     flat.ints, flat.mappings = example.ints, example.mappings
     return flat
-
-
-_CONTAINERS = (list, dict, set, collections.deque)
-
-
-@contextlib.contextmanager
-def _left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
-    """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
-
-    A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
-    are made before the real one gets there. besides: names of tensors that belong to the host.
-    """
-    before = []
-    for sub in root.modules():
-        for table in (sub.__dict__, sub._buffers):
-            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
-            before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
-    try:
-        yield
-    finally:
-        for table, there, was in before:
-            new = [name for name in table.keys() - there if isinstance(table[name], torch.Tensor)]
-            for name in new:
-                if name not in besides:
-                    del table[name]
-            for name, value, items in was:
-                now = table.get(name)
-                if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
-                    table[name] = value
-                _refill(value, items)
-
-
-def _is_state(value: Any) -> bool:
-    return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
-
-
-def _items(value: Any) -> list[Any]:
-    if type(value) not in _CONTAINERS:
-        return []
-    return list(value.items()) if isinstance(value, dict) else list(value)
-
-
-def _refill(value: Any, items: list[Any]) -> None:
-    """Give a container what was in it; it stays the one that others hold."""
-    now = _items(value)
-    if len(now) == len(items) and all(map(_is_same, now, items)):
-        return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(items)
-    else:
-        value.extend(items)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
-        return one[0] is other[0] and one[1] is other[1]
-    return one is other
 
 
 def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:

@@ -42,7 +42,7 @@ class Requests:
         self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool, shaping: modes.Values
     ) -> str:
         structure = region.weights.structure()
-        place = (id(region), spec, tuple(metas), images, shaping)
+        place = (id(region), (spec, flat.own, len(flat.mappings)), tuple(metas), images, shaping)
         found = self._primaries.get(place)
         if found is None or found[0] is not structure:
             parts = {
@@ -50,6 +50,7 @@ class Requests:
                 "config": self._state.lowering.lowering_key(images=images),
                 "structure": structure,
                 "call": spec_key(spec, flat, metas),
+                **({"own": list(map(list, flat.own))} if flat.own else {}),
                 "images": images,
                 "modes": shaping,
             }

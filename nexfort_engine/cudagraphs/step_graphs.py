@@ -32,7 +32,8 @@ from ..guards.call_spec import Flat, flatten, flatten_call, holds_function
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import classes_in
 from ..guards.option_guards import checker, to_json
-from ..guards.option_recorder import Path, ReadSet, Recording, Refused, ValueUsed
+from ..guards.option_recorder import Path, ReadSet, Recording, Refused
+from ..guards.sentinels import ValueUsed
 from ..modules.memory_format import Unsupported
 from ..modules.tree import Slot
 from ..reporting.report import named
@@ -260,11 +261,10 @@ class StepGraphs:
             return result  # the next step leases less; it is the one to look at
         kept = serials_of(trace.used)  # before it is asked what they spare: another thread may let go of them
         residency = Residency(self.state.root, self.state.provider, self._released_weights(trace.used))
-        if trace.ran_eager:
-            # not for good: what ran eager while something was compiled may run compiled the next time
-            self.state.report.note("no CUDA graph: a region ran eager")
-        elif trace.others:
-            self.state.report.note("no CUDA graph: code of others runs inside its blocks")
+        if trace.lists:
+            self._refused[key] = trace.unrepeatable
+        if reason := trace.unrepeatable:
+            self.state.report.note(f"no CUDA graph: {reason}")
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
             self.state.report.note(_ELSEWHERE)
         elif watching.reason:
@@ -355,7 +355,7 @@ class StepGraphs:
                 raise Refused(answering.reason)
             if invariants is not None and invariants.reason:
                 return self._without_invariants(key, invariants, call, plain)
-            if trace.ran_eager or trace.fetched or trace.others or not fits:
+            if trace.unrepeatable or trace.fetched or not fits:
                 raise Refused("a region ran eager, on weights fetched for it, or something else came back")
             if not set(map(id, trace.looked_up)) <= set(map(id, slots)):
                 raise Refused("a region took a tensor of the options that is no input")

@@ -22,8 +22,10 @@ from ..guards.callbacks import Strayed, raised_by, still_there
 from ..guards.option_recorder import look
 from ..modules.boundaries import OwnForward, uncapturable
 from ..modules.channels_last import as_taken, holds_images, is_image
+from ..modules.containers import OwnContainers
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
+from ..modules.tree import PLAIN
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding
 from ..runtime.engine_state import EngineState
@@ -54,6 +56,9 @@ class ArtifactProvider(Protocol):
     def take_back(self, refused: list[Any]) -> None:
         """Forget what was refused for a call: eager refuses the call as well."""
 
+    def is_known_to_change(self, region: Region, spec: Any, flat: Flat) -> bool:
+        """Whether there is an artefact for this call of a block that changes lists which it is given."""
+
     def lacked(self, session: ForwardContext) -> None:
         """There is none for this call. Raises HalfDone where the step has to begin anew."""
 
@@ -76,7 +81,27 @@ class Region:
         self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
         self._declined: Recent[Any, list[Refusal]] = Recent(MOST_SIZES)
         self.disabled_reason: str | None = None
+        self._containers: OwnContainers | None = None  # once it is known to change some
         self._modal = False  # the network's own code calls it under modes of torch other than the step's
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is known to change lists or mappings that it is given or holds."""
+        return self.path in self.state.known.changing
+
+    def changes_what_it_is_given(self) -> None:
+        """From now on it is called so that changes reach its caller."""
+        self.state.known.changing.add(self.path)
+
+    def flatten(self, args: Any, kwargs: Any, flat: Flat) -> Any:
+        """A call as its structure and leaves. Where it may change lists, its own containers are leaves as well."""
+        spec = flatten_call(args, kwargs, flat)
+        if flat.lists:
+            if self._containers is None:
+                self._containers = OwnContainers(self.module)
+            flat.own, own = self._containers.now()
+            flat.mappings += own
+        return spec
 
     @property
     def images(self) -> bool:
@@ -103,12 +128,12 @@ class Region:
             modes = current_modes()
         elif self._modal:
             modes = current_modes()
-        held, flat, lease, unseen = self.weights, Flat(), None, ""
+        held, flat, lease, unseen = self.weights, Flat(lists=self.changes), None, ""
         try:
-            spec = flatten_call(args, kwargs, flat)
+            spec = self.flatten(args, kwargs, flat)
             due = held.due()
             weights = [] if due else held.read()
-            key = (spec, tuple(map(_size_key, flat.tensors)), tuple(flat.ints), modes)
+            key = (spec, tuple(map(_size_key, flat.tensors)), tuple(flat.ints), flat.own, modes)
             binding = self._find(key, flat)
             if binding is None and not self._modal and current_modes() != modes:
                 self._modal, key = True, (*key[:-1], current_modes())
@@ -117,7 +142,12 @@ class Region:
                 held.renew()
                 due = held.due()
                 with unwatched():
+                    if not flat.lists and self._finds_changes(spec, args, kwargs):
+                        return self.call(plain, args, kwargs, session)
                     binding = self._artifacts.obtain(self, key, flat, session)
+                if binding is None and self.changes and not flat.lists:  # its capture showed it
+                    session.refused = None
+                    return self.call(plain, args, kwargs, session)
                 weights = [] if due else held.read()
             if session.looks:
                 binding, due = None, []
@@ -125,6 +155,7 @@ class Region:
             if due and binding is not None:
                 weights, lease = held.acquire(due, flat.tensors, kept.placeholders if kept else NO_PLACEHOLDERS)
         except Unsupported as reason:
+            session.trace.lists |= flat.lists
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
@@ -135,6 +166,7 @@ class Region:
         if unseen:
             return self._eager(plain, args, kwargs, session, unseen)
         if binding is None:
+            key = _with_form(key, flat)
             flat.tensors.clear()  # eager code lets go of what lies in lists once it has put other tensors there
             self._artifacts.lacked(session)
             return self._refused(key, plain, args, kwargs, session)
@@ -146,11 +178,20 @@ class Region:
             except Strayed as stray:
                 target, why = stray.target, str(stray)
             # not before the error is gone, which holds on to what the artefact had made
-            self._declined.setdefault(key, []).append((still_there(flat.mappings, self.module, target), why))
+            declined = self._declined.setdefault(_with_form(key, flat), [])
+            declined.append((still_there(flat.mappings, self.module, target), why))
             return self._eager(plain, args, kwargs, session, why)
         finally:
             if lease is not None:
                 lease.release()
+
+    def _finds_changes(self, spec: Any, args: Any, kwargs: Any) -> bool:
+        """Whether artefacts that others left show that such blocks change lists which they are given."""
+        flat = Flat(lists=True)
+        other = self.flatten(args, kwargs, flat)
+        if (flat.own or other != spec) and self._artifacts.is_known_to_change(self, other, flat):
+            self.changes_what_it_is_given()
+        return self.changes
 
     def _find(self, key: Any, flat: Flat) -> Binding | None:
         for binding in dict.get(self.known, key) or self.known.get(key, ()):  # the first takes half the time
@@ -160,7 +201,7 @@ class Region:
 
     def _strays(self, key: Any, flat: Flat) -> bool:
         """Whether a function of the options is there that no artefact can follow; what is declined says why."""
-        return any(check(flat.mappings) for check, _ in self._declined.get(key, ()))
+        return any(check(flat.mappings) for check, _ in self._declined.get(_with_form(key, flat), ()))
 
     def _run(
         self,
@@ -174,7 +215,7 @@ class Region:
         session: ForwardContext,
     ) -> Any:
         artefact, trace = binding.artefact, session.trace
-        if artefact.mutated and _shared(flat.tensors, artefact):
+        if artefact.mutated and _shared(flat, artefact):
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
@@ -183,7 +224,9 @@ class Region:
         session.images |= artefact.images
         if artefact.sites:
             trace.others = session.others_ran = True
-        if artefact.options:
+        if flat.own or (flat.lists and any(type(given) is list for given in flat.mappings)):
+            trace.lists = True
+        elif artefact.options:
             trace.looked_up += [look(flat.mappings, path) for path in artefact.options]
         tensors = list(map(as_taken if artefact.images else normalised, flat.tensors))
         try:
@@ -301,12 +344,14 @@ class Region:
         """Use a binding from now on, in the place of another one of the same artefact."""
         self.bindings = [one for one in self.bindings if one.artefact is not binding.artefact] + [binding]
 
-    def declined(self, key: Any, mappings: list[dict[Any, Any]]) -> str | None:
+    def declined(self, key: Any, flat: Flat) -> str | None:
         """Why calls of these exact sizes with such mappings have no artefact, as far as that is known."""
-        return next((reason for check, reason in self._declined.get(key, ()) if check(mappings)), None)
+        known = self._declined.get(_with_form(key, flat), ())
+        return next((reason for check, reason in known if check(flat.mappings)), None)
 
-    def decline(self, key: Any, refusal: Refusal) -> None:
+    def decline(self, key: Any, flat: Flat, refusal: Refusal) -> None:
         """Remember why calls of these exact sizes have no artefact; it replaces what has the same reason."""
+        key = _with_form(key, flat)
         others = [one for one in self._declined.get(key) or () if one[1] != refusal[1]]
         self._declined[key] = [*others, refusal]
 
@@ -328,10 +373,24 @@ class Region:
         return uncapturable(self.module)
 
 
-def _shared(tensors: list[torch.Tensor], artefact: Artefact) -> bool:
+def _shared(flat: Flat, artefact: Artefact) -> bool:
     """Whether a tensor that the artefact changes lies in the memory of another one."""
-    places = [t.untyped_storage().data_ptr() for t in tensors]
+    held = [look(flat.mappings, path) for path in artefact.options] if flat.lists else []
+    places = [t.untyped_storage().data_ptr() for t in (*flat.tensors, *held)]
     return any(places.count(places[artefact.tensors[i]]) > 1 for i in artefact.mutated)
+
+
+def _with_form(key: Any, flat: Flat) -> Any:
+    """A key of a call with what its lists hold, which decides whether there is an artefact for it."""
+    return (*key, *map(_form, flat.mappings)) if flat.lists else key
+
+
+def _form(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return (type(value), *map(_form, value))
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    return value if type(value) in PLAIN else type(value)
 
 
 def _size_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ import torch
 from ..capture.shadow_module import Shadow
 from ..cudagraphs.step_graphs import StepGraphs
 from ..guards.call_spec import Flat, flatten_call, holds_function, of_its_own, stateful
+from ..modules.containers import left_alone
 from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
 from ..reporting.report import counted, named
@@ -140,7 +141,8 @@ class Verifier:
         given, words = of_its_own(args), of_its_own(kwargs)
         copies, more = of_its_own(args), of_its_own(kwargs)
         trace = session.fresh_trace()
-        ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
+        with left_alone(region.module, self._state.besides):  # eager begins with what it keeps from call to call
+            ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
         ran_compiled = not trace.ran_eager
         result, eager_seconds = _clocked(lambda: region.run_own_forward(plain, args, kwargs, session))
         if ran_compiled:
@@ -150,7 +152,8 @@ class Verifier:
             row["eager_ms"] += eager_seconds * 1e3
             row["compiled_ms"] += seconds * 1e3
             # where it changes what it is given, that is a result too
-            changed = ((copies, more), (args, kwargs)) if artefact.mutated else ((), ())
+            changes = artefact.mutated or artefact.changes
+            changed = ((copies, more), (args, kwargs)) if changes else ((), ())
             apart = distance((ours, changed[0]), (result, changed[1]))
             row["distance"] = max(row["distance"], apart)
             if apart > EQUAL and not (apart <= LOW_PRECISION and _in_fp8(artefact)):

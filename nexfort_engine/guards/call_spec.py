@@ -26,11 +26,13 @@ import torch
 
 from ..modules.memory_format import Unsupported, format_of
 from .function_spec import FunctionCode, NamedFunction, held_by, is_named, is_native, names_of, native_text
+from .list_recorder import Cursor, RecordedList
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
+LIST = "L"  # a list that the block changes, or another one of such a block: guarded by its read-set as well
 _SAME = "M="  # a dict that was met before, by its number
 _SAME_FUNCTION = "F="
 _METHOD, _NAMED = "method", "named"
@@ -39,11 +41,17 @@ _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ _
 
 
 class Flat:
-    """The leaves of one call, in order: `tensors`, `ints`, `mappings`; each mapping once."""
+    """The leaves of one call, in order: `tensors`, `ints`, `mappings`; each mapping once.
 
-    __slots__ = ("functions", "inside", "ints", "mappings", "tensors")
+    lists: they are leaves too, and lie among the mappings; otherwise they are taken apart. own: where the block has
+    containers that it may keep something in; those lie behind all others.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("functions", "inside", "ints", "lists", "mappings", "own", "tensors")
+
+    def __init__(self, *, lists: bool = False) -> None:
+        self.lists = lists
+        self.own: tuple[tuple[str, str, str], ...] = ()
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
         self.mappings: list[dict[Any, Any]] = []
@@ -69,18 +77,25 @@ def flatten(value: Any, into: Flat) -> Any:
         return ("=", value, repr(value))  # 1.0 is not True, and -0.0 is not 0.0: code can tell
     if isinstance(value, _PLAIN):
         return ("=", value)
+    if kind is list and into.lists:
+        return _flatten_leaf(value, into, LIST)
     if kind is list or kind is tuple or kind is torch.Size:
         return (kind, *[flatten(v, into) for v in value])
     if isinstance(value, dict):
         if kind is not dict and not _is_read_as_dict(kind):
             raise Unsupported(f"an argument of type {kind.__qualname__}, a mapping with ways of its own to be read")
-        real = value.real() if type(value) is Recording else value
-        for number, known in enumerate(into.mappings):
-            if known is real:
-                return (_SAME, number)
-        into.mappings.append(real)
-        return MAPPING
+        if type(value) is Recording and into.lists:
+            raise Unsupported("a mapping of which is noted what is read, and which it may change")
+        return _flatten_leaf(value.real() if type(value) is Recording else value, into, MAPPING)
     return _flatten_object(value, into)
+
+
+def _flatten_leaf(value: Any, into: Flat, sign: str) -> Any:
+    for number, known in enumerate(into.mappings):
+        if known is value:
+            return (_SAME, number)
+    into.mappings.append(value)
+    return sign
 
 
 @functools.cache
@@ -101,6 +116,10 @@ def flatten_result(value: Any, into: Flat) -> Any:
         raise Unsupported(
             "a mapping that it was given" if type(value) is Recording else "a mapping with other keys than text"
         )
+    if type(value) is RecordedList:
+        raise Unsupported("a list that it was given")
+    if type(value) is Cursor:
+        value.as_it_is()
     if type(value) in (list, tuple):
         return (type(value), *[flatten_result(v, into) for v in value])
     spec = flatten(value, into)
@@ -245,7 +264,7 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
         return next(leaves.tensors)
     if spec == INT:
         return next(leaves.ints)
-    if spec == MAPPING:
+    if spec in (MAPPING, LIST):
         leaves.given.append(next(leaves.mappings))
         return leaves.given[-1]
     kind = spec[0]

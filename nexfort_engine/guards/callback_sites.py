@@ -20,8 +20,9 @@ from torch.fx import GraphModule, Node
 from ..modules.tree import PLAIN
 from .callbacks import MODULE, Row, describe_target, named, operator
 from .option_guards import json_path
-from .option_recorder import BOOKKEEPING, Path, Place, ReadSet, Recording, Refused, Sentinel, cannot_hold, where
+from .option_recorder import BOOKKEEPING, Path, ReadSet, Recording, Refused, cannot_hold, where
 from .scalar_inputs import Strength
+from .sentinels import Place, Sentinel
 
 _OWN = torch.dtype, torch.device, torch.layout, torch.memory_format
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
@@ -165,6 +166,8 @@ class _Rows:
         return ["made", known, row]
 
     def _written(self, value: Any) -> Row:
+        if type(value) is Recording and self._sites.log.changeable and (value.written or value.removed):
+            raise Refused(f"it hands a mapping that it changed to {self._target}")
         if type(value) is list:
             return ["list", self.of_each(value)]
         if type(value) is dict:

@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
-from .option_recorder import BOOKKEEPING, MISSING, Path, ReadSet, Refused, is_plain, look, where
+from .option_recorder import (
+    BOOKKEEPING,
+    HERE,
+    MISSING,
+    At,
+    OfThread,
+    Path,
+    ReadSet,
+    Refused,
+    is_plain,
+    look,
+    place_of,
+    where,
+)
 
 Check = Callable[[list[Any]], bool]
 
@@ -27,6 +40,11 @@ def to_json(log: ReadSet) -> list[list[Any]]:
             rows.append(["none", json_path(path), is_none])
     for path in log.mappings:
         rows.append(["mapping", json_path(path), True])
+    for path, kind in log.kinds.items():
+        rows.append(["kind", json_path(path), kind])
+    for path, names in log.places.items():
+        if len(names) > 1:
+            rows.append(["places", json_path(path), [list(map(json_key, names)), _pattern(list(names.values()))]])
     for path, keys in log.keys.items():
         rows.append(["keys", json_path(path), list(keys)])
     for path, template, found in log.patched:
@@ -44,14 +62,39 @@ def to_json(log: ReadSet) -> list[list[Any]]:
 def json_path(path: Path) -> list[Any]:
     """A path as JSON can hold it. Raises Refused for other keys than plain ones."""
     for key in path:
-        if type(key) not in (str, int) and not is_plain(key):
+        if type(key) not in (str, int, At, OfThread) and not is_plain(key):
             raise Refused(f"it reads {where(path)}, whose key cannot be written down")
-    return [list(k) if isinstance(k, tuple) else k for k in path]
+    return list(map(json_key, path))
+
+
+def json_key(key: Any) -> Any:
+    """One key of a path as JSON can hold it. Raises Refused."""
+    if type(key) is At:
+        return {"at": json_path(key.path), "plus": key.plus}
+    if type(key) is OfThread:
+        return {"thread": True}
+    if not is_plain(key):
+        raise Refused("it uses a key that cannot be written down")
+    return list(key) if isinstance(key, tuple) else key
 
 
 def from_json_path(raw: list[Any]) -> Path:
     """The path that `json_path` wrote."""
-    return tuple(tuple(k) if isinstance(k, list) else k for k in raw)
+    return tuple(map(from_json_key, raw))
+
+
+def from_json_key(raw: Any) -> Any:
+    """The key that `json_key` wrote."""
+    if isinstance(raw, dict):
+        if "thread" in raw:
+            return HERE
+        return At(from_json_path(raw["at"]), raw["plus"])
+    return tuple(raw) if isinstance(raw, list) else raw
+
+
+def _pattern(places: list[Any]) -> list[int]:
+    """Which of some places are the same."""
+    return [places.index(place) for place in places]
 
 
 def _json_value(value: Any) -> Any:
@@ -93,7 +136,7 @@ def checker(rows: list[list[Any]]) -> Check:
 
 def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "present":
-        if len(path) == 2:  # by far the most frequent: a key of the outermost mapping
+        if len(path) == 2 and type(path[1]) is str:  # by far the most frequent: a key of the outermost mapping
             number, key = path
             return lambda maps: (key in maps[number]) is expected
         return lambda maps: (look(maps, path) is not MISSING) is expected
@@ -108,15 +151,33 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
         return lambda maps: _patched(maps, path, expected, kind == "patch")
     if kind == "length":
         if expected == -1:
-            return lambda maps: isinstance(m := look(maps, path), dict) and len(m) > 0
-        return lambda maps: isinstance(m := look(maps, path), dict) and len(m) == expected
+            return lambda maps: isinstance(m := look(maps, path), (dict, list)) and len(m) > 0
+        return lambda maps: isinstance(m := look(maps, path), (dict, list)) and len(m) == expected
     if kind == "value":
         value = _from_json_value(expected)
         return lambda maps: _same(look(maps, path), value)
     if kind == "function":
         return lambda maps: callable(look(maps, path))
-    known = "present, none, mapping, keys, patch, no patch, length, value or function"
+    if kind == "kind":
+        return lambda maps: _is_kind(look(maps, path), expected)
+    if kind == "places":
+        names, pattern = list(map(from_json_key, expected[0])), expected[1]
+        return lambda maps: _leads_to(maps, look(maps, path), names) == pattern
+    known = "present, none, mapping, keys, patch, no patch, length, value, function, kind or places"
     raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    """Whether a value is of the exact kind that was captured: a list, a number, a tuple of so many."""
+    if kind.startswith("tuple"):
+        return type(value) is tuple and kind == f"tuple of {len(value)}"
+    return type(value) is (list if kind == "list" else int)
+
+
+def _leads_to(maps: Any, value: Any, names: list[Any]) -> list[int] | None:
+    """Which names lead to the same entry of a list; None where one leads nowhere."""
+    places = [place_of(maps, value, name) for name in names]
+    return None if None in places else _pattern(places)
 
 
 def _keys(mapping: Any) -> frozenset[str] | None:

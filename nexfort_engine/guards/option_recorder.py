@@ -15,14 +15,15 @@ the capture with the reason: such a block runs eager.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..modules.tree import PLAIN
-
-Path = tuple[Any, ...]  # (number of the mapping among the call's mappings, key, key of the nested mapping, ...)
+from .sentinels import Path, Place, Sentinel, ValueUsed, place_in, resolved, template_of
 
 # What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).
 # Their presence is no guard where a block merely walks over all keys; a block that looks one of them up by name, or
@@ -35,109 +36,60 @@ BOOKKEEPING = frozenset(
 MISSING = object()
 
 
-class ValueUsed(Exception):
-    """A value that was handed out as a sentinel was used; the capture begins again with its path admitted."""
+class Here:
+    """A key that is the number of the thread that makes the call, as mappings are looked up with it."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path = path
+    def __hash__(self) -> int:
+        return hash(threading.get_ident())
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == threading.get_ident()
+
+
+HERE = Here()
+
+
+class OfThread(int):
+    """What a block that is captured gets for the number of its thread: that of the call's."""
+
+
+class At(NamedTuple):
+    """A key of a list: the number that lies at a path, and some more."""
+
+    path: Path
+    plus: int
+
+
+@dataclass
+class Change:
+    """What a block did to a list or a mapping that it was given. path: of the container; op: see given_changes.py."""
+
+    path: Path
+    op: str
+    key: Any = None
+    value: Any = None
 
 
 class Refused(Exception):
     """The block depends on something that no artefact can hold. The text is the reason for the report."""
 
 
-def _used(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-    raise ValueUsed(object.__getattribute__(self, "_path"))
+class ReadSet:
+    """What one capture read. `admitted` maps the paths whose values were used to the value the block may see.
 
-
-class Sentinel:
-    """Stands for a value that has not been used yet: any operation but identity and storing raises ValueUsed."""
-
-    __slots__ = ("_path",)
-
-    def __init__(self, path: Path) -> None:
-        object.__setattr__(self, "_path", path)
-
-    def __getattribute__(self, name: str) -> Any:
-        raise ValueUsed(object.__getattribute__(self, "_path"))
-
-    __setattr__ = __delattr__ = _used
-
-    @classmethod
-    def __torch_function__(cls, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if type(item) is cls:
-                    raise ValueUsed(object.__getattribute__(item, "_path"))
-        return NotImplemented
-
-
-for _name in (
-    "repr str bytes format lt le eq ne gt ge hash bool call len length_hint getitem setitem delitem iter next reversed "
-    "contains add radd iadd sub rsub isub mul rmul imul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod "
-    "divmod rdivmod pow rpow lshift rlshift rshift rrshift and rand xor rxor or ror neg pos abs invert complex int "
-    "float index round trunc floor ceil enter exit await"
-).split():
-    setattr(Sentinel, f"__{_name}__", _used)
-
-
-class Place(Sentinel):
-    """Stands for a bookkeeping value that says where in the network a block sits (`block`, `block_index`).
-
-    Blocks make keys of it and look them up among the patches. Indexing and hashing are no use, and neither is looking
-    for a key where there is none: then the guard is that there is none for the block at hand either, so that one
-    artefact serves all blocks that others left alone. Comparing and all else is a use like any other.
+    shown: what a block that changes lists and mappings is shown of what lies in them (list_recorder.py), None where it
+    changes none. opened: the lists that are read as a whole.
     """
 
-    __slots__ = ("_steps", "_value")
-
-    def __init__(self, path: Path, value: Any, steps: tuple[int, ...] = ()) -> None:
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_value", value)
-        object.__setattr__(self, "_steps", steps)
-
-    def __getitem__(self, number: Any) -> Any:
-        value = object.__getattribute__(self, "_value")
-        path = object.__getattribute__(self, "_path")
-        if type(value) is not tuple or type(number) is not int:
-            raise ValueUsed(path)
-        return Place(path, value[number], (*object.__getattribute__(self, "_steps"), number))
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_value"))
-
-
-def _place_in(key: Any) -> Path | None:
-    if type(key) is Place:
-        return object.__getattribute__(key, "_path")
-    if type(key) is tuple:
-        return next((p for k in key if (p := _place_in(k)) is not None), None)
-    return None
-
-
-def _template(key: Any) -> list[Any] | None:
-    """How a key is made of places and plain values, JSON-able; None where it holds something else."""
-    if type(key) is Place:
-        return ["place", [*object.__getattribute__(key, "_path")], [*object.__getattribute__(key, "_steps")]]
-    if type(key) is tuple:
-        parts = [_template(k) for k in key]
-        return None if None in parts else ["tuple", *parts]
-    return ["plain", key] if type(key) in PLAIN else None
-
-
-def _resolved(key: Any) -> Any:
-    """A key made of places as the caller's mapping has it."""
-    if type(key) is Place:
-        return object.__getattribute__(key, "_value")
-    return tuple(map(_resolved, key)) if type(key) is tuple else key
-
-
-class ReadSet:
-    """What one capture read. `admitted` maps the paths whose values were used to the value the block may see."""
-
-    def __init__(self, admitted: Mapping[Path, Any]) -> None:
-        self.admitted = admitted
+    def __init__(
+        self, admitted: Mapping[Path, Any], shown: Callable[..., Any] | None = None, opened: Collection[Path] = ()
+    ) -> None:
+        self.admitted, self._shown, self.opened = admitted, shown, opened
+        self.changes: list[Change] = []  # of what it was given, in their order
+        self.wanted: list[Path] = []  # used and not yet admitted
+        self.kinds: dict[Path, str] = {}  # "list", "int", "tuple of 2"
+        self.places: dict[Path, dict[Any, int]] = {}  # of lists: by which names entries were reached, and their places
+        self._one: dict[Path, Any] = {}
         self.present: dict[Path, bool] = {}
         self.none: dict[Path, bool] = {}
         self.keys: dict[Path, tuple[str, ...]] = {}
@@ -154,6 +106,27 @@ class ReadSet:
 
     def looked_up(self, path: Path, found: bool) -> None:
         self.present.setdefault(path, found)
+
+    @property
+    def changeable(self) -> bool:
+        """Whether the block may change what it is given."""
+        return self._shown is not None
+
+    def show(self, path: Path, value: Any) -> Any:
+        """What the block is shown of a value that may change."""
+        assert self._shown is not None
+        return self._shown(self, path, value)
+
+    def want(self, path: Path) -> None:
+        """Have the capture begin again with a value admitted, also where code catches what is raised."""
+        if path not in self.wanted:
+            self.wanted.append(path)
+
+    def one(self, path: Path, make: Callable[[], Any]) -> Any:
+        """What stands for a container, the same wherever it is reached."""
+        if path not in self._one:
+            self._one[path] = make()
+        return self._one[path]
 
     def met(self, path: Path) -> bool:
         """Whether a key that is fetched was met while walking over all keys; the set of keys guards it then."""
@@ -188,6 +161,8 @@ class Recording(dict):
         if isinstance(value, Recording):
             return value
         if isinstance(value, dict):
+            if self._log.changeable:
+                return self._log.one(path, lambda: Recording(value, path, self._log))
             return Recording(value, path, self._log)
         if key in BOOKKEEPING and type(value) in (tuple, int, str):
             return Place(path, value)
@@ -201,16 +176,16 @@ class Recording(dict):
 
         Raises Refused where others put code under it.
         """
-        path = _place_in(key)
+        path = place_in(key)
         if path is None:
             return False
         if not self._source and not self.written:
             self._log.lengths[self._path] = 0
             return True
-        template = _template(key)
+        template = template_of(key)
         if template is None or self.written or self.removed:
             raise ValueUsed(path)
-        value = self._source.get(_resolved(key), MISSING)
+        value = self._source.get(resolved(key), MISSING)
         row = (self._path, template, value is not MISSING)
         if row not in self._log.patched:
             self._log.patched.append(row)
@@ -239,7 +214,16 @@ class Recording(dict):
                     self._log.flags[path] = value
                 elif isinstance(value, dict):
                     self._log.mappings[path] = True
+                elif self._log.changeable and self._is_data(value) and key not in BOOKKEEPING:
+                    return self._log.show(path, value)
         return dict.__getitem__(self, key) if found else MISSING
+
+    def _is_data(self, value: Any) -> bool:
+        return type(value) in (int, list, tuple) or isinstance(value, torch.Tensor)
+
+    def _change(self, op: str, key: Any, value: Any = None) -> None:
+        if not self.is_copy:
+            self._log.changes.append(Change(self._path, op, key, value))
 
     def __contains__(self, key: Any) -> bool:
         if self._place(key):
@@ -318,6 +302,7 @@ class Recording(dict):
         return {**other, **self}
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._change("put", key, value)
         self.written[key] = value
         self.removed.discard(key)
         dict.__setitem__(self, key, value)
@@ -355,6 +340,7 @@ class Recording(dict):
     def __delitem__(self, key: Any) -> None:
         if self._read(key) is MISSING:
             raise KeyError(key)
+        self._change("remove", key)
         self.written.pop(key, None)
         self.removed.add(key)
         dict.pop(self, key)
@@ -362,17 +348,37 @@ class Recording(dict):
 
 def where(path: Path) -> str:
     """A path as a user would write it: options['patches']['attn1_patch']."""
-    return "options" + "".join(f"[{key!r}]" for key in path[1:])
+    return "options" + "".join("[...]" if type(key) is At else f"[{key!r}]" for key in path[1:])
 
 
 def look(mappings: list[Any] | tuple[Any, ...], path: Path) -> Any:
     """The value at a path, or MISSING."""
     value: Any = mappings[path[0]]
     for key in path[1:]:
-        if not isinstance(value, dict) or not dict.__contains__(value, key):
-            return MISSING
-        value = dict.__getitem__(value, key)
+        if isinstance(value, dict):
+            if not dict.__contains__(value, key):
+                return MISSING
+            value = dict.__getitem__(value, key)
+        else:
+            place = place_of(mappings, value, key)
+            if place is None:
+                return MISSING
+            value = value[place]
     return value
+
+
+def place_of(mappings: list[Any] | tuple[Any, ...], value: Any, key: Any) -> int | None:
+    """Where a key leads to in a list or a tuple; None where it leads nowhere."""
+    if type(value) not in (list, tuple):
+        return None
+    place: Any = key
+    if type(key) is At:
+        base = look(mappings, key.path)
+        place = base + key.plus if type(base) is int else -1
+        return place if 0 <= place < len(value) else None
+    if type(place) is not int or not -len(value) <= place < len(value):
+        return None
+    return place + len(value) if place < 0 else place
 
 
 def admit(mappings: list[Any], path: Path) -> Any:
@@ -380,12 +386,13 @@ def admit(mappings: list[Any], path: Path) -> Any:
     value = look(mappings, path)
     if isinstance(value, torch.Tensor) or is_plain(value):
         return value
-    raise Refused(cannot_hold(path, value))
+    raise Refused(cannot_hold(path, value, isinstance(mappings[path[0]], dict)))
 
 
-def cannot_hold(path: Path, value: Any) -> str:
+def cannot_hold(path: Path, value: Any, of_options: bool = True) -> str:
     """The reason for a value that is neither data nor plain."""
-    return f"it uses {where(path)} ({describe_foreign(value)}), which an artefact cannot hold"
+    place = where(path) if of_options else "an entry of a list that it is given"
+    return f"it uses {place} ({describe_foreign(value)}), which an artefact cannot hold"
 
 
 def is_plain(value: Any) -> bool:

@@ -192,5 +192,14 @@ class Conditions:
             for size, expected in zip(shape, captured, strict=False)  # ranks are for `broken`
         )
 
+    def wide(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
+        """Whether a size is 1 or none where more was captured."""
+        both = zip(shapes, self.shapes, strict=True)
+        return any(
+            size in (0, 1) and expected not in (0, 1)
+            for shape, captured in both
+            for size, expected in zip(shape, captured, strict=False)
+        )
+
     def as_json(self) -> dict[str, Any]:
         return {"shapes": self.shapes, "ints": self.ints, "ranges": self.ranges, "guards": self.guards}

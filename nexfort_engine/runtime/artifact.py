@@ -22,10 +22,11 @@ from ..capture.types import Captured
 from ..guards import option_recorder
 from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
+from ..guards.given_changes import make_again, parsed
 from ..guards.module_guards import ModuleState
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
-from ..guards.option_guards import checker
+from ..guards.option_guards import checker, from_json_path, json_path
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
@@ -45,7 +46,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "driver": driver,
         "weights": captured.weights,
         "tensors": captured.tensors,
-        "options": [list(path) for path in captured.options],
+        "options": [json_path(path) for path in captured.options],
         "option_kinds": captured.option_kinds,
         "ints": captured.ints,
         "strengths": [[path, name, list(keys)] for path, name, keys in captured.strengths],
@@ -55,6 +56,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "output": _spec_to_json(captured.output),
         "mutated": captured.mutated,
         "writes": captured.writes,
+        "changes": captured.changes,
         "sites": captured.sites,
         "boundaries": captured.boundaries,
         "images": captured.images,
@@ -97,12 +99,14 @@ def _spec_from_json(value: Any) -> Any:
 class GuardFailure:
     """Why an artefact may not serve a call.
 
-    sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more.
+    sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more. wide: the
+    call has a size of 1 where it was captured with more.
     """
 
     reason: str
     sizes: bool = False
     narrow: bool = False
+    wide: bool = False
     check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
 
 
@@ -114,7 +118,7 @@ class Artefact:
         self.id, self.primary, self.entry = entry_id, primary, entry
         self.weights: list[int] = manifest["weights"]
         self.tensors: list[int] = manifest["tensors"]
-        self.options = [tuple(tuple(k) if isinstance(k, list) else k for k in p) for p in manifest["options"]]
+        self.options = [from_json_path(path) for path in manifest["options"]]
         self.option_kinds = [tuple(kind) for kind in manifest["option_kinds"]]
         self.ints: list[int] = manifest["ints"]
         self.strengths: list[list[Any]] = manifest["strengths"]
@@ -126,6 +130,7 @@ class Artefact:
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
+        self.changes = parsed(manifest["changes"])
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.boundaries: list[str] = manifest["boundaries"]
         self.images: bool = manifest["images"]  # they lie with channels innermost
@@ -144,7 +149,9 @@ class Artefact:
             return GuardFailure("the options answer differently from the captured call")
         shapes = [t.shape for t in (*flat.tensors, *extra)]
         reason = self.conditions.broken(shapes, flat.ints)
-        return GuardFailure(reason, True, self.conditions.narrow(shapes), self.check) if reason else None
+        if not reason:
+            return None
+        return GuardFailure(reason, True, self.conditions.narrow(shapes), self.conditions.wide(shapes), self.check)
 
 
 class Binding:
@@ -168,7 +175,8 @@ class Binding:
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
         self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
         # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
-        self.plain = artefact.output == "T" and not artefact.writes and not artefact.mutated and not artefact.options
+        changes = artefact.writes or artefact.changes or artefact.mutated
+        self.plain = artefact.output == "T" and not changes and not artefact.options
 
     def usable(self, flat: Flat) -> bool:
         """Whether the options answer as captured and the module is what it was.
@@ -259,6 +267,8 @@ class Binding:
                 original.copy_(used)
         for number, key, template in artefact.writes:
             flat.mappings[number][key] = self._written(template, flat)
+        if artefact.changes:
+            make_again(artefact.changes, flat.mappings, flat.tensors, results)
         return unflatten(artefact.output, Leaves(results))
 
     def _results(self, inputs: list[Any], kept: PrepackEntry | None) -> list[Any]:

@@ -26,7 +26,8 @@ class StepTrace:
 
     used: the bindings that ran. looked_up: the tensors of options that they took. ran_eager: a region did. lost: the
     regions that ran eager, for each of their calls, and why. others: an artefact called code of others. fetched: a
-    region ran on weights that the host fetched for this call alone. spares: weights were prepared and kept, so that
+    region ran on weights that the host fetched for this call alone. lists: a region was given lists that its kind of
+    block changes. spares: weights were prepared and kept, so that
     from now on a region leases fewer.
     """
 
@@ -36,7 +37,17 @@ class StepTrace:
     ran_eager: bool = False
     others: bool = False
     fetched: bool = False
+    lists: bool = False
     releases_weights: bool = False
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why a replay of the step would not do what it did, or "". Not for good where a region ran eager."""
+        if self.ran_eager:
+            return "a region ran eager"
+        if self.lists:
+            return "a region may change a list that it is given"
+        return "code of others runs inside its blocks" if self.others else ""
 
 
 class ForwardContext:

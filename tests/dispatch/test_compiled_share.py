@@ -66,22 +66,32 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     return found
 
 
+class Cache:
+    """What is kept of frames."""
+
+    def __init__(self) -> None:
+        for at in range(6):
+            setattr(self, f"at_{at}", None)
+
+
 class Chunk(nn.Module):
-    """Keeps what its next call needs in its caller's list, as blocks of a video's autoencoder do."""
+    """Keeps what its next call needs on its caller's object."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, h: T, cache: list[Any] | None = None, at: int = 0) -> T:
+    def forward(self, h: T, cache: Cache | None = None, at: int = 0) -> T:
         if cache is not None:
-            h = h if cache[at] is None else h + cache[at]
-            cache[at] = h
+            name = f"at_{at}"
+            before = getattr(cache, name)
+            h = h if before is None else h + before
+            setattr(cache, name, h)
         return torch.tanh(self.linear(h))
 
 
 class Video(nn.Module):
-    """Frames one after another through blocks; one frame alone needs no list."""
+    """Frames one after another through blocks; one frame alone needs no cache."""
 
     def __init__(self, last: int = 8, kind: type[nn.Module] = Chunk) -> None:
         super().__init__()
@@ -89,7 +99,7 @@ class Video(nn.Module):
         self.last = nn.Linear(64, last)
 
     def forward(self, x: T) -> T:
-        cache: list[Any] | None = [None] * 6 if x.shape[1] > 1 else None
+        cache = Cache() if x.shape[1] > 1 else None
         found = []
         for h in x.unbind(1):
             for at, block in enumerate(self.blocks):
@@ -124,7 +134,7 @@ def test_it_is_not_run_to_its_end_to_find_that_out(tmp_path: Path, work: Work) -
     ran: list[int] = []
 
     class Counted(Chunk):
-        def forward(self, h: T, cache: list[Any] | None = None, at: int = 0) -> T:
+        def forward(self, h: T, cache: Cache | None = None, at: int = 0) -> T:
             ran.append(at)
             return super().forward(h, cache, at)
 
@@ -163,7 +173,7 @@ def test_a_network_half_of_which_compiles_stays_compiled(tmp_path: Path, work: W
 
 
 class Pictures(nn.Module):
-    """Blocks that change their caller's list, and one at the end that is given an image."""
+    """Blocks that change their caller's cache, and one at the end that is given an image."""
 
     def __init__(self, last: int) -> None:
         super().__init__()
@@ -171,7 +181,7 @@ class Pictures(nn.Module):
         self.last = nn.Conv2d(4, last, 3, padding=1)
 
     def forward(self, x: T) -> T:
-        cache: list[Any] = [None] * 6
+        cache = Cache()
         for at, block in enumerate(self.blocks):
             x = block(x, cache, at)
         return self.last(x)

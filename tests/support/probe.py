@@ -45,10 +45,19 @@ def block_of(function: Callable[..., Any], **attributes: Any) -> Block:
 
 
 class Probe:
-    """A block captured at one call, and compared with its graph at others."""
+    """A block captured at one call, and compared with its graph at others. lists: as one that changes lists."""
 
-    def __init__(self, block: nn.Module, *args: Any, dynamic: bool = True, images: bool = False, **kwargs: Any) -> None:
-        self.block, flat = block, Flat()
+    def __init__(
+        self,
+        block: nn.Module,
+        *args: Any,
+        dynamic: bool = True,
+        images: bool = False,
+        lists: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.lists = lists
+        self.block, flat = block, Flat(lists=lists)
         self.spec = flatten_call(args, kwargs, flat)
         self.captured: Captured = capture(block, Example.of(self.spec, flat), dynamic=dynamic, images=images)
         manifest = artifact.manifest_of(self.captured, "Block", None, {"region": "block"})
@@ -66,7 +75,7 @@ class Probe:
 
     def refuses(self, *args: Any, **kwargs: Any) -> str | None:
         """Why a call may not use the graph."""
-        flat = Flat()
+        flat = Flat(lists=self.lists)
         if flatten_call(args, kwargs, flat) != self.spec:
             return "another structure"
         failure = self.artefact.guard_failure(flat)
@@ -74,7 +83,7 @@ class Probe:
 
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         """What the graph gives."""
-        flat = Flat()
+        flat = Flat(lists=self.lists)
         flatten_call(args, kwargs, flat)
         binding = artifact.Binding(self.artefact, self.block)
         with torch.no_grad():
@@ -96,7 +105,26 @@ class Probe:
         found = self.graph(*given[0], **given[1])
         assert same(found, wanted), "another result than the block's"
         assert same(given, theirs), "other changes to the arguments than the block's"
+        assert shared((given, found)) == shared((theirs, wanted)), "other objects at the places of one"
         return True
+
+
+def shared(value: Any) -> list[int]:
+    """Which places of a value hold one object: for each tensor and list, the first place that has it."""
+    found: list[Any] = []
+
+    def walk(one: Any) -> None:
+        if isinstance(one, (torch.Tensor, list, dict)):
+            found.append(one)
+        if isinstance(one, (list, tuple)):
+            for item in one:
+                walk(item)
+        elif isinstance(one, dict):
+            for item in one.values():
+                walk(item)
+
+    walk(value)
+    return [next(i for i, other in enumerate(found) if other is one) for one in found]
 
 
 def same(a: Any, b: Any) -> bool:

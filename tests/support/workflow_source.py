@@ -60,9 +60,7 @@ def _text(content: Any) -> str:
 
 def pictures() -> dict[Path, Image.Image]:
     """Path -> picture of every template."""
-    return {
-        SHOWN / f"{one.title}.jpg": workflow_pictures.draw(one.graph(), one.title, one.does) for one in TEMPLATES
-    }
+    return {SHOWN / f"{one.title}.jpg": workflow_pictures.draw(one.graph(), one.title, one.does) for one in TEMPLATES}
 
 
 def different() -> list[Path]:

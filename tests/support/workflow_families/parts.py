@@ -203,9 +203,7 @@ def save_image(graph: Graph, samples: Out, vae: Out) -> None:
     graph.add("SaveImage", 4, "", {"filename_prefix": f"nexfort/{graph.name}"}, images=image)
 
 
-def save_video(
-    graph: Graph, samples: Out, vae: Out, fps: float, tiled: bool = False, audio: Out | None = None
-) -> None:
+def save_video(graph: Graph, samples: Out, vae: Out, fps: float, tiled: bool = False, audio: Out | None = None) -> None:
     """Decode and save a video."""
     tiles = {"tile_size": 256, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
     kind, widgets = ("VAEDecodeTiled", tiles) if tiled else ("VAEDecode", {})

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers of a module's own: lists and dictionaries in which its code may keep tensors for a later call."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tree import INTERNAL
+
+Place = tuple[str, str, str]  # path of the module, attribute, kind of container
+_KINDS = (list, dict)
+_DEPTH = 3  # of containers in containers
+
+
+class OwnContainers:
+    """The containers of a module tree, looked for once: which of them may hold what is kept, each time it is asked."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (path, name, sub.__dict__)
+            for path, sub in module.named_modules()
+            for name, value in sub.__dict__.items()
+            if type(value) in _KINDS and name not in INTERNAL and not name.startswith("_nexfort")
+        ]
+
+    def now(self) -> tuple[tuple[Place, ...], list[Any]]:
+        """Where they are and themselves: those that are empty, and those with tensors in them or places for some.
+
+        Others hold settings and numbers, which are attributes like others.
+        """
+        places: list[Place] = []
+        found = []
+        for path, name, table in self._places:
+            value = table.get(name)
+            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH)):
+                places.append((path, name, type(value).__name__))
+                found.append(value)
+        return tuple(places), found
+
+
+def _may_keep(value: Any, depth: int) -> bool:
+    if value is None or isinstance(value, torch.Tensor):
+        return True
+    if not depth or type(value) not in (list, dict, tuple):
+        return False
+    items = value.values() if type(value) is dict else value
+    return any(_may_keep(item, depth - 1) for item in items)
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+
+
+@contextlib.contextmanager
+def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
+    """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
+
+    A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
+    are made before the real one gets there. besides: names of tensors that belong to the host.
+    """
+    before = []
+    for sub in root.modules():
+        for table in (sub.__dict__, sub._buffers):
+            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
+            before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
+    try:
+        yield
+    finally:
+        for table, there, was in before:
+            new = [name for name in table.keys() - there if isinstance(table[name], torch.Tensor)]
+            for name in new:
+                if name not in besides:
+                    del table[name]
+            for name, value, items in was:
+                now = table.get(name)
+                if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
+                    table[name] = value
+                _refill(value, items)
+
+
+def _is_state(value: Any) -> bool:
+    return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
+
+
+def _items(value: Any) -> list[Any]:
+    if type(value) not in _CONTAINERS:
+        return []
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    """Give a container what was in it; it stays the one that others hold."""
+    now = _items(value)
+    if len(now) == len(items) and all(map(_is_same, now, items)):
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(items)
+    else:
+        value.extend(items)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
+        return one[0] is other[0] and one[1] is other[1]
+    return one is other
