@@ -17,7 +17,7 @@ import torch
 from ..modules.tree import PLAIN
 from .list_recorder import Cursor, RecordedList
 from .option_guards import from_json_key, from_json_path, json_key, json_path
-from .option_recorder import HERE, Change, Recording, Refused, look, place_of
+from .option_recorder import HERE, At, Change, Recording, Refused, look, place_of
 from .sentinels import Sentinel
 
 _VALUES = ("set", "append", "insert", "slice", "put")
@@ -126,7 +126,7 @@ def make_again(rows: Rows, mappings: list[Any], given: Sequence[torch.Tensor], m
     due: list[tuple[Callable[..., Any], Any, Any, Any]] = []
     for op, path, key, value in rows:
         container = look(mappings, path)
-        key = _real(key) if op != "set" else place_of(mappings, container, key)
+        key = place_of(mappings, container, key) if type(key) is At else _real(key)
         due.append((_OPERATIONS[op], container, key, values.of(value) if op in _VALUES else None))
     for make, container, key, value in due:
         make(container, key, value)

@@ -210,6 +210,7 @@ class RecordedList(list):
         if type(key) is Cursor:
             if not self._is_still or key.now < 0:
                 key.as_it_is()
+            self._log.least[key.path] = max(-key.plus, self._log.least.get(key.path, 0))  # less counts from the end
             return key.now, At(key.path, key.plus)
         name = operator.index(key)
         if not self._is_still and (name < 0 or self._is_counted):

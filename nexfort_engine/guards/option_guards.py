@@ -42,6 +42,8 @@ def to_json(log: ReadSet) -> list[list[Any]]:
         rows.append(["mapping", json_path(path), True])
     for path, kind in log.kinds.items():
         rows.append(["kind", json_path(path), kind])
+    for path, least in log.least.items():
+        rows.append(["least", json_path(path), least])
     for path, names in log.places.items():
         if len(names) > 1:
             rows.append(["places", json_path(path), [list(map(json_key, names)), _pattern(list(names.values()))]])
@@ -160,10 +162,12 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
         return lambda maps: callable(look(maps, path))
     if kind == "kind":
         return lambda maps: _is_kind(look(maps, path), expected)
+    if kind == "least":
+        return lambda maps: type(n := look(maps, path)) is int and n >= expected
     if kind == "places":
         names, pattern = list(map(from_json_key, expected[0])), expected[1]
         return lambda maps: _leads_to(maps, look(maps, path), names) == pattern
-    known = "present, none, mapping, keys, patch, no patch, length, value, function, kind or places"
+    known = "present, none, mapping, keys, patch, no patch, length, value, function, kind, least or places"
     raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
 
 

@@ -88,6 +88,7 @@ class ReadSet:
         self.changes: list[Change] = []  # of what it was given, in their order
         self.wanted: list[Path] = []  # used and not yet admitted
         self.kinds: dict[Path, str] = {}  # "list", "int", "tuple of 2"
+        self.least: dict[Path, int] = {}  # what numbers that pick entries have to be at least
         self.places: dict[Path, dict[Any, int]] = {}  # of lists: by which names entries were reached, and their places
         self._one: dict[Path, Any] = {}
         self.present: dict[Path, bool] = {}
