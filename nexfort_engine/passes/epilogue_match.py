@@ -87,6 +87,8 @@ def _residual(found: Epilogue, aliases: Aliases, taken: Collection[Node]) -> Epi
     plain = after.kwargs.get("alpha", 1) == 1 and after.kwargs.get("value", 1) == 1
     if not plain or not isinstance(residual, Node) or not _fits(found.result, after, residual, gate):
         return found
+    if {residual, gate} & {value, found.result, *nodes}:  # a layer plus itself, say
+        return found
     if gate is not None and aliases.is_written(gate):  # it is read where the residual is from here on
         return found
     return replace(found, result=after, gate=gate, residual=residual, nodes=[after, *nodes])

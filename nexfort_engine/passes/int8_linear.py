@@ -73,7 +73,7 @@ class _Group:
 def plan(module: GraphModule) -> list[Layer]:
     """The layers in int8 of a graph, with a reason for those that stay."""
     found = [Layer(node, _given(node)) for node in module.graph.nodes if name_of(node) == _NAME]
-    return [replace(layer, reason=_odd(layer.given) or _unfit(layer)) for layer in found]
+    return [replace(layer, reason=_odd(layer) or _unfit(layer)) for layer in found]
 
 
 def left(module: GraphModule) -> list[str]:
@@ -114,14 +114,22 @@ def int8_linears(module: GraphModule) -> int:
 
 
 def _given(node: Node) -> dict[str, Any]:
-    declared = node.target._schema.arguments  # type: ignore[union-attr]
-    defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    return {**defaults, **dict(zip((a.name for a in declared), node.args, strict=False)), **node.kwargs}
+    given = dict(zip((a.name for a in _declared(node)), node.args, strict=False)) | dict(node.kwargs)
+    return {**_defaults(node), **given}
 
 
-def _odd(given: dict[str, Any]) -> str | None:
-    """Why the operator is called in a way that is not known, or None."""
-    more = [name for name, value in given.items() if name not in _KNOWN and value not in (None, False, 0, 0.0, 1.0)]
+def _declared(node: Node) -> Any:
+    return node.target._schema.arguments  # type: ignore[union-attr]
+
+
+def _defaults(node: Node) -> dict[str, Any]:
+    return {one.name: one.default_value for one in _declared(node) if one.has_default_value()}
+
+
+def _odd(layer: Layer) -> str | None:
+    """Why the operator is called in a way that is not known, or None. Newer versions of it have more arguments."""
+    given, defaults = layer.given, _defaults(layer.node)
+    more = [name for name, value in given.items() if name not in _KNOWN and value != defaults.get(name)]
     if more or not given.keys() >= _KNOWN:
         return f"its arguments are {', '.join(given)}; expected {', '.join(sorted(_KNOWN))}"
     tensors = [given[name] for name in _TENSORS] + ([] if given["bias"] is None else [given["bias"]])

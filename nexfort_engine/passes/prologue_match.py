@@ -73,6 +73,8 @@ def prologue(x: Node, layers: Collection[Node], aliases: Aliases, taken: Collect
     read = [part for part in parts if part is not None]
     if not all(isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor) for node in [*found.nodes, *read]):
         return Prologue(x)
+    if set(read) & set(found.nodes):  # a norm times itself, say
+        return Prologue(x)
     # what is read is read where the first layer stands from here on
     stays = not any(map(aliases.is_written, [*found.nodes, *read[1:]]))
     stays &= not aliases.is_written_between(found.x, min(found.nodes), min(layers))

@@ -240,6 +240,25 @@ def test_without_comfy_kitchens_cuda_kernels_it_is_not_active(
     assert len(notes) == bool(reason) and reason in " ".join(notes)
 
 
+def test_an_operator_with_more_arguments_is_taken_while_they_say_nothing() -> None:
+    """As newer versions of the package have it."""
+    library = torch.library.Library("comfy_kitchen_newer", "FRAGMENT")
+    library.define(
+        "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int output_dtype_code, "
+        "bool convrot=False, int convrot_groupsize=256, str? input_act=None, float input_act_eps=1e-06, "
+        "Tensor? residual=None) -> Tensor"
+    )
+    newer = torch.ops.comfy_kitchen_newer.int8_linear.default
+    graph = graph_of("sandwich", function=_one)
+    (call,) = _calls(graph, KITCHEN)
+    call.target = newer
+    layer = int8_linear.Layer(call, int8_linear._given(call))
+    assert int8_linear._odd(layer) is None
+    call.kwargs = {"residual": call.args[0]}
+    assert "its arguments are" in (int8_linear._odd(int8_linear.Layer(call, int8_linear._given(call))) or "")
+    library._destroy()
+
+
 # ---- what is shared, and what must not be ----------------------------------------------------------------------------
 
 
@@ -295,6 +314,26 @@ def _per_token(w: Any, x: T, modulation: T) -> Any:
     return x + linear(h, w[3:5]) * x.sigmoid()
 
 
+def _plus_itself(w: Any, x: T, modulation: T) -> Any:
+    h = linear(x, w[3:5])
+    return torch.addcmul(h, h, modulation[:, None, :WIDTH])
+
+
+def _times_itself(w: Any, x: T, modulation: T) -> Any:
+    h = functional.rms_norm(x, [WIDTH], w[0], 1e-5)
+    return linear(h * h, w[1:3])
+
+
+def _shifted_by_itself(w: Any, x: T, modulation: T) -> Any:
+    h = functional.rms_norm(x, [WIDTH], w[0], 1e-5)
+    return linear(torch.addcmul(h, h, modulation[:, None, :WIDTH]), w[1:3])
+
+
+def _gated_by_itself(w: Any, x: T, modulation: T) -> Any:
+    h = functional.silu(x)
+    return linear(h * h, w[1:3]) + linear(functional.silu(x) * x, w[1:3])
+
+
 def _chain(w: Any, x: T, modulation: T) -> Any:
     for _ in range(3):
         x = x + linear(functional.rms_norm(x, [WIDTH], w[0], 1e-5), w[3:5])
@@ -313,6 +352,10 @@ def _chain(w: Any, x: T, modulation: T) -> Any:
         (_residual_written_later, 1, [""], ["residual"]),
         (_modulation_of_other_rows, 1, [""], [""]),
         (_per_token, 1, ["rms_norm with a factor"], ["gate residual"]),
+        (_plus_itself, 1, [""], [""]),
+        (_times_itself, 1, [""], [""]),
+        (_shifted_by_itself, 1, [""], [""]),
+        (_gated_by_itself, 2, ["", "swiglu"], ["residual", ""]),
         (_chain, 3, ["rms_norm"] * 3, ["residual"] * 3),
     ],
 )
