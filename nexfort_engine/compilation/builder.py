@@ -29,7 +29,7 @@ from ..guards import callback_sites
 from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
-from ..passes import int8_linear, low_precision, low_precision_attention, rotary
+from ..passes import fp8_input, int8_linear, low_precision, low_precision_attention, rotary
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import describe_error
@@ -386,7 +386,7 @@ class Builder:
         if options.get("nexfort.narrow_attention"):
             info["attention"] = low_precision_attention.describe_plan(captured.graph)
         notes = callback_sites.describe_sites(captured.sites)
-        for rewrite in (rotary, int8_linear):
+        for rewrite in (rotary, fp8_input, int8_linear):
             if options.get(f"nexfort.{rewrite.__name__.rpartition('.')[2]}"):
                 notes += [f"in {region.kind} {reason}" for reason in rewrite.left(captured.graph)]
         if notes:

@@ -217,9 +217,10 @@ class Finder:
             missed = [one.option for one in described if card in DESCRIPTORS or config.option(one.option)]
             if missed:
                 note(f"{' and '.join(missed)} are not active: {reason}")
-        if options["nexfort.int8_linear"] and (reason := _int8_layers_missing()):
-            options["nexfort.int8_linear"] = False
-            note(f"fuse.int8_linear is not active: {reason}")
+        for name, missing in (("int8_linear", _int8_layers_missing), ("fp8_input", lambda: matmul.missing("cuda"))):
+            if options[f"nexfort.{name}"] and (reason := missing()):
+                options[f"nexfort.{name}"] = False
+                note(f"fuse.{name} is not active: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options

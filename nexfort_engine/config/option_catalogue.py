@@ -152,6 +152,12 @@ _ROWS = (
         rung="convolution",
     ),
     OptionSpec(
+        "fuse.fp8_input",
+        OFF,
+        "Brings inputs of ComfyUI's fp8 layers to fp8 inside the kernels before them, once for layers of one input.",
+        "not measured, and so off",
+    ),
+    OptionSpec(
         "fuse.few_keys_attention",
         STANDARD,
         "Computes short-KV attention, such as attention to a prompt, by a kernel of its own.",

@@ -12,17 +12,18 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
-from int8_blocks import BLOCKS, captured
+from int8_blocks import BLOCKS, NARROW, captured
 from lowering_ahead import code_of, kernels_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
 
-OPTIONS = CompileConfig.parse({"mode": "O2", "options": {"fuse.int8_linear": True}}).lowering_options("cuda")
+ASKED = {"fuse.int8_linear": True, "fuse.fp8_input": True}
+OPTIONS = CompileConfig.parse({"mode": "O2", "options": ASKED}).lowering_options("cuda")
 
 
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return lowered_ahead(tmp_path_factory.mktemp("int8"), list(BLOCKS), OPTIONS, captured)
+    return lowered_ahead(tmp_path_factory.mktemp("int8"), [*BLOCKS, *NARROW], OPTIONS, captured)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -37,3 +38,13 @@ def test_layers_in_int8_are_kernels_of_the_artefact(kind: str, payloads: dict[st
 
 def test_nothing_is_between_the_kernels_of_a_block_with_gates(payloads: dict[str, Path]) -> None:
     assert not [kernel["name"] for kernel in kernels_of(payloads["gated"]) if "triton" in kernel["name"]]
+
+
+def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payloads: dict[str, Path]) -> None:
+    code = code_of(payloads["eighths"]).partition("def call(")[2]
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
+    assert not [line for line in lines if "comfy_kitchen" in line]
+    products = [line for line in lines if "._scaled_mm(" in line]
+    assert len(products) == 3 and len({line.partition("_scaled_mm(")[2].partition(",")[0] for line in products}) == 1
+    launches = [line for line in lines if "triton_" in line and ".run(" in line]
+    assert len([line for line in launches if "rms_norm" in line and "_to_copy" in line]) == 1 and len(launches) == 2

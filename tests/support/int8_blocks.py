@@ -59,6 +59,18 @@ def halves(w: Sequence[T], x: T, modulation: T) -> T:
     return x + linear(linear(x, w[8:10]), w[10:12], None, "gelu_tanh") + both.mean(-1, keepdim=True)
 
 
+def eighths(w: Sequence[T], x: T, modulation: T) -> T:
+    """Layers in fp8 with one scale each for input and weight, three of them with one input."""
+    h = functional.rms_norm(x, [WIDTH], w[0], 1e-5) * (1 + modulation[:, None])
+    rows, one = h.reshape(-1, WIDTH), w[4]
+
+    def product(weight: T) -> T:
+        narrow = torch.ops.comfy_kitchen.quantize_fp8(rows, one, 5)
+        return torch._scaled_mm(narrow, weight.t(), one, one, out_dtype=x.dtype)
+
+    return (product(w[1]) + product(w[2]) * product(w[3])).reshape(x.shape)
+
+
 def _weight(columns: int, inner: int) -> list[Any]:
     return [(columns, inner, torch.int8), (columns, 1, torch.float32)]
 
@@ -89,11 +101,12 @@ BLOCKS: dict[str, tuple[Callable[..., T], list[Any], int]] = {
         1,
     ),
 }
+NARROW = {"eighths": (eighths, [(WIDTH,), *[(WIDTH, WIDTH, torch.float8_e4m3fn)] * 3, (torch.float32,)], 1)}
 
 
 def weights(kind: str, dtype: torch.dtype, make: Callable[..., T]) -> list[T]:
     """A block's. make: of a shape and a dtype."""
-    shapes = BLOCKS[kind][1]
+    shapes = {**BLOCKS, **NARROW}[kind][1]
     return [make(s[:-1], s[-1]) if isinstance(s[-1], torch.dtype) else make(s, dtype) for s in shapes]
 
 
@@ -123,7 +136,7 @@ def graph_of(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    known, _, parts = BLOCKS[kind]
+    known, _, parts = {**BLOCKS, **NARROW}[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         own = weights(kind, dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         change(own)
@@ -134,7 +147,7 @@ def graph_of(
 
 def captured(kind: str) -> Captured:
     """A block as a process with a GPU captures it."""
-    named = list(range(len(BLOCKS[kind][1])))
+    named = list(range(len({**BLOCKS, **NARROW}[kind][1])))
     nothing = Conditions([], [])
     return Captured(
         graph_of(kind),
