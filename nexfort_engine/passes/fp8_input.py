@@ -16,26 +16,46 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
+from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fixed, replace
 from .prologue_match import name_of
 
 aten = torch.ops.aten
 _NAME = "comfy_kitchen::quantize_fp8"
+_ALIKE = (aten.reshape.default, aten.view.default, aten.ones.default, aten.full.default)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def fp8_inputs(module: GraphModule) -> int:
-    """Write such operators as `narrowed` has it; gives how many."""
-    found, tracer = 0, GraphAppendingTracer(module.graph)
+    """Write such operators as `narrowed` has it, one for those of equal inputs; gives how many."""
+    found, tracer, aliases = 0, GraphAppendingTracer(module.graph), Aliases(module.graph)
+    made: dict[Any, Node] = {}
     for node in list(module.graph.nodes):
-        if name_of(node) == _NAME and _reason(node) is None:
+        if name_of(node) != _NAME or _reason(node) is not None:
+            continue
+        stays = not any(map(aliases.is_written, (node, *node.args[:2])))
+        what = (*map(_key, node.args[:2]), node.meta["val"].dtype) if stays else node
+        if what in made:
+            node.replace_all_uses_with(made[what])
+            module.graph.erase_node(node)
+        else:
             with module.graph.inserting_before(node):
-                x, scale = (Proxy(part, tracer) for part in node.args[:2])  # type: ignore[arg-type]
+                x, scale = (Proxy(part, tracer) for part in node.args[:2])
                 written = narrowed(x, scale, dtype=node.meta["val"].dtype)
+            made[what] = written.node
             replace(node, written)
-            found += 1
+        found += 1
     return found
+
+
+def _key(part: Any) -> Any:
+    """What is equal for values that are computed alike of the same: looks at a tensor, and scales of one."""
+    if not isinstance(part, Node):
+        return str(part)
+    if part.target not in _ALIKE:
+        return part
+    return part.target, tuple(map(str, part.args[1:])), str(part.kwargs), *map(_key, part.args[:1])
 
 
 def left(module: GraphModule) -> list[str]:

@@ -79,6 +79,33 @@ def test_operators_are_plain_math() -> None:
     graph.recompile()
 
 
+def _three(w: list[T], x: T) -> Any:
+    ones = [torch.ones((), device=x.device) for _ in range(3)]
+    return [sum(_narrow(x.reshape(-1, 128), one).float() * i for i, one in enumerate(ones, 1))]
+
+
+def _three_written(w: list[T], x: T) -> Any:
+    h, found = x * 2, []
+    for i in range(3):
+        found.append(_narrow(h.reshape(-1, 128), w[0]).float() * i)
+        h.add_(1)
+    return [sum(found)]
+
+
+@pytest.mark.parametrize(("function", "casts"), [(_three, 1), (_three_written, 3)])
+def test_layers_of_one_input_have_it_once(function: Any, casts: int) -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        w, x = [torch.empty(())], torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    graph = exported(function, w, [x], [(0, 1)])
+    assert fp8_inputs(graph) == 3
+    graph.graph.lint()
+    graph.recompile()
+    assert sum(node.target is torch.ops.aten.clamp.default for node in graph.graph.nodes) == casts
+    scale, x = torch.tensor(0.5), torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ((found,),) = (graph(scale, x.clone()),)
+    assert torch.equal(found, function([scale], x.clone())[0])
+
+
 @pytest.mark.parametrize(
     ("scale", "device", "reason"),
     [
