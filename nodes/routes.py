@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from . import help_text, status
+from . import help_text, options_text, status
 from .cache_manager import listing
 from .requests import RefusedError, answered, ids_in, node_ids_in, read_body, workflow_in
 from .told import without_paths
@@ -36,6 +36,7 @@ def register_routes() -> bool:
     server.routes.get("/nexfort/nodes")(get_nodes)
     server.routes.get("/nexfort/report")(get_report)
     server.routes.get("/nexfort/help")(get_help)
+    server.routes.post("/nexfort/options")(post_options)
     server.routes.post("/nexfort/verify")(post_verify)
     server.routes.post("/nexfort/cache/prune")(post_prune)
     server.routes.post("/nexfort/cache/clear")(post_clear)
@@ -94,6 +95,18 @@ async def get_help(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/help: {"markdown", "issues", "page"}: what somebody who can help needs, without paths, and where to
     take it."""
     return await asyncio.to_thread(help_text.told)
+
+
+@answered
+async def post_options(request: web.Request) -> dict[str, Any]:
+    """POST /nexfort/options {"text": "max-aut"}: what is wrong with an options text, and how its last word may go on.
+
+    {"problem", "words", "typed"}, the last being how many characters a word takes the place of.
+    """
+    body = await read_body(request, ("text",), '{"text": "max-aut"}')
+    if not isinstance(text := body.get("text"), str):
+        raise RefusedError(400, f"text is a {type(text).__name__}; expected the text of an options field.")
+    return await asyncio.to_thread(options_text.told, text)
 
 
 @answered

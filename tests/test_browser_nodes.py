@@ -101,6 +101,39 @@ def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
     page.locator(browser.REPORT).wait_for()
 
 
+OPTIONS = """() => window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  .widgets.find((one) => one.name === 'options').value"""
+
+
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_the_options_field_completes_words_and_says_what_is_wrong(page: Any, vue: bool) -> None:
+    browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
+    browser.set_value(page, "Comfy.Node.AlwaysShowAdvancedWidgets", True)
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    badge = page.locator(BADGE)
+    badge.wait_for()
+    node = page.locator("[data-node-id]").filter(has=badge) if vue else page
+    field = (node.get_by_role("textbox") if vue else page.get_by_placeholder("options")).locator("visible=true").first
+    field.wait_for()
+    if not vue:
+        assert field.bounding_box()["height"] < 40, "one line while it is empty"
+    field.click()
+    field.press_sequentially("max-aut", delay=30)
+    words = page.get_by_role("listbox", name="Words that fit")
+    words.get_by_role("option", name="max-autotune").wait_for()
+    panel = page.locator(".nexfort-words")
+    assert "did you mean 'max-autotune'?" in panel.get_by_role("status").inner_text()
+    browser.in_both_themes(page, ".nexfort-words", f"options_{'vue' if vue else 'canvas'}")
+    field.press("Tab")
+    assert page.evaluate(OPTIONS) == "max-autotune"
+    words.wait_for(state="detached")
+    field.press_sequentially(":cuda", delay=30)
+    words.get_by_role("option", name="cudagraphs").first.click()
+    page.wait_for_timeout(500)
+    assert page.evaluate(OPTIONS) == "max-autotune:cudagraphs" and not panel.count(), "a good text needs no words"
+    browser.set_value(page, "Comfy.Node.AlwaysShowAdvancedWidgets", False)
+
+
 # ---- other packs' compile nodes ----------------------------------------------------------------------------
 
 # What the sampler's model comes from, and what that takes it from, in the prompt that would be queued.

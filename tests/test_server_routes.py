@@ -31,6 +31,7 @@ ROUTES: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("GET", "/nexfort/help"): (),
     ("GET", "/nexfort/nodes"): (),
     ("GET", "/nexfort/report"): (),
+    ("POST", "/nexfort/options"): ({"text": "max-aut"}, {"text": ""}),
     ("POST", "/nexfort/verify"): ({"nodes": ["12"]}, {"nodes": ["12"], "workflow": "0-1"}, {"workflow": None}, {}),
     ("POST", "/nexfort/cache/prune"): ({"max_bytes": 0}, {"ids": [UNKNOWN]}),
     ("POST", "/nexfort/cache/clear"): ({"confirm": True}, {"ids": [UNKNOWN]}),
@@ -138,7 +139,8 @@ def test_the_packed_plugin_is_whole(server: ComfyServer) -> None:
     assert server.get_bytes("/extensions/nexfort/nexfort.js").startswith(b"// SPDX")
     assert server.get_bytes("/extensions/nexfort/docs/NexfortCompileModel.md")
     assert "fr" in server.get("/i18n") and "nexfort" in server.get("/i18n")["fr"]
-    assert any("sd15_compile_model" in names for names in server.get("/workflow_templates").values())
+    assert any("Z-Image-Turbo" in names for names in server.get("/workflow_templates").values())
+    assert any(one["name"] == "Load and compile" for one in server.get("/global_subgraphs").values())
 
 
 # ---- old workflows -----------------------------------------------------------------------------------------

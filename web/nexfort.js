@@ -8,6 +8,7 @@ import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './
 import { benchmarkWorkflow } from './benchmark.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
+import { foldOptions, watchOptions } from './options.js'
 import { replaceCompileNodes } from './replace.js'
 import { UNSAVED, openReport, verifyNext } from './report.js'
 import { ask, change, toast } from './server.js'
@@ -153,6 +154,7 @@ app.registerExtension({
     const tab = { id: TAB, icon: 'pi pi-bolt', title: 'Nexfort', tooltip: 'Nexfort', type: 'custom' }
     app.extensionManager.registerSidebarTab({ ...tab, render: renderCacheTab, destroy: leaveCacheTab })
     watchBadges()
+    watchOptions()
     api.addEventListener('execution_success', afterRun)
     await textsReady
     await watchStatus()
@@ -166,6 +168,7 @@ app.registerExtension({
     if (mode) mode.options.getOptionLabel = (value) => (MODE_NAMES[value] ? text(MODE_NAMES[value]) : value)
     const verify = node.widgets?.find((widget) => widget.name === 'verify')
     if (verify) verify.value = setting(VERIFY) === true
+    foldOptions(node)
     addBadge(node)
   },
 
