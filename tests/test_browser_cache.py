@@ -49,6 +49,19 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     assert filled.get("/nexfort/cache")["count"] == 0
 
 
+def test_nothing_is_cut_off_in_a_small_window(chromium: Any, filled: ComfyServer) -> None:
+    with browser_pages.page_of(chromium, filled, browser.SMALL) as page:
+        browser.run_and_watch(page, seed=411)
+        page.locator(BADGE).click()
+        page.locator(browser.REPORT).locator("summary", has_text="Details").click()
+        assert browser.cut_off(page, browser.REPORT) == []
+        browser.in_both_themes(page, browser.REPORT, "report_1024")
+        page.keyboard.press("Escape")
+        browser.open_tab(page)
+        assert browser.cut_off(page, TAB) == []
+        browser.in_both_themes(page, TAB, "cache_1024")
+
+
 def entries() -> list[dict[str, Any]]:
     """Artefacts of many models, as the route tells them."""
     return [

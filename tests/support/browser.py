@@ -55,6 +55,7 @@ WATCH_SHIFTS = """() => {
 REFUSED = 409  # the status of a refusal that a test asks for
 # Large enough that the tab, the panel and a whole node are on screen at once.
 VIEWPORT = {"width": 1400, "height": 900}
+SMALL = {"width": 1024, "height": 768}
 # A user who has seen ComfyUI before, with everything the tests change as it is at first: settings stay on the server.
 SETTINGS = {
     "Comfy.TutorialCompleted": True,
@@ -93,6 +94,13 @@ LINKED = """([source, target]) => {
   const node = graph.nodes.find((one) => one.comfyClass === target)
   return node.getInputNode(0)?.comfyClass === source
 }"""
+# What lies beyond an edge of the window, or holds more than it shows and has no bar to scroll by.
+CUT_OFF = """selector => [...document.querySelectorAll(`${selector}, ${selector} *`)].filter((one) => {
+  const { left, right, width } = one.getBoundingClientRect()
+  const hidden = one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== 'auto'
+  const block = one.clientWidth > 0 && getComputedStyle(one).textOverflow !== 'ellipsis'
+  return width > 0 && (left < -1 || right > innerWidth + 1 || (block && hidden))
+}).map((one) => `${one.tagName} ${one.className}: ${one.textContent.slice(0, 60)}`)"""
 READY = "() => window.app?.extensionManager"
 
 
@@ -370,6 +378,11 @@ def in_both_themes(page: Any, selector: str, name: str) -> None:
         set_value(page, "Comfy.ColorPalette", theme)
         shoot(page.locator(selector), f"{name}_{theme}")
         assert serious(page, selector) == [], theme
+
+
+def cut_off(page: Any, selector: str) -> list[str]:
+    """The parts of a panel that are wider than it shows, or that reach beyond the window."""
+    return list(page.evaluate(CUT_OFF, selector))
 
 
 def state_in(said: str) -> str:

@@ -57,9 +57,9 @@ def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> 
 
 
 @contextmanager
-def page_of(chromium: Any, server: ComfyServer, **settings: object) -> Iterator[Any]:
+def page_of(chromium: Any, server: ComfyServer, size: Any = None, **settings: object) -> Iterator[Any]:
     """A page of a user who has changed nothing yet; at the end our modules must have caused no error."""
-    context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
+    context = chromium.new_context(viewport=size or browser.VIEWPORT, locale="en-US")
     try:
         opened, faults = browser.open_page(context, server, **settings)
         yield opened
