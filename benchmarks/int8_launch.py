@@ -73,7 +73,10 @@ def product(
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     given = {"bias": bias, "gate": gate, "residual": residual, "up_bias": None}
     given |= {"up": None, "up_scale": None} if up is None else dict(zip(("up", "up_scale"), up, strict=True))
-    multiply[(-(-rows // form.rows) * -(-columns // form.columns),)](
+    kernel, programs, scratch = multiply, -(-rows // form.rows) * -(-columns // form.columns), weight
+    if form.grouped:
+        kernel, programs, scratch = _grouped(), torch.cuda.get_device_properties(x.device).multi_processor_count, None
+    kernel[(programs,)](
         x,
         x_scale,
         weight,
@@ -97,5 +100,17 @@ def product(
         num_warps=form.warps,
         num_stages=form.stages,
         **form.blocks(),
+        scratch=scratch,
+        PROGRAMS=programs if form.grouped else 0,
     )
     return out
+
+
+def _grouped() -> Any:
+    """The kernel in Gluon, with memory for the descriptors that it writes."""
+    import triton
+
+    from nexfort_engine.kernels.scaled_linear.gluon_kernel import multiply_in_groups
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    return multiply_in_groups

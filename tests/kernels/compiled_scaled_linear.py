@@ -22,7 +22,7 @@ PRODUCTS |= {("fp8e4nv", 90): "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.
 
 def check(factor: str, dtype: str, architecture: int, form: choice.Form, up: bool, plain: bool) -> None:
     constants = {"COLUMNS": 3840, "INNER": 10240 if plain else 3872, "ROW_SCALES": True, "COLUMN_SCALES": not plain}
-    constants |= {"ACTIVATION": 0 if plain else 3, "UP": up, **form.blocks()}
+    constants |= {"ACTIVATION": 0 if plain else 3, "UP": up, **form.blocks(), "PROGRAMS": 0}
     constants |= dict.fromkeys(("BIASED", "UP_BIASED", "GATED", "ADDED"), not plain)
     kinds = {"rows": "i32", "tokens": "i32", "gate_batch": "i32", "gate_token": "i32", "out": f"*{dtype}"}
     kinds |= dict.fromkeys(("x", "weight", "up"), f"*{factor}") | dict.fromkeys(constants, "constexpr")
@@ -46,6 +46,7 @@ for card in cards():
         if each != "i8" and card < 89:
             continue
         some = choice.forms(divmod(card, 10)) if "all" in sys.argv[1:] else choice.FORMS[:1]
+        some = [form for form in some if not form.grouped]
         for number, form in enumerate((*some, choice.FEW_ROWS)):
             check(each, ("fp16", "bf16")[number % 2], card, form, False, number % 2 == 0)
         for number, form in enumerate(choice.WITH_UP if "all" in sys.argv[1:] else choice.WITH_UP[:1]):

@@ -48,6 +48,8 @@ def launched(args: tuple[Any, ...], given: dict[str, Any], how: dict[str, Any], 
         GATED=gate is not None,
         ADDED=given["residual"] is not None,
         **form.blocks(),
+        scratch=weight,
+        PROGRAMS=0,
     )
     return out.reshape(*how["sizes"], columns)
 

@@ -32,6 +32,10 @@ def test_the_kernel_is_compiled_for_every_card(cards: str, tmp_path: Path) -> No
     run("compiled_scaled_linear.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
+def test_the_kernel_in_gluon_is_compiled_for_its_card(tmp_path: Path) -> None:
+    run("compiled_scaled_linear_groups.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+
+
 @pytest.mark.parametrize("factor", op.FACTORS)
 def test_the_operator_knows_its_result_without_computing_it(factor: torch.dtype) -> None:
     x, weight, up = (torch.randn(n, 16).to(factor) for n in (6, 5, 5))
@@ -93,6 +97,15 @@ def test_a_layer_that_was_not_measured_gets_a_form_that_every_card_has() -> None
         assert choice.form(card, 3840, 3840, few=False, up=True) == choice.WITH_UP[0]
         assert choice.form(card, 3840, 3840, few=True, up=False) == choice.FEW_ROWS
         assert not choice.loses(card, 3840, 3840)
+
+
+@pytest.mark.parametrize(("missing", "taken"), [(None, choice.GROUPED), ("torch is another", choice.FORMS[0])])
+def test_the_kernel_in_gluon_is_taken_where_descriptors_can_be_written(
+    missing: str | None, taken: choice.Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "MEASURED", {(9, 0): {(3840, 3840): choice.Measured(choice.GROUPED, 80.0, 100.0)}})
+    monkeypatch.setattr(choice, "descriptors_missing", lambda _: missing)
+    assert choice.form((9, 0), 3840, 3840, few=False, up=False) == taken
 
 
 def test_what_was_measured_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
-from int8_blocks import BLOCKS, NARROW, captured
+from int8_blocks import BLOCKS, NARROW, captured, grouped
 from lowering_ahead import code_of, kernels_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
@@ -48,3 +48,12 @@ def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payload
     assert len(products) == 3 and len({line.partition("_scaled_mm(")[2].partition(",")[0] for line in products}) == 1
     launches = [line for line in lines if "triton_" in line and ".run(" in line]
     assert len([line for line in launches if "rms_norm" in line and "_to_copy" in line]) == 1 and len(launches) == 2
+
+
+@pytest.mark.parametrize("kind", ["sandwich"])
+def test_products_in_groups_of_warps_are_lowered_too(kind: str, tmp_path: Path) -> None:
+    """As where they were measured to be the fastest: with descriptors, for which the launch has memory."""
+    payload = lowered_ahead(tmp_path, [kind], OPTIONS, grouped)[kind]
+    names = [kernel["name"] for kernel in kernels_of(payload)]
+    assert "multiply_in_groups" in names and not [name for name in names if name.rpartition("_")[0] == "multiply"]
+    assert "warpgroup_mma(" in code_of(payload)

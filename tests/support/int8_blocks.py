@@ -169,6 +169,13 @@ def captured(kind: str) -> Captured:
     )
 
 
+def grouped(kind: str) -> Captured:
+    """The same, whose products are by the kernel in Gluon in the worker that lowers it."""
+    found = captured(kind)
+    found.modules.append("grouped_products")
+    return found
+
+
 def truth(x: T, w: Sequence[T], group: int = GROUP) -> T:
     """The layer in float64, with its input as it is."""
     from nexfort_engine.kernels.quantize_rows.op import hadamard

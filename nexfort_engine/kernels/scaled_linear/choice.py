@@ -2,13 +2,15 @@
 """Which form of the kernel of `scaled_linear` a layer gets, and where the host's own operator was measured faster.
 
 `benchmarks/int8_linear.py` times every form of FORMS for the layers of models that people run, and prints rows of
-MEASURED. No torch is imported here.
+MEASURED.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ..inductor_launch import descriptors_missing
 
 Capability = tuple[int, int]
 Layer = tuple[int, int]  # columns and summands of a weight
@@ -17,7 +19,10 @@ MANY = 512  # rows from which on larger blocks fill a card
 
 @dataclass(frozen=True)
 class Form:
-    """rows, columns, inner: of a block. warps, stages: of a program. together: blocks of rows that share columns."""
+    """rows, columns, inner: of a block. warps, stages: of a program. together: blocks of rows that share columns.
+
+    grouped: the kernel in Gluon (gluon_kernel.py).
+    """
 
     rows: int
     columns: int
@@ -25,6 +30,7 @@ class Form:
     warps: int
     stages: int
     together: int = 8
+    grouped: bool = False
 
     def blocks(self) -> dict[str, int]:
         """The constants of the kernel."""
@@ -59,9 +65,10 @@ FORMS = (
 # as many accumulators again, so half the columns
 WITH_UP = (Form(128, 64, 128, 8, 3), Form(128, 128, 64, 8, 4), Form(64, 64, 128, 4, 4))
 FEW_ROWS = Form(32, 64, 128, 4, 4)
+GROUPED = Form(128, 256, 128, 4, 1, grouped=True)  # with `up` half of the columns are of the other weight
 # what more shared memory allows: compute capability -> forms that are tried there, too
 LARGER: Mapping[Capability, tuple[Form, ...]] = {
-    (9, 0): (Form(128, 256, 128, 8, 3), Form(128, 256, 128, 8, 4), Form(256, 128, 128, 8, 3)),
+    (9, 0): (GROUPED, Form(128, 256, 128, 8, 3), Form(128, 256, 128, 8, 4), Form(256, 128, 128, 8, 3)),
     (10, 0): (Form(128, 256, 128, 8, 3), Form(128, 256, 128, 8, 4)),
     (8, 0): (Form(128, 256, 128, 8, 3),),
 }
@@ -71,7 +78,9 @@ MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {}
 
 def forms(card: Capability, *, up: bool = False) -> tuple[Form, ...]:
     """All forms that may be tried on a card."""
-    return WITH_UP if up else FORMS + LARGER.get(card, ())
+    if up:
+        return WITH_UP + ((GROUPED,) if GROUPED in LARGER.get(card, ()) else ())
+    return FORMS + LARGER.get(card, ())
 
 
 def measured(card: Capability, columns: int, inner: int, *, up: bool = False) -> Measured | None:
@@ -84,7 +93,8 @@ def form(card: Capability, columns: int, inner: int, *, few: bool, up: bool) -> 
     if few:
         return FEW_ROWS
     found = measured(card, columns, inner, up=up)
-    return forms(card, up=up)[0] if found is None else found.form
+    taken = forms(card, up=up)[0] if found is None else found.form
+    return forms(card, up=up)[0] if taken.grouped and descriptors_missing(card) else taken
 
 
 def loses(card: Capability, columns: int, inner: int, *, up: bool = False) -> bool:

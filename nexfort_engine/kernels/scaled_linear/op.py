@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..inductor_launch import empty, launch
-from ..layouts import contiguous, side_by_side
+from ..layouts import aligned, contiguous, side_by_side
 from ..op_registry import registered
 from . import choice
 
@@ -138,8 +138,14 @@ def _lower(
     columns, inner = (int(size) for size in weight.get_size())
     out = empty(x, [rows, columns], dtype)
     few = known.optimization_hint(rows, fallback=choice.MANY) < choice.MANY
-    card = DeviceProperties.create(x.get_device()).cc
-    form = choice.form(divmod(card, 10), columns, inner, few=few, up=up is not None)
+    device = DeviceProperties.create(x.get_device())
+    form = choice.form(divmod(device.cc, 10), columns, inner, few=few, up=up is not None)
+    programs, gluon = 0, None
+    if form.grouped:
+        from .gluon_kernel import SCRATCH, multiply_in_groups
+        from .triton_kernel import multiply
+
+        programs, gluon = device.multi_processor_count, multiply_in_groups
     tokens, steps = 1, [0, 0]
     if gate is not None:
         gate = side_by_side(gate)
@@ -147,20 +153,24 @@ def _lower(
         found = zip(gate.get_size()[:-1], gate.get_stride()[:-1], strict=True)
         each = [0 if known.statically_known_equals(size, 1) else step for size, step in found]
         steps = [0, 0, *each][-2:]
-    x, weight = contiguous(x), contiguous(weight)
+    x, weight = aligned(contiguous(x)), aligned(contiguous(weight))
+    up = up if up is None else aligned(contiguous(up))
     given = {"weight_scale": weight_scale, "x_scale": x_scale, "bias": bias, "up_scale": up_scale, "up_bias": up_bias}
     given |= {"up": up, "residual": residual}
     tensors = {name: weight if part is None else contiguous(part) for name, part in given.items()}
+    grid = programs or CeilDiv(rows, form.rows) * -(-columns // form.columns)
+    scratch = weight if gluon is None else empty(x, [programs * SCRATCH], torch.uint8)
     launch(
-        kernel(form),
-        [CeilDiv(rows, form.rows) * -(-columns // form.columns), 1, 1],
+        multiply if gluon else kernel(form),
+        [grid, 1, 1],
         ["out"],
         {"x": x, "weight": weight, **tensors, "gate": weight if gate is None else gate, "out": out, "rows": rows}
         | {"tokens": tokens, "gate_batch": steps[0], "gate_token": steps[1], "COLUMNS": columns, "INNER": inner}
         | {"ROW_SCALES": not _is_one(x_scale), "COLUMN_SCALES": not _is_one(weight_scale)}
         | {"ACTIVATION": ACTIVATIONS[activation], "UP": up is not None}
         | {"BIASED": bias is not None, "UP_BIASED": up_bias is not None, "GATED": gate is not None}
-        | {"ADDED": residual is not None, **form.blocks()},
+        | {"ADDED": residual is not None, **form.blocks(), "scratch": scratch, "PROGRAMS": programs},
+        gluon,
     )
     return view(out, [*sizes, columns])
 

@@ -26,6 +26,7 @@ def multiply(
     tokens,
     gate_batch,
     gate_token,
+    scratch,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     ROW_SCALES: tl.constexpr,
@@ -40,6 +41,7 @@ def multiply(
     N_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     """out (rows, COLUMNS) = ACTIVATION of x (rows, INNER) @ weight (COLUMNS, INNER).T, scaled, plus bias.
 
@@ -47,7 +49,8 @@ def multiply(
     number without ROW_SCALES) times weight_scale (COLUMNS, or 1 number without COLUMN_SCALES). UP: times the same with
     the weight `up`, without an activation. GATED: times gate (rows, COLUMNS), which has strides of batch and token.
     ADDED: plus residual, which is as out is. What is not asked for is not read. Programs next to each other share rows
-    of weight: TOGETHER blocks of rows are computed for one block of columns after another.
+    of weight: TOGETHER blocks of rows are computed for one block of columns after another. scratch and PROGRAMS are for
+    gluon_kernel.py.
     """
     kept: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     blocks = tl.cdiv(rows, M_BLOCK)
@@ -58,7 +61,7 @@ def multiply(
     m = (first + part % (TOGETHER * across) % height) * M_BLOCK + tl.arange(0, M_BLOCK)
     n = part % (TOGETHER * across) // height * N_BLOCK + tl.arange(0, N_BLOCK)
     row = tl.minimum(m, rows - 1).to(tl.int64)
-    column = tl.minimum(n, COLUMNS - 1)
+    column = n if COLUMNS % N_BLOCK == 0 else tl.minimum(n, COLUMNS - 1)
     k = tl.arange(0, K_BLOCK)
     at_x = x + row[:, None] * INNER + k[None, :]
     at_w = column[:, None] * INNER + k[None, :]
@@ -94,13 +97,16 @@ def multiply(
         if UP_BIASED:
             more += tl.load(up_bias + column).to(tl.float32)[None, :]
         made *= more
-    within = (m < rows)[:, None] & (n < COLUMNS)[None, :]
+    # places that columns alone tell apart take no registers of their own
+    within = (m < rows)[:, None]
+    if COLUMNS % N_BLOCK != 0:
+        within = within & (n < COLUMNS)[None, :]
     if GATED:
         at_gate = gate + row // tokens * gate_batch + row % tokens * gate_token
-        made *= tl.load(at_gate[:, None] + column[None, :]).to(tl.float32)
-    at = row[:, None] * COLUMNS + column[None, :]
+        made *= tl.load(at_gate[:, None] + n[None, :], mask=within, other=0.0).to(tl.float32)
+    at = row[:, None] * COLUMNS + n[None, :]
     if ADDED:
-        made += tl.load(residual + at).to(tl.float32)
+        made += tl.load(residual + at, mask=within, other=0.0).to(tl.float32)
     tl.store(out + at, made.to(out.dtype.element_ty), mask=within)
 
 
