@@ -297,6 +297,8 @@ def _dims(args: tuple[list[Any], ...], dynamic: bool, numbers: Numbers) -> Any:
 
 def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Numbers) -> Captured:
     graph, example = program.graph_module, trace.example
+    if not any(node.op == "call_function" for node in graph.graph.nodes):
+        raise Refused("it computes nothing when it is called so")
     refuse_random(graph)
     settle(program)
     names = trace.names if trace.parts is None else []

@@ -56,14 +56,14 @@ class Doubles(nn.Module):
 
     def forward(self, h: T, kept: list[Any], place: list[int]) -> T:
         at = place[0]
+        h = self.conv(h)
         if kept[at] is None:
             kept[at] = "Rep"
         elif kept[at] == "Rep":
-            h = self.conv(h)
             kept[at] = h[:, :, -1:]
             h = h.repeat_interleave(2, 2)
         else:
-            h = (self.conv(h) + kept[at]).repeat_interleave(2, 2)
+            h = (h + kept[at]).repeat_interleave(2, 2)
             kept[at] = h[:, :, -1:]
         place[0] += 1
         return h

@@ -15,8 +15,7 @@ _FORMATS = ("memory formats", "an attribute of the block differs")
 # what eager convolutions on a CPU give lies otherwise in memory for one row than for several
 _BY_ROW: dict[str, Any] = {"apart": _FORMATS}
 _KEEPS = "keeps a tensor that it made of its inputs"  # the last frames of a chunk, for the next one
-_CHUNKS: dict[str, Any] = {  # a list of the last frames of all layers, which each of them changes
-    "eager": {"": "it changes a list or an object that it is given"},
+_CHUNKS: dict[str, Any] = {
     "bound": ("norm_out", "conv_in", "conv_out"),
     "apart": (*_FORMATS, "where 1 was captured"),
 }
@@ -43,7 +42,7 @@ _SHORT: dict[str, dict[str, Any]] = {
     # two latent frames are one and a rest of one, which torch takes for more
     "vae_hunyuan": {"bound": ("up_blocks.0",)},
     "vae_kl": _BY_ROW,
-    "vae_kvae_video": {"eager": {"": "the options it is given"}},  # it keeps the last frames there, for the next chunk
+    "vae_kvae_video": {"bound": ("conv_", "mid.", "norm_out", "up.")},  # it takes so many last frames as there are
     "vae_magvit": {"eager": {"": _KEEPS}},
     "vae_mochi": {**_BY_ROW, "bound": ("",)},  # a loop over so many frames at once
     # torch's weight_norm, which is a hook

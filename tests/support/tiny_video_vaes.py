@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ComfyUI's own video autoencoders as small as their classes allow, with random weights. ComfyUI is imported inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tiny_autoencoders import LTXV_VAE
+from tiny_networks import random_weights
+
+_PARTS: dict[str, Any] = {"num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [False, True, True]}
+_ENGINE = "comfy.ldm.models.autoencoder.EmptyRegularizer"
+
+
+def _wan21() -> Any:
+    from comfy.ldm.wan.vae import WanVAE
+
+    return WanVAE(dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], image_channels=3, conv_out_channels=3, **_PARTS)
+
+
+def _wan22() -> Any:
+    from comfy.ldm.wan.vae2_2 import WanVAE
+
+    return WanVAE(dim=8, dec_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], **_PARTS)
+
+
+def _hunyuan15() -> Any:
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    sizes = {
+        "block_out_channels": [32, 64, 64, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
+        "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32,
+    }  # fmt: skip
+    parts = {
+        f"{part.lower()}_config": {"target": f"comfy.ldm.hunyuan_video.vae_refiner.{part}", "params": sizes}
+        for part in ("Encoder", "Decoder")
+    }
+    return AutoencodingEngine(regularizer_config={"target": _ENGINE}, **parts)
+
+
+def _ltx() -> Any:
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return VideoVAE(config=LTXV_VAE)
+
+
+def _minimax() -> Any:
+    from comfy.ldm.minimax import vae
+
+    sizes: dict[str, Any] = {
+        "ch": 32,
+        "ch_mult": (1,) * 6,
+        "num_res_blocks": 1,
+        "tile_size": 64,
+        "tile_overlap_min": 32,
+    }
+    made = vae.MiniMaxH3VideoVAE(**sizes, operations=_Meta())
+    made.decoder = vae.ViT3DDecoder(in_channels=24, num_layers=2, heads=2, dim_head=32)
+    return made
+
+
+class _Meta:
+    """Layers without memory, for a decoder that is thrown away."""
+
+    def Linear(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.nn.Linear(*args, **{**kwargs, "device": "meta"})
+
+
+def _cosmos() -> Any:
+    from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer
+
+    return CausalContinuousVideoTokenizer(
+        z_channels=4, latent_channels=4, z_factor=1, resolution=64, in_channels=3, out_channels=3, channels=16,
+        channels_mult=[1, 2, 2], num_res_blocks=1, attn_resolutions=[8], dropout=0.0, patch_size=4, num_groups=1,
+        temporal_compression=8, spacial_compression=8,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An autoencoder and sizes of latents: the first call's, others of as many frames, and other numbers of frames."""
+
+    build: Callable[[], Any]
+    first: tuple[int, ...]
+    frames: tuple[int, ...]
+
+    def made(self) -> Any:
+        """The autoencoder with weights of its own."""
+        model = self.build()
+        model.load_state_dict(random_weights(model, 0))
+        return model.eval().requires_grad_(False)
+
+    def latent(self, frames: int | None = None, *, turned: bool = False) -> torch.Tensor:
+        """Latents of so many frames. turned: with height and width the other way round."""
+        batch, channels, own, height, width = self.first
+        size = (batch, channels, own if frames is None else frames, *((width, height) if turned else (height, width)))
+        return torch.randn(size, generator=torch.Generator().manual_seed(3))
+
+
+VIDEO_VAES = {
+    "wan21": Kind(_wan21, (1, 16, 3, 4, 6), (5, 4, 2, 1)),
+    "wan22": Kind(_wan22, (1, 16, 3, 2, 3), (5, 4, 2, 1)),
+    "hunyuan15": Kind(_hunyuan15, (1, 32, 3, 2, 3), (5, 4, 2, 1)),
+    "ltx": Kind(_ltx, (1, 128, 2, 2, 3), (4, 3, 1)),
+    "minimax": Kind(_minimax, (1, 24, 7, 2, 3), (12, 2, 1)),
+    "cosmos": Kind(_cosmos, (1, 4, 2, 4, 6), (3, 1)),
+}
