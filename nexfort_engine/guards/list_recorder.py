@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..modules.memory_format import is_plain
 from ..modules.tree import PLAIN
 from .option_recorder import At, Change, Path, ReadSet, Recording, Refused
 from .sentinels import Sentinel, ValueUsed
@@ -118,6 +119,8 @@ def hand(log: ReadSet, path: Path, value: Any) -> Any:
         log.kinds[path] = "int"
         return Cursor(log, path, value)
     elif isinstance(value, torch.Tensor):
+        if not is_plain(value):
+            raise Refused(f"it is given a list or a mapping that holds a tensor of {kind.__qualname__}, {value.layout}")
         log.want(path)  # from the next turn on it is an input; this one goes on, to find what else is
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
     elif kind is list:

@@ -35,6 +35,11 @@ def kind_of(tensor: torch.Tensor) -> tuple[str, int, str]:
     return (str(tensor.dtype), tensor.ndim, tensor.device.type)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided data and of no subclass."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
 def tensor_meta(tensor: torch.Tensor) -> tuple[str, int, str, str]:
     """What of a tensor is in the signature: dtype, rank, device type, memory format. Sizes are conditions, not keys.
 

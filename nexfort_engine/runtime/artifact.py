@@ -30,9 +30,12 @@ from ..guards.option_guards import checker, from_json_path, json_path
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
-from ..modules.memory_format import kind_of
+from ..modules.memory_format import is_plain, kind_of
 from ..modules.tree import PLAIN, Hidden
 from ..weights.prepack_entry import PrepackEntry
+from .lru_mapping import Recent
+
+_MOST_FITS = 512
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,19 +140,25 @@ class Artefact:
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
         self.code: Loaded | None = None
+        self._fits: Recent[Any, bool] = Recent(_MOST_FITS)  # sizes and numbers of calls that the conditions hold for
 
     def guard_failure(self, flat: Flat) -> GuardFailure | None:
         """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
         extra = [option_recorder.look(flat.mappings, path) for path in self.options]
+        where = "the lists and mappings" if flat.lists else "the options"
         if not all(isinstance(t, torch.Tensor) for t in extra):
-            return GuardFailure("an option that was a tensor is none")
-        if list(map(kind_of, extra)) != self.option_kinds:
-            return GuardFailure("a tensor of the options is of another type, rank or device")
+            return GuardFailure(f"what was a tensor in {where} is none")
+        if list(map(kind_of, extra)) != self.option_kinds or (flat.lists and not all(map(is_plain, extra))):
+            return GuardFailure(f"a tensor of {where} is of another type, rank or device")
         if not self.check(flat.mappings):
-            return GuardFailure("the options answer differently from the captured call")
-        shapes = [t.shape for t in (*flat.tensors, *extra)]
+            return GuardFailure(f"{where} answer differently from the captured call")
+        shapes = tuple([t.shape for t in (*flat.tensors, *extra)])
+        key = (shapes, tuple(flat.ints))
+        if self._fits.get(key):
+            return None
         reason = self.conditions.broken(shapes, flat.ints)
         if not reason:
+            self._fits[key] = True
             return None
         return GuardFailure(reason, True, self.conditions.narrow(shapes), self.conditions.wide(shapes), self.check)
 
