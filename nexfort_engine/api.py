@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .cache.paths import base_root
 from .cache.store import Store, default_root
 from .config.compile_config import CompileConfig
 from .engine import Engine
+from .modules.boundaries import OwnForward
 from .modules.tree import compiled_elsewhere, replaced_forward
 from .quant.quantized_linear import holds_quantised
 from .reporting.report import Report
@@ -89,9 +91,10 @@ def compile_as(module: nn.Module, config: CompileConfig, *, also: Also | None = 
     if config.memory_format == "channels_last" and not config.disable:
         original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     engine = Engine(original, config, store_at(), hooks=HostHooks() if also is None else HostHooks(also=also))
-    # it stands before the class's, where the engine would begin
-    if replaced_forward(original) is not None or compiled_elsewhere(original):
-        reason = "its forward was replaced before it was compiled (offloading does that); compile first, then offload"
+    # one that stands before the class's has to call that, where the engine begins
+    unreached = replaced_forward(original) is not None and not OwnForward(original).places()
+    if unreached or compiled_elsewhere(original):
+        reason = "its forward was replaced before it was compiled, by one that never calls the module's own"
         if compiled_elsewhere(original):
             reason = "torch.compile compiled it already; give nexfort_engine.compile the module as it was before"
         engine.report.eager("(whole module)", reason)
@@ -177,8 +180,37 @@ def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Cal
     table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
     if around is not None:
         table = {name: around(method) for name, method in table.items()}
+    if "forward" in table:
+        table["forward"] = _Forward(table["forward"])
     table.update(__slots__=(), __module__=kind.__module__, __qualname__=kind.__qualname__, nexfort_methods=methods)
     return type(kind.__name__, (CompiledModule, kind), table)
+
+
+class _Forward:
+    """The forward of a compiled module. One that others put on the module stands before it, and may call it.
+
+    They may have put it there before the module was compiled. Then the engine begins where it calls the module's own.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        if owner is None:
+            return self._run
+        replaced = owner.__dict__.get("forward")
+        if replaced is None:
+            return types.MethodType(self._run, owner)
+        return functools.partial(owner._nexfort_engine.called_by, replaced)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__["forward"] = value
+
+    def __delete__(self, owner: Any) -> None:
+        try:
+            del owner.__dict__["forward"]
+        except KeyError:
+            raise AttributeError("forward") from None
 
 
 def _through_engine(method: Callable[..., Any]) -> Callable[..., Any]:

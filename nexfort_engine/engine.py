@@ -188,6 +188,21 @@ class Engine:
             return plain(*args, **kwargs)
         return self._called(plain, args, kwargs)
 
+    def called_by(self, replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward that others put in the place of the backbone's own; where it calls that, the engine begins."""
+
+        def begin(module: nn.Module, plain: Callable[..., Any], given: Any, words: Any, _: ForwardContext) -> Any:
+            with entered(None):
+                return self.call(plain, given, words) if module is self.root else plain(*given, **words)
+
+        if not self._own_forward.places() or not stand_in(self.root, self._own_forward):
+            return replaced(*args, **kwargs)  # it may call the compiled one's, which was there when it was made
+        try:
+            with entered(ForwardContext(begin)):
+                return replaced(*args, **kwargs)
+        finally:
+            leave(self.root)
+
     def steps_aside(self, plain: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call runs as it would without this engine, because too little of it can be compiled.
 

@@ -25,6 +25,7 @@ from torch import nn
 from ..guards import module_guards, option_recorder
 from ..guards.call_spec import Flat, functions_in, spec_text
 from ..guards.callback_sites import settled
+from ..guards.collectives import facts_of, group_names, names_a_rank
 from ..guards.name_resolver import Row
 from ..guards.option_guards import to_json
 from ..guards.option_recorder import Refused
@@ -36,6 +37,7 @@ from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
 from ..modules.tree import Hidden
 from ..system.process_settings import tracing_scope
+from .collectives import take_over
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
 from .shape_recorder import check, computes_with_chosen_scale, conditions_of, noted, settle
@@ -303,6 +305,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     settle(program)
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
+    groups = take_over(graph, group_names(trace.block, trace.reads))
     inputs = _inputs(program, trace)
     own = {w.data_ptr() for w in (*trace.weights, *trace.of_boundaries()) if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
@@ -352,11 +355,22 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
         boundaries=list(trace.boundaries),
+        groups=_facts(groups, trace),
         images=trace.images,
         names=reached,
         only_here=only_here,
         changes=trace.changes,
     )
+
+
+def _facts(groups: list[int], trace: Trace) -> list[list[int]]:
+    """What the graph rests on of the groups that it speaks in."""
+    if not groups:
+        return []
+    names, ranks = group_names(trace.block, trace.reads), names_a_rank(trace.codes)
+    facts = facts_of(groups, names, ranks=ranks)
+    assert facts is not None, "the groups were found a moment ago"
+    return facts
 
 
 def spec_key(spec: Any, flat: Flat, metas: Sequence[Any]) -> list[Any]:

@@ -60,10 +60,10 @@ class Captured:
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
     option tensor. sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the
-    submodules that carry such code. images: as it was captured for. names: what its code reached by name
-    (guards/name_guards.py). only_here: the first of these that no other process can compare, or "". changes: what it
-    does to lists and mappings of the call (guards/given_changes.py), with results of the graph that come after those
-    that `output` takes.
+    submodules that carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was
+    captured for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no
+    other process can compare, or "". changes: what it does to lists and mappings of the call
+    (guards/given_changes.py), with results of the graph that come after those that `output` takes.
     """
 
     graph: torch.fx.GraphModule
@@ -85,6 +85,7 @@ class Captured:
     option_kinds: list[tuple[str, int, str]] = field(default_factory=list)
     sites: list[list[list[Any]]] = field(default_factory=list)
     boundaries: list[str] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
     images: bool = False
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""

@@ -23,7 +23,7 @@ from ..capture.source_hashes import sources_changed
 from ..capture.types import Example
 from ..config.pass_catalogue import PASSES
 from ..dispatch.region import Region
-from ..guards import callbacks
+from ..guards import callbacks, collectives
 from ..guards.call_spec import Flat
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
@@ -185,6 +185,8 @@ class Finder:
         payload = self.state.store.ready(entry)
         if artefact.sites:
             callbacks.operator()
+        if artefact.groups:
+            collectives.operator()
         how = options, entry.manifest["modules"], len(artefact.weights)
         try:
             artefact.code = inductor.load(payload, *how)
@@ -250,6 +252,8 @@ def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Guar
     failure = artefact.guard_failure(wanted.flat)
     if (failure is None or failure.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
         return GuardFailure("an attribute of the block differs from the captured one")
+    if failure is None and not artefact.speaks(wanted.region.module):
+        return GuardFailure("the group of processes that it speaks with is another one")
     return failure
 
 

@@ -41,6 +41,7 @@ from ..runtime.devices import device_of
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, StepRunner
 from ..runtime.shared_state import ForGood
+from ..system.process_group import others_speak
 from .lookup import Wanted
 from .refusals import Refusals
 from .requests import Requests
@@ -72,6 +73,9 @@ class Planner:
         if session.root is None or not self._state.config.dynamic:
             return []
         if self._table.sets_names:  # what the network's own code assigns would be as a further run leaves it
+            return []
+        if others_speak():
+            self._state.report.note("regions are compiled one by one: other processes would wait for a run to plan")
             return []
         if self._table.whole_region is None and (path := first_carrier(self._state.root)) is not None:
             what = own_foreign(self._state.root.get_submodule(path), path)

@@ -16,6 +16,7 @@ from ..modules.boundaries import first_carrier
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
+from ..system.process_group import others_speak
 
 
 def has_to_begin_anew(
@@ -36,7 +37,7 @@ def is_repeatable(state: EngineState, session: ForwardContext) -> bool:
     """
     if session.root is None or session.instead is not None or not state.is_quiet(*session.root[1:]):
         return False
-    if first_carrier(state.root) is not None:
+    if first_carrier(state.root) is not None or others_speak():
         return False
     return written_to(session.root[1:]) == session.written
 

@@ -222,7 +222,7 @@ class Region:
         self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
         trace.used.append(binding)
         session.images |= artefact.images
-        if artefact.sites:
+        if artefact.others:
             trace.others = session.others_ran = True
         if flat.own or (flat.lists and any(type(given) is list for given in flat.mappings)):
             trace.lists = True
@@ -233,7 +233,7 @@ class Region:
             if binding.prepares and kept is None:
                 kept = prepack(self, binding, weights, session)
             run = partial(self._ran, binding, weights, flat, tensors, kept, session)
-            if session.watching is None or artefact.sites:
+            if session.watching is None or artefact.others:
                 return run()
             with session.watching.around(artefact, partial(getattr, session.invariants, "answered", 0)):
                 return run()
@@ -244,6 +244,9 @@ class Region:
                 raise  # the capture is over, and the step runs region by region
             if (who := raised_by(error)) is not None:
                 self._noted(error, f"by {who}")
+                raise
+            if artefact.groups:  # other ranks have heard a part of it, and eager code would say that again
+                self._noted(error, "which speaks with other processes; one of them may have failed")
                 raise
             if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
@@ -269,8 +272,8 @@ class Region:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
         held, fits = self.weights, kept is not None or not binding.prepares
-        settled = fits and not session.trace.fetched and held.version() is not None
-        whole = settled and binding.plain and not binding.artefact.sites and held.are_covered(binding.artefact)
+        settled = fits and not session.trace.fetched and held.version() is not None and not binding.artefact.groups
+        whole = settled and binding.plain and not binding.artefact.others and held.are_covered(binding.artefact)
         return session.invariants.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
     def release(self) -> bool:

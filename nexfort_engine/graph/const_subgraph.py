@@ -23,8 +23,8 @@ from .alias_analysis import Aliases
 LEAST = 1 << 16  # numbers of a weight: what is computed of smaller ones costs nothing and stays where it is
 
 
-# operators that stay with those who read what they give: they call code of others
-_LOOKS = {"nexfort::substitute"}
+# operators that stay with those who read what they give: they call code of others, or speak with other processes
+_LOOKS = {"nexfort::substitute", "nexfort::collective"}
 
 
 _COPIES = ("aten::clone", "nexfort::innermost_weight")

@@ -181,4 +181,5 @@ def looked_at(node: Node) -> Node | None:
 def is_library(node: Node) -> bool:
     """Whether a call is a product, a convolution or attention, which Inductor leaves to somebody else's kernel."""
     name = str(node.target)
-    return any(word in name for word in ("linear", "mm", "matmul", "conv", "attention", "einsum", "substitute"))
+    words = ("linear", "mm", "matmul", "conv", "attention", "einsum", "substitute", "collective")
+    return any(word in name for word in words)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..modules.tree import ABSENT, INTERNAL, PLAIN, Hidden, Slot, Tree, class_name, modules_in, structure
-from . import scalar_inputs
+from . import collectives, scalar_inputs
 from .name_resolver import content_of
 from .option_recorder import MISSING, Refused
 from .value_digests import cell_contents, code_digest, table_of
@@ -42,6 +42,8 @@ def describe(value: Any, depth: int = 3) -> Any:
         return scalar_inputs.described(value)
     if type(value) in PLAIN:
         return value if not isinstance(value, float) else ["float", value.hex()]
+    if collectives.is_group(value):
+        return collectives.describe_group(value)
     if isinstance(value, (tuple, list, torch.Size)):
         return [type(value).__name__, *[describe(v, depth) for v in value]]
     if type(value) is range:
@@ -71,10 +73,11 @@ def describe(value: Any, depth: int = 3) -> Any:
         if isinstance(value, (int, float, str)):  # enums and other scalar subclasses
             return [class_name(type(value)), str(value)]
         raise Refused(f"it reads an object that cannot be compared ({type(value).__qualname__})")
+    apart = collectives.of_ranks(fields)
     return [
         "object",
         class_name(type(value)),
-        [[k, describe(v, depth - 1)] for k, v in sorted(fields.items())],
+        [[k, ["of a rank"] if k in apart else describe(v, depth - 1)] for k, v in sorted(fields.items())],
     ]
 
 

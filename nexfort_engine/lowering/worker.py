@@ -81,10 +81,11 @@ def unpack(data: bytes) -> tuple[torch.fx.GraphModule, list[torch.Tensor], list[
 
 def work(job: dict[str, Any]) -> None:
     """Lower one job. Raises what Inductor raises."""
-    from ..guards import callbacks
+    from ..guards import callbacks, collectives
     from .vec_isa_cache import remember_in
 
     callbacks.operator()
+    collectives.operator()
     for name in job["modules"]:
         importlib.import_module(name)
     if job["probes"]:

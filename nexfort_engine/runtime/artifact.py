@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..capture.types import Captured
 from ..guards import option_recorder
 from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
+from ..guards.collectives import facts_of, group_names, speaking_in
 from ..guards.given_changes import make_again, parsed
 from ..guards.module_guards import ModuleState
 from ..guards.name_guards import Dependence
@@ -62,6 +64,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "changes": captured.changes,
         "sites": captured.sites,
         "boundaries": captured.boundaries,
+        "groups": captured.groups,
         "images": captured.images,
         "sources": captured.sources,
         "names": captured.names,
@@ -136,11 +139,24 @@ class Artefact:
         self.changes = parsed(manifest["changes"])
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.boundaries: list[str] = manifest["boundaries"]
+        self.groups: list[list[int]] = manifest["groups"]
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
         self.code: Loaded | None = None
         self._fits: Recent[Any, bool] = Recent(_MOST_FITS)  # sizes and numbers of calls that the conditions hold for
+
+    @property
+    def others(self) -> bool:
+        """Whether it calls code of others, or speaks with other processes."""
+        return bool(self.sites or self.groups)
+
+    def speaks(self, module: nn.Module) -> bool:
+        """Whether a module holds the groups now that it speaks in, of the sizes and ranks that it rests on."""
+        if not self.groups:
+            return True
+        ranks = any(rank >= 0 for _, _, rank in self.groups)
+        return facts_of([row[0] for row in self.groups], group_names(module, self.reads), ranks=ranks) == self.groups
 
     def guard_failure(self, flat: Flat) -> GuardFailure | None:
         """Why a call with these sizes, numbers and mappings may not use the artefact, or None."""
@@ -167,7 +183,7 @@ class Binding:
     """One artefact for one module."""
 
     __slots__ = (
-        *("_factors", "_module", "_strengths", "artefact", "code", "kept", "names", "plain"),
+        *("_factors", "_groups", "_module", "_strengths", "artefact", "code", "kept", "names", "plain"),
         *("prepack_failed", "state"),
     )
 
@@ -180,6 +196,7 @@ class Binding:
         self.kept: PrepackEntry | None = None  # prepared weights of the module
         self.prepack_failed: Hashable = None  # the `WeightProvider.layout` in which keeping them made no room
         self.state, self.names = ModuleState(module, artefact.reads, hidden, artefact.boundaries), names
+        self._groups = group_names(module, artefact.reads) if artefact.groups else []
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
         self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
@@ -260,12 +277,13 @@ class Binding:
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()
-        if artefact.sites:
-            changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
-            with called_with(flat.mappings, artefact.sites, artefact.check, changed, self._module):
+        with speaking_in(self._groups) if artefact.groups else nullcontext():
+            if artefact.sites:
+                changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
+                with called_with(flat.mappings, artefact.sites, artefact.check, changed, self._module):
+                    results = self._results(inputs, kept)
+            else:
                 results = self._results(inputs, kept)
-        else:
-            results = self._results(inputs, kept)
         if any(map(operator.is_not, tensors, flat.tensors)):
             results = [_as_given(result, flat.tensors, tensors) for result in results]
         if self.plain:
