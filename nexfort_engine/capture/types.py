@@ -58,12 +58,12 @@ class Captured:
     graph inputs, in order: the weights in `weights` (indices of WeightSlots' tensors, those that are not plain taken
     apart), `constants`, the tensors in `tensors` (indices of the call's), the option tensors in `options` (paths), the
     ints in `ints` (indices), the numbers at `strengths` (float32, on the CPU, without dimensions). lasting: for each of
-    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each
-    option tensor. sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the
-    submodules that carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was
-    captured for. names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no
-    other process can compare, or "". changes: what it does to lists and mappings of the call
-    (guards/given_changes.py), with results of the graph that come after those that `output` takes.
+    the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each option tensor.
+    sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the submodules that
+    carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was captured for.
+    names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other process
+    can compare, or "". changes: what it does to lists and mappings of the call (guards/given_changes.py), with results
+    of the graph that come after those that `output` takes.
     """
 
     graph: torch.fx.GraphModule

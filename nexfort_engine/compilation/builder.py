@@ -46,6 +46,7 @@ from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
 from .lookup import Finder, Wanted
 from .model_keys import ModelKeys
 from .planner import Planner, meta_example
+from .rank_turns import turn
 from .refusals import code_of
 from .requests import MOST_CALLS
 from .waiting import Others, why_another
@@ -241,8 +242,11 @@ class Builder:
             reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
             self.refusals.add_while_names_stay(wanted, reason, alike=_KEEPS_CHANGING)
             return None
-        self._lower([self._job(wanted, Others(self))])
-        return self.finder.bind(wanted)[0]
+        name = f"{wanted.primary}/{len(self.artefacts.get(wanted.primary, ()))}"
+        with turn(name, lambda: self.finder.bind(wanted)[0], self._cancel) as made:
+            if made is None:
+                self._lower([self._job(wanted, Others(self))])
+            return made or self.finder.bind(wanted)[0]
 
     def made(self, primary: str) -> int:
         """How many artefacts of a structure were made here."""

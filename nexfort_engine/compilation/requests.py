@@ -53,6 +53,8 @@ class Requests:
                 **({"own": list(map(list, flat.own))} if flat.own else {}),
                 "images": images,
                 "modes": shaping,
+                # lowered code names its card by its number among those that the process sees
+                "card": device.partition(":")[2] or "0",
             }
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]

@@ -116,7 +116,7 @@ def facts_of(numbers: Iterable[int], names: list[str], *, ranks: bool) -> list[l
 def names_a_rank(codes: Iterable[types.CodeType]) -> bool:
     """Whether code that ran may have asked for a rank, so that what it computes differs from rank to rank."""
     own = (code for code in codes if not code.co_filename.startswith(_TORCH))
-    return any("rank" in name for code in own for name in code.co_names)
+    return any("rank" in name or "coordinate" in name for code in own for name in code.co_names)
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------

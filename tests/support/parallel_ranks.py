@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -118,12 +119,11 @@ def _network(name: str, heads: int | None) -> Any:
     return Pipe(dataclasses.replace(family, config={**family.config, **more}, give=give))
 
 
-def _parallel(module: Any, world: int, how: str) -> None:
+def _parallel(module: Any, world: int) -> None:
+    """Ulysses: a ring needs attention that gives its log-sum-exp, which diffusers has on GPUs alone."""
     from diffusers.models._modeling_parallel import ContextParallelConfig
 
-    degrees = {"ulysses": {"ulysses_degree": world}, "ring": {"ring_degree": world}}
-    both = {"both": {"ulysses_degree": 2, "ring_degree": world // 2}}
-    module.enable_parallelism(config=ContextParallelConfig(**{**degrees, **both}[how]))
+    module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=world))
 
 
 def _calls(pipe: Any, sizes: int) -> list[dict[str, Any]]:
@@ -131,23 +131,24 @@ def _calls(pipe: Any, sizes: int) -> list[dict[str, Any]]:
     return [{"size": size, "length": lengths[i % 3]} for i, size in enumerate(pipe.family.sizes[:sizes])]
 
 
-def families(names: list[str], first: str, how: str = "ulysses", heads: int | None = None) -> dict[str, Any]:
+def families(names: list[str], first: str, heads: int | None = None) -> dict[str, Any]:
     """Each compiled and parallel, beside its eager self that is as parallel. first: what is done first."""
     from subjects import distance, graphs_as_they_are
 
     import nexfort_engine
+    from nexfort_engine.api import engine_of
 
     told: dict[str, Any] = {}
     with _group() as (_, world), graphs_as_they_are():
         for name in names:
             eager, ours = _network(name, heads), _network(name, heads)
             alone = eager(**_calls(eager, 1)[0])
-            _parallel(eager.transformer, world, how)
+            _parallel(eager.transformer, world)
             if first == "compile":
                 ours = nexfort_engine.compile_pipe(ours)
-                _parallel(ours.transformer, world, how)
+                _parallel(ours.transformer, world)
             else:
-                _parallel(ours.transformer, world, how)
+                _parallel(ours.transformer, world)
                 ours = nexfort_engine.compile_pipe(ours)
             report = ours.reports["transformer"]
             rows: dict[str, Any] = {"distances": [], "alone": 0.0, "new": []}
@@ -157,8 +158,106 @@ def families(names: list[str], first: str, how: str = "ulysses", heads: int | No
                 rows["new"].append(len(report.since(mark)["artefacts"]))
                 if not number:
                     rows["alone"] = distance(wanted, alone)
+            regions = engine_of(ours.transformer).regions
+            rows["speak"] = sum(any(one.artefact.groups for one in region.bindings) for region in regions)
             rows["eager"] = [f"{row['region']}: {row['reason']}" for row in report.as_dict()["eager"]]
             told[name] = rows
+    return told
+
+
+class Speaks:
+    """What a block of `small` speaks through, as processors of attention in diffusers do."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.my_rank = group, group.rank()
+
+    def __call__(self, tokens: Any) -> Any:
+        import torch.distributed._functional_collectives as functional
+
+        shape = tokens.shape
+        one = functional.all_to_all_single(tokens.flatten(), None, None, self.group)
+        other = functional.all_to_all_single((2 * tokens).flatten(), None, None, self.group)
+        return (functional.wait_tensor(one) - 0.25 * functional.wait_tensor(other).sin()).reshape(shape)
+
+
+def _small(blocks: int = 3) -> Any:
+    """A network of equal blocks that speak with those of the other ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.speaks = nn.Linear(8, 8), Speaks(dist.group.WORLD)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens + self.linear(self.speaks(torch.tanh(self.linear(tokens))))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                tokens = block(tokens)
+            return tokens
+
+    torch.manual_seed(0)
+    return Net().eval().requires_grad_(False)
+
+
+def small(fails_on: int | None = None, dies_on: int | None = None, lower: bool = False) -> dict[str, Any]:
+    """The small network for some lengths. fails_on: a rank that can compile nothing; dies_on: one that is killed."""
+    import torch
+    from subjects import distance, graphs_as_they_are
+
+    import nexfort_engine
+    from nexfort_engine.compilation import builder
+
+    def no_capture(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("nothing is captured here")
+
+    told: dict[str, Any] = {"distances": [], "calls": 0}
+    with _group() as (rank, _), contextlib.nullcontext() if lower else graphs_as_they_are(), torch.no_grad():
+        if rank == fails_on:
+            builder.capture = no_capture
+        net = _small()
+        ours = nexfort_engine.compile(net)
+        for length in (4, 6, 10, 4):
+            tokens = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(rank))
+            told["distances"].append(distance([ours(tokens)], [net(tokens)]))
+        told["artefacts"] = [row["source"] for row in ours.report.as_dict()["artefacts"]]
+        told["eager"] = [row["reason"] for row in ours.report.as_dict()["eager"]]
+        if dies_on is not None:
+            print(json.dumps(told), flush=True)
+            if rank == dies_on:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ours(tokens)
+    return told
+
+
+def refused(names: list[str], size: list[int], length: int, heads: int | None = None) -> dict[str, Any]:
+    """What eager and compiled networks say to a call that diffusers cannot split."""
+    from subjects import graphs_as_they_are
+
+    import nexfort_engine
+
+    told: dict[str, Any] = {}
+    with _group() as (_, world), graphs_as_they_are():
+        for name in names:
+            eager, ours = _network(name, heads), _network(name, heads)
+            for pipe in (eager, ours):
+                _parallel(pipe.transformer, world)
+            ours = nexfort_engine.compile_pipe(ours)
+            told[name] = []
+            for pipe in (eager, ours):
+                try:
+                    pipe(size=tuple(size), length=length)
+                    told[name].append("")
+                except Exception as error:
+                    told[name].append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     return told
 
 
