@@ -40,7 +40,7 @@ from .lowering.preload import import_ahead, import_tracing_ahead
 from .modules.boundaries import OwnForward
 from .modules.channels_last import is_channels_last, to_contiguous
 from .modules.regions import RegionSpec
-from .modules.tree import is_carrier, own_foreign
+from .modules.tree import is_carrier, own_foreign, replaced_forward
 from .reporting.report import Report, named
 from .reporting.resource_shortages import begun, describe_error
 from .runtime.engine_state import EngineState, HostHooks
@@ -357,6 +357,8 @@ class Engine:
                 session.others_around |= is_carrier(region.module)
                 if stand_in(region.module, region.own_forward):
                     placed.append(region.module)
+                    if replaced_forward(region.module) is not None:
+                        session.unmet[id(region.module)] = region
                 else:
                     self.report.eager(region.path, f"it carries {own_foreign(region.module)}")
         if watch_root:
@@ -374,6 +376,9 @@ class Engine:
                 yield session
         finally:
             self.memory.step_ended(session)
+            for region in session.unmet.values() if counted and session.trace.used else ():
+                why = f"it carries {own_foreign(region.module)}, which has not called the block's own"
+                self.report.eager(region.path, why)
             for module in placed:
                 leave(module)
             heap_trim.give_back(session.new_sizes)
@@ -389,6 +394,8 @@ class Engine:
             self._notes(session, plain, args, kwargs)
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self.table.of(module)
+        if session.unmet:
+            session.unmet.pop(id(module), None)
         if region is None or session.inside:
             return plain(*args, **kwargs)
         if session.aside or (session.held and not session.looks):

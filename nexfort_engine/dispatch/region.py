@@ -33,6 +33,7 @@ from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
 from ..runtime.forward_context import ForwardContext
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import ForGood, Refusal
+from ..system.process_group import others_speak
 from ..system.torch_modes import current as current_modes
 from ..system.torch_modes import fingerprint
 from ..weights.lease import NO_PLACEHOLDERS
@@ -245,7 +246,7 @@ class Region:
             if (who := raised_by(error)) is not None:
                 self._noted(error, f"by {who}")
                 raise
-            if artefact.groups:  # other ranks have heard a part of it, and eager code would say that again
+            if artefact.groups or (artefact.boundaries and others_speak()):  # other ranks have heard a part of it, and eager code would say that again
                 self._noted(error, "which speaks with other processes; one of them may have failed")
                 raise
             if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything

@@ -69,6 +69,7 @@ class ForwardContext:
         self.modes, self.fingerprint = torch_modes.current(), torch_modes.fingerprint()
         self.wary = False  # code of others may run at any moment: options bring it along
         self.others_ran = True  # and may have run since names were looked at
+        self.unmet: dict[int, Any] = {}  # regions whose replaced forward has not called their own, by their modules
         self.others_around = False  # a block carries code of others, which runs around the block's own
         self.replayed = False  # all of it was a CUDA graph
         # of regions that run

@@ -8,6 +8,7 @@ leaves out Inductor and nothing else.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,12 @@ def test_a_forward_that_never_calls_the_modules_own_leaves_what_is_around_it_com
     linear = pair.net.blocks[0].linear
     linear.forward = functools.partial(torch.mul, other=2.0)  # type: ignore[method-assign]
     assert not pair.agrees(x())["eager"], pair.reasons()
+    block = pair.net.blocks[0]
+    block.own = block.forward  # it only keeps it, to put it back
+    block.forward = types.MethodType(lambda self, h, *args: h * 2, block)  # type: ignore[method-assign]
+    assert [row["region"] for row in pair.agrees(x())["eager"]] == ["blocks.0"]
+    assert "which has not called the block's own" in pair.reasons()
+    block.forward = block.own  # type: ignore[method-assign]
     pair.net.blocks[1].forward = lambda h, *args: h * 2  # type: ignore[method-assign]
     assert [row["region"] for row in pair.agrees(x())["eager"]] == ["blocks.1"]
     assert "a replaced forward" in pair.reasons()
