@@ -246,7 +246,8 @@ class Region:
             if (who := raised_by(error)) is not None:
                 self._noted(error, f"by {who}")
                 raise
-            if artefact.groups or (artefact.boundaries and others_speak()):  # other ranks have heard a part of it, and eager code would say that again
+            if artefact.groups or (artefact.boundaries and others_speak()):
+                # other ranks have heard a part of it, and eager code would say that again
                 self._noted(error, "which speaks with other processes; one of them may have failed")
                 raise
             if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything
