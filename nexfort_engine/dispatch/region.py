@@ -82,6 +82,7 @@ class Region:
         self.known: Recent[Any, list[Binding]] = Recent(MOST_SIZES)
         self._declined: Recent[Any, list[Refusal]] = Recent(MOST_SIZES)
         self.disabled_reason: str | None = None
+        self._asked: Recent[Any, None] = Recent(MOST_SIZES)  # kinds of call for which it was asked whether it does
         self._containers: OwnContainers | None = None  # once it is known to change some
         self._modal = False  # the network's own code calls it under modes of torch other than the step's
 
@@ -187,10 +188,17 @@ class Region:
                 lease.release()
 
     def _finds_changes(self, spec: Any, args: Any, kwargs: Any) -> bool:
-        """Whether artefacts that others left show that such blocks change lists which they are given."""
+        """Whether artefacts that others left show that such blocks change lists which they are given; asked once."""
+        if spec in self._asked:
+            return False
+        self._asked[spec] = None
         flat = Flat(lists=True)
-        other = self.flatten(args, kwargs, flat)
-        if (flat.own or other != spec) and self._artifacts.is_known_to_change(self, other, flat):
+        try:
+            other = self.flatten(args, kwargs, flat)
+            found = (flat.own or other != spec) and self._artifacts.is_known_to_change(self, other, flat)
+        except Unsupported:  # of which the call itself makes nothing
+            return False
+        if found:
             self.changes_what_it_is_given()
         return self.changes
 

@@ -19,6 +19,7 @@ from probe import same, shared  # noqa: E402
 from torch import nn  # noqa: E402
 
 from nexfort_engine.dispatch.region import Region  # noqa: E402
+from nexfort_engine.guards.option_recorder import ReadSet, Recording  # noqa: E402
 
 T = torch.Tensor
 unlowered = net_pairs.unlowered  # a fixture
@@ -364,3 +365,13 @@ def test_a_step_with_kept_frames_can_be_verified(tmp_path: Path) -> None:
         (found,) = pair.report.as_dict()["verifications"]
         assert found["distance"] < 1e-5 and found["regions"] and not any(row["over"] for row in found["regions"])
         assert not pair.reasons()
+
+
+def test_a_step_that_is_observed_asks_nothing_of_a_block_with_options(tmp_path: Path) -> None:
+    """There its mapping notes what is read of it, and stands for no mapping that a block may change."""
+    pair = Pair(net_pairs.Net(), tmp_path)
+    recorded = {"options": Recording({"shift": torch.ones(8)}, (0,), ReadSet({}))}
+    region = pair.engine.regions[0]
+    with pair.engine.active() as session, torch.no_grad():
+        found = region.call(pair.net.blocks[0].forward, (net_pairs.x(),), recorded, session)  # type: ignore[index]
+    assert found.shape == net_pairs.x().shape and "is noted" not in pair.reasons()
