@@ -102,6 +102,8 @@ class Region:
             if self._containers is None:
                 self._containers = OwnContainers(self.module)
             flat.own, own = self._containers.now()
+            if any(one is given for one in own for given in flat.mappings):
+                raise Unsupported("a container that it holds itself")
             flat.mappings += own
         return spec
 
