@@ -28,7 +28,7 @@ from ..guards.call_spec import Flat
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
-from ..kernels.inductor_launch import DESCRIPTORS, descriptors_missing
+from ..kernels.gluon_support import DESCRIPTORS, descriptors_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor
 from ..lowering.vec_isa_cache import remember_in

@@ -23,17 +23,16 @@ HOPPER: Cards = ((9, 0),)
 
 @dataclass(frozen=True)
 class Need:
-    """What a kernel needs of the device and of torch. cards: the compute capabilities; none: `oldest` and newer."""
+    """What a kernel needs of the device. cards: the compute capabilities; none: `oldest` and newer."""
 
     text: str
     cards: Cards = ()
     oldest: tuple[int, int] = (0, 0)
-    torch: str = ""
 
 
 NEEDS: Mapping[str, Need] = {
-    # the launcher of torch 2.11 is given the memory for them
-    "descriptors": Need("NVIDIA GPUs of compute capability 9.0, with torch 2.11", cards=HOPPER, torch="2.11"),
+    # what they need of torch and of Triton is looked for by kernels/gluon_support.py
+    "descriptors": Need("NVIDIA GPUs of compute capability 9.0", cards=HOPPER),
     "fp8": Need("NVIDIA GPUs of compute capability 8.9 and newer", oldest=(8, 9)),
     "int8": Need("NVIDIA GPUs of compute capability 8.0 and newer", oldest=(8, 0)),
     "int8_files": Need(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inductor compiles a kernel with, for one in Gluon (torch 2.11, Triton 3.6).
+"""What Inductor compiles a kernel with, for one in Gluon (seen to do so with torch 2.11, 2.14 and 2.15).
 
 Its text stands before each such kernel, so an artefact needs nothing but torch and Triton to be loaded.
 """
+
+import re
 
 import triton
 from torch._inductor import config as inductor
@@ -16,6 +18,15 @@ from torch._inductor.runtime.triton_heuristics import (
 )
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+
+
+def _check_parameters(binary, static) -> None:
+    """RuntimeError unless the launcher gives as many arguments as the compiled kernel reads from its call."""
+    entry = re.search(r"\.entry \w+\((.*?)\)", binary.asm["ptx"], re.DOTALL)
+    given = len(static.arg_tys) + static.has_global_scratch + static.has_profile_scratch
+    if entry is None or entry[1].count(".param") != given:
+        read = entry and entry[0]
+        raise RuntimeError(f"torch's own launcher gives {given} arguments, and the kernel reads others: {read}")
 
 
 def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, custom_kernel=False):
@@ -66,6 +77,7 @@ def gluon_autotune(configs, triton_meta, filename=None, inductor_meta=None, cust
             static.arg_tys += static.extract_type("*u8")
             static.full_constexprs = [at for at in static.full_constexprs if at != place]
             static.has_global_scratch = False
+            _check_parameters(binary, static)
         result = TritonCompileResult if static is None else StaticTritonCompileResult
         launched = binary if static is None else static
         autotuner.compile_results = [result(launched, config, meta, autotuner.inductor_meta)]

@@ -15,13 +15,10 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 
-from ..config.pass_catalogue import NEEDS
 from ..system.process_settings import replaced
 from .layouts import back
 
 PROGRAMS = (2**31 - 1, 2**16 - 1, 2**16 - 1)  # of a launch at most, in each of its dimensions
-_WRITING = NEEDS["descriptors"]
-DESCRIPTORS = _WRITING.cards  # compute capabilities that kernels are for which write descriptors
 _GLUON = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -119,40 +116,6 @@ def _said(kernel: Any, written: Sequence[str]) -> Callable[..., list[str]]:
 
 
 @functools.cache
-def gluon_missing() -> str | None:
-    """Why no kernel in Gluon can be called from what Inductor writes here, or None."""
-    try:
-        import triton
-        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-        from triton.experimental.gluon.language._core import shared_memory_descriptor
-
-        from . import gluon_autotuner  # noqa: F401  # what they import may be gone
-        from .low_precision_attention import gluon_kernel  # noqa: F401  # what they import may be gone
-    except ImportError as error:
-        return str(error)
-    if not hasattr(shared_memory_descriptor, "_reinterpret"):  # gone in 3.9, with the copies that kernels make
-        return f"the Gluon of Triton {triton.__version__} is another than that of 3.6"
-    written = inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
-    if all(part in written for part in ("async_compile.triton(", "@triton_heuristics.user_autotune(", "@triton.jit")):
-        return None
-    return f"torch {torch.__version__} writes kernels otherwise than 2.11 does"
-
-
-def descriptors_missing(card: tuple[int, int]) -> str | None:
-    """Why no kernel in Gluon that writes descriptors is called for a card of this compute capability, or None.
-
-    Imports nothing.
-    """
-    if torch.version.hip is not None:
-        return "their kernels are for NVIDIA's cards"
-    if not torch.__version__.startswith(f"{_WRITING.torch}."):  # whose launcher is given the memory for them
-        return f"their kernels need torch {_WRITING.torch} and its launcher, and this is torch {torch.__version__}"
-    if card not in DESCRIPTORS:
-        return f"their kernels are for compute capability 9.0, and this card has {card[0]}.{card[1]}"
-    return None
-
-
-@functools.cache
 def _gluon_kernel() -> Any:
     from torch._inductor import ir
     from torch._inductor.codegen.wrapper import WrapperLine
@@ -230,7 +193,7 @@ def _as_gluon(text: str, compiling: str) -> str:
         re.DOTALL,
     )
     if found is None:
-        raise RuntimeError(f"torch {torch.__version__} wrote a kernel otherwise than 2.11 does: {text[:1000]}")
+        raise RuntimeError(f"torch {torch.__version__} wrote a kernel in a way that is unknown here: {text[:1000]}")
     # Inductor numbers those of a graph; without it the text is the same wherever the kernel is called
     name = re.sub(r"_\d+$", "", found["name"])
     kernels = found["kernels"].replace("@triton.jit", "@gluon.jit").replace(f"def {found['name']}(", f"def {name}(")

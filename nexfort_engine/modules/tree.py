@@ -144,8 +144,9 @@ def compiled_elsewhere(module: nn.Module) -> bool:
     """Whether torch.compile compiled a module: as a wrapper around it, or in its place (`module.compile()`)."""
     if module.__dict__.get("_compiled_call_impl") is not None:
         return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    # Another thread may be importing it (preload.py); then no module was wrapped by it yet.
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return wrapper is not None and isinstance(module, wrapper)
 
 
 def replaced_forward(module: nn.Module) -> Any:

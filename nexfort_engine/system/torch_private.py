@@ -51,9 +51,7 @@ _NAMES: Mapping[str, str] = {
     "torch._inductor.codegen.common": "init_backend_registration",
     "torch._inductor.codegen.cuda": "device_op_overrides",
     "torch._inductor.codegen.triton": "FixedTritonConfig TritonKernel.load TritonKernel.want_no_x_dim",
-    "torch._inductor.codegen.wrapper": """
-        PythonWrapperCodegen.define_kernel PythonWrapperCodegen.define_user_defined_triton_kernel WrapperLine
-    """,
+    "torch._inductor.codegen.wrapper": "PythonWrapperCodegen.define_kernel WrapperLine",
     "torch._inductor.compile_fx": "compile_fx",
     "torch._inductor.config": "compile_threads patch triton",
     "torch._inductor.cpp_builder": "CppBuilder.build get_cpp_compiler",
@@ -114,6 +112,7 @@ _NAMES: Mapping[str, str] = {
     "torch.utils._sympy.reference": "PythonReferenceAnalysis",
     "torch.utils._triton": "has_triton",
     "triton.experimental.gluon._runtime": "GluonASTSource",
+    "triton.experimental.gluon.language._core": "shared_memory_descriptor.reinterpret",
 }
 
 # attributes of objects, and names that the engine has as text alone, by the class or module that has them
@@ -146,8 +145,9 @@ _ATTRIBUTES: Mapping[str, str] = {
 _NOT_IN: Mapping[str, tuple[str, ...]] = {
     # torch finds out itself what a kernel writes to
     "torch._higher_order_ops.triton_kernel_wrap.identify_mutated_tensors": ("2.14.1", "2.15.0"),
-    # `inductor_launch.gluon_missing` asks for it; the kernels that use it are for torch 2.11 alone
+    # named `reinterpret` there; `kernels/gluon_names.py` asks which one there is
     "triton.experimental.gluon.language._core.shared_memory_descriptor._reinterpret": ("2.15.0",),
+    "triton.experimental.gluon.language._core.shared_memory_descriptor.reinterpret": ("2.11.0", "2.14.1"),
 }
 
 

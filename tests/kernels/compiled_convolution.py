@@ -10,8 +10,8 @@ from pathlib import Path
 
 import triton
 from cards import cards
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -42,7 +42,7 @@ for (dtype, biased, side), (every, (n, rest, stages)) in itertools.product(
     assert "cp.async.bulk.tensor.4d" in made.asm["ptx"], "the card copies parts of images"
     assert "st.global.v4" in made.asm["ptx"] and "st.global.b16" not in made.asm["ptx"], "eight channels at once"
     (text := folder / "kernel.ptx").write_text(made.asm["ptx"])
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(text), "-o", str(folder / "kernel.o")]
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(text), "-o", str(folder / "kernel.o")]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     assert " 0 bytes spill stores" in told and "spill" in told, f"registers hold all: {told}"
 

@@ -19,7 +19,7 @@ from torch.nn.functional import conv2d, interpolate
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.kernels.conv3x3 import upsample_op
 from nexfort_engine.kernels.conv3x3.op import WIDTHS, part_of, widths
-from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
+from nexfort_engine.kernels.gluon_support import DESCRIPTORS
 from nexfort_engine.lowering import inductor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")

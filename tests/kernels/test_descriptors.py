@@ -13,24 +13,38 @@ import torch
 
 import nexfort_engine
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.kernels import gluon_support
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 SWITCHES = ("convolution", "gated_linear", "unpadded_attention", "upsampled_convolution")
 
 
+LAUNCHER = ("torch", "_inductor/runtime/static_triton_launcher.py")
+WRITER = ("torch", "_inductor/codegen/wrapper.py")
+TILES = ("triton", "experimental/gluon/language/nvidia/hopper/tma.py")
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, missing: tuple[str, str] | None, text: str | None = "") -> None:
+    """Have one file of torch or Triton hold another text; None: it is not there."""
+    there = gluon_support._text
+    monkeypatch.setattr(gluon_support, "_text", lambda *file: text if file == missing else there(*file))
+
+
 @pytest.mark.parametrize(
-    ("card", "version", "hip", "asked", "reason"),
+    ("card", "missing", "hip", "asked", "reason"),
     [
-        ((9, 0), "2.11.0+cu130", None, None, None),
-        ((9, 0), "2.12.0", None, None, "need torch 2.11"),
-        ((9, 0), "2.11.0", "6.4", None, "for NVIDIA's cards"),
-        ((8, 9), "2.11.0", None, None, ""),
-        ((8, 9), "2.11.0", None, True, "this card has 8.9"),
+        ((9, 0), None, None, None, None),
+        ((9, 0), LAUNCHER, None, None, "static_triton_launcher.py has no class StaticallyLaunchedCudaKernel"),
+        ((9, 0), WRITER, None, None, "wrapper.py has no async_compile.triton"),
+        ((9, 0), TILES, None, None, "tma.py has no async_load and no async_copy_global_to_shared"),
+        ((9, 0), None, "6.4", None, "for NVIDIA's cards"),
+        ((8, 9), None, None, None, ""),
+        ((8, 9), None, None, True, "this card has 8.9"),
     ],
 )
 def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they_are_missed(
     card: tuple[int, int],
-    version: str,
+    missing: tuple[str, str] | None,
     hip: str | None,
     asked: bool | None,
     reason: str | None,
@@ -38,7 +52,7 @@ def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they
 ) -> None:
     """None: they are chosen. An empty text: they are not, and nobody expects it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
-    monkeypatch.setattr(torch, "__version__", version)
+    lacking(monkeypatch, missing)
     monkeypatch.setattr(torch.version, "hip", hip)
     options = {} if asked is None else {"options": {f"fuse.{name}": asked for name in SWITCHES}}
     compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options=options)
@@ -57,7 +71,7 @@ def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they
 
 def test_one_that_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    lacking(monkeypatch, LAUNCHER, None)
     compiled = nexfort_engine.compile(torch.nn.Linear(2, 2), options={"options": {"fuse.gated_linear": False}})
     compiled._nexfort_engine.builder.finder.options("cuda")
     (note,) = (note for note in compiled.report.as_dict()["notes"] if "fuse." in note)

@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, linear
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.kernels.geglu_linear import fp8_op as geglu_linear_fp8
-from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
+from nexfort_engine.kernels.gluon_support import DESCRIPTORS
 from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import low_precision as precision
 from nexfort_engine.passes.geglu_linear import LEAST, gated_linears

@@ -33,7 +33,7 @@ from kernel_scripts import run
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from nexfort_engine.kernels.inductor_launch import DESCRIPTORS
+from nexfort_engine.kernels.gluon_support import DESCRIPTORS
 from nexfort_engine.kernels.odd_head_dim_attention import op as kernel
 from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import odd_head_dim_attention as passes

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from attribute_blocks import Block  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.utils import parametrizations  # noqa: E402
 
-from nexfort_engine.modules.tree import WeightSlots, foreign, structure  # noqa: E402
+from nexfort_engine.modules.tree import WeightSlots, compiled_elsewhere, foreign, structure  # noqa: E402
 
 # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -68,3 +70,12 @@ def test_what_others_hung_on_a_block_is_named(change: Callable[[Any], Any], name
     assert foreign(block) is None
     change(block)
     assert named in str(foreign(block))
+
+
+def test_a_module_of_torch_that_another_thread_is_importing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is imported ahead on a thread, and what is half imported lacks some of its names."""
+    half = ModuleType("torch._dynamo.eval_frame")
+    monkeypatch.setitem(sys.modules, half.__name__, half)
+    assert not compiled_elsewhere(nn.Linear(2, 2))
+    monkeypatch.undo()
+    assert compiled_elsewhere(torch.compile(nn.Linear(2, 2), backend="eager"))

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import REINTERPRET, copy_block
+
 DOWN = gl.constexpr(8)  # results of a part
 ACROSS = gl.constexpr(16)
 M = gl.constexpr(128)
@@ -132,14 +134,17 @@ def _copy(
                 mbarrier.wait(empty.index(stage), phase)
                 there = full.index(stage)
                 mbarrier.expect(there, (M + N + R) * K * 2)
-                block = a.index(stage)._reinterpret(a.dtype, [1, DOWN, ACROSS, K], image)
+                if REINTERPRET:
+                    block = a.index(stage).reinterpret(a.dtype, [1, DOWN, ACROSS, K], image)
+                else:
+                    block = a.index(stage)._reinterpret(a.dtype, [1, DOWN, ACROSS, K], image)
                 at = [i, y + place // SIDE, x + place % SIDE, k]
-                tma.async_copy_global_to_shared(given, at, there, block)
+                copy_block(given, at, there, block)
                 for j in gl.static_range(N // each):
                     some = b.index(stage).slice(j * each, each)
-                    tma.async_copy_global_to_shared(weights, [n + j * each, place * channels + k], there, some)
+                    copy_block(weights, [n + j * each, place * channels + k], there, some)
                 if R > 0:
-                    tma.async_copy_global_to_shared(weights, [n + N, place * channels + k], there, c.index(stage))
+                    copy_block(weights, [n + N, place * channels + k], there, c.index(stage))
                 stage += 1
                 if stage == STAGES:
                     stage = 0

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import copy_block
+
 M = gl.constexpr(128)  # rows of a part
 N = gl.constexpr(128)  # its columns, of each half
 BYTES = gl.constexpr(128)  # of each of its rows in a block
@@ -101,9 +103,9 @@ def _copy(
             there = full.index(stage)
             both = b.index(stage)
             mbarrier.expect(there, (M + 2 * N) * BYTES)
-            tma.async_copy_global_to_shared(given, [m, k], there, a.index(stage))
-            tma.async_copy_global_to_shared(weights, [n, k], there, both.slice(0, N))
-            tma.async_copy_global_to_shared(weights, [n + COLUMNS, k], there, both.slice(N, N))
+            copy_block(given, [m, k], there, a.index(stage))
+            copy_block(weights, [n, k], there, both.slice(0, N))
+            copy_block(weights, [n + COLUMNS, k], there, both.slice(N, N))
             stage += 1
             if stage == STAGES:
                 stage = 0

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import copy_values
 from .triton_kernel import BITS, SMALLEST, SUMMAND
 
 HIGHEST = gl.constexpr(
@@ -103,7 +104,7 @@ def _copy(k8, v8, blocks, k_tiles, v_tiles, full, empty, W: gl.constexpr, N: gl.
     k = k8 + row + gl.arange(0, W, gl.SliceLayout(0, wide))[None, :]
     row = gl.arange(0, W, gl.SliceLayout(1, long))[:, None] * N
     v = v8 + row + gl.arange(0, N, gl.SliceLayout(0, long))[None, :]
-    async_copy.async_copy_global_to_shared(k_tiles.index(STAGES), k)
+    copy_values(k_tiles.index(STAGES), k)
     async_copy.mbarrier_arrive(full.index(STAGES), increment_count=False)
     stage = 0
     phase = 1
@@ -111,8 +112,8 @@ def _copy(k8, v8, blocks, k_tiles, v_tiles, full, empty, W: gl.constexpr, N: gl.
         if block < blocks - 1:
             k += N * W
         mbarrier.wait(empty.index(stage), phase)
-        async_copy.async_copy_global_to_shared(k_tiles.index(stage), k)
-        async_copy.async_copy_global_to_shared(v_tiles.index(stage), v)
+        copy_values(k_tiles.index(stage), k)
+        copy_values(v_tiles.index(stage), v)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         v += N * W
         stage += 1

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ..inductor_launch import empty, empty_result, gluon_missing, launch
+from ..gluon_support import gluon_missing
+from ..inductor_launch import empty, empty_result, launch
 from ..layouts import laid_out, side_by_side, strides
 from ..op_registry import registered_attention
 

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import REINTERPRET, copy_block
+
 EACH = gl.constexpr(64)  # queries of a group of warps
 N = gl.constexpr(128)  # keys of a block
 WIDE = gl.constexpr(64)  # numbers of the first piece of a head
@@ -139,10 +141,14 @@ def _copy(given, much, blocks, bars, PROGRAMS: gl.constexpr):
 def _copy_block(wide, rest, b, h, n, there, to_wide, to_rest):
     """Both pieces of a block of one head, from its token n on."""
     dtype: gl.constexpr = to_wide.dtype
-    to_wide = to_wide._reinterpret(dtype, [1, 1, N, WIDE], gl.NVMMASharedLayout(128, 16, 4))
-    to_rest = to_rest._reinterpret(dtype, [1, 1, N, REST], gl.NVMMASharedLayout(32, 16, 4))
-    tma.async_copy_global_to_shared(wide, [b, h, n, 0], there, to_wide)
-    tma.async_copy_global_to_shared(rest, [b, h, n, WIDE], there, to_rest)
+    if REINTERPRET:
+        to_wide = to_wide.reinterpret(dtype, [1, 1, N, WIDE], gl.NVMMASharedLayout(128, 16, 4))
+        to_rest = to_rest.reinterpret(dtype, [1, 1, N, REST], gl.NVMMASharedLayout(32, 16, 4))
+    else:
+        to_wide = to_wide._reinterpret(dtype, [1, 1, N, WIDE], gl.NVMMASharedLayout(128, 16, 4))
+        to_rest = to_rest._reinterpret(dtype, [1, 1, N, REST], gl.NVMMASharedLayout(32, 16, 4))
+    copy_block(wide, [b, h, n, 0], there, to_wide)
+    copy_block(rest, [b, h, n, WIDE], there, to_rest)
 
 
 @gluon.jit
