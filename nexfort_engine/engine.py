@@ -375,6 +375,7 @@ class Engine:
             with backend_scope(**self.config.backend_flags()), entered(session), asked:
                 yield session
         finally:
+            session.ended()
             self.memory.step_ended(session)
             for region in session.unmet.values() if counted and session.trace.used else ():
                 why = f"it carries {own_foreign(region.module)}, which has not called the block's own"

@@ -120,9 +120,14 @@ def artefact_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_cache(artefact_cache: Path) -> Iterator[None]:
-    """A file whose fixtures put the tests' cache back in another order than they took it away is told so."""
+    """A file whose fixtures put the tests' cache back in another order than they took it away is told so.
+
+    So is one whose steps leave Python's garbage collector in another way.
+    """
+    collected = gc.get_threshold()
     yield
     assert os.environ.get("NEXFORT_CACHE_DIR") == str(artefact_cache), "a test of this file left another cache"
+    assert gc.get_threshold() == collected, "a step of this file ended, and what was begun for it did not"
 
 
 @pytest.fixture(scope="session")

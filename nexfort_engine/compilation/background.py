@@ -21,6 +21,7 @@ from ..reporting import progress
 from ..reporting.report import Report, named
 from ..reporting.resource_shortages import describe_error
 from ..runtime.forward_context import current
+from ..system.process_settings import rare_full_collections
 from ..system.yielding import beside_steps
 
 log = logging.getLogger("nexfort")
@@ -83,7 +84,7 @@ class Background:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            with LOCK, beside_steps():
+            with LOCK, beside_steps(), rare_full_collections():
                 work()
             self.problem, self.failures, ended = "", 0, _ENDED
         except Exception as error:  # nobody waits for this thread, so that it has to be told here

@@ -99,6 +99,7 @@ class Builder:
             return None
         self.refusals.taken()
         try:
+            session.with_rare_collections()
             self.state.known.watched.look()
             carried = region.carries()
             if carried:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..system import torch_modes
+from ..system.process_settings import rare_full_collections
 
 # with a region, its plain forward, its arguments and the session; it returns the region's result
 Instead = Callable[[Any, Callable[..., Any], Any, Any, "ForwardContext"], Any]
@@ -88,6 +89,7 @@ class ForwardContext:
         self.looks = False  # and its regions only look for artefacts
         self.begins_picture = False  # it is a picture's first step
         self.new_sizes = False  # a region was called with sizes that it did not know, on a processor
+        self.until_end: contextlib.ExitStack | None = None  # what ends with the step, once something does
         # of `observed`
         self.watching: Any = None  # what looks at its operators
         self.invariants: Any = None  # what keeps what is computed of tensors that last
@@ -103,6 +105,17 @@ class ForwardContext:
         self.held, self.looks, self.behind = True, looks, not looks
         self.images = False
         self.fresh_trace()
+
+    def with_rare_collections(self) -> None:
+        """From now on to its end all objects are seldom looked through for garbage."""
+        if self.until_end is None:
+            self.until_end = contextlib.ExitStack()
+            self.until_end.enter_context(rare_full_collections())
+
+    def ended(self) -> None:
+        """The step has ended, and with it what was begun for it."""
+        if self.until_end is not None:
+            self.until_end.close()
 
     def fresh_trace(self) -> StepTrace:
         """Begin a fresh trace: what ran before says nothing of what runs now."""

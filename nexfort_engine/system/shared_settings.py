@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+RARE = 100  # collections of younger garbage for one of everything
+
 _lock = threading.Lock()
 
 
@@ -109,8 +111,25 @@ def _write_collection(value: bool) -> None:
         gc.disable()
 
 
+def _write_full_collections(value: bool | tuple[int, int, int]) -> None:
+    """False: a hundred collections of younger garbage come before one of everything, where Python has ten.
+
+    A tuple is what `gc.get_threshold` gave before. What was made meanwhile then counts as old, or the full collection
+    that did not come would come at once. Objects that somebody froze stay frozen.
+    """
+    if isinstance(value, tuple):
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.set_threshold(*value)
+    else:
+        young, middle, full = gc.get_threshold()
+        gc.set_threshold(young, middle, max(full, RARE))
+
+
 HELD = {
     "collection": Held(gc.isenabled, _write_collection),
+    "full_collections": Held(gc.get_threshold, _write_full_collections),
     "conv_benchmark": Held(_read_cudnn, _write_cudnn),
     "matmul_allow_tf32": Held(_read_tf32, _write_tf32),
     "matmul_allow_fp16_accumulation": Held(_read_fp16_sums, _write_fp16_sums),

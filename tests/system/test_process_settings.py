@@ -11,12 +11,14 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.system import process_settings
+from nexfort_engine.system.shared_settings import RARE
 
 torch = pytest.importorskip("torch")
 
@@ -298,6 +300,58 @@ def test_a_process_that_collects_nothing_itself_is_left_so():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_everything_is_seldom_looked_through_until_the_last_of_overlapping_scopes_is_left():
+    before = gc.get_threshold()
+    first, second = process_settings.rare_full_collections(), process_settings.rare_full_collections()
+    first.__enter__()
+    second.__enter__()
+    assert gc.get_threshold() == (*before[:2], RARE)
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == (*before[:2], RARE)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+def test_the_full_collection_that_did_not_come_does_not_come_at_once():
+    """Nor is garbage lost: the next full collection finds it."""
+    full = []
+
+    def count(phase, info):
+        full.append(info["generation"] == 2 and phase == "start")
+
+    class Ring:
+        def __init__(self):
+            self.own = self
+
+    ring = Ring()
+    known = weakref.ref(ring)
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        with process_settings.rare_full_collections():
+            made = [[] for _ in range(len(gc.get_objects()) // 2)]  # of few new objects there is no full collection
+            for _ in range(2 * gc.get_threshold()[2]):
+                gc.collect(1)  # each is one more of the collections after which all is looked through
+            del ring
+        kept = [[] for _ in range(2 * gc.get_threshold()[0])]
+        assert made and kept and not any(full)
+    finally:
+        gc.callbacks.remove(count)
+    gc.collect()
+    assert known() is None
+
+
+def test_what_somebody_froze_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with process_settings.rare_full_collections():
+            pass
+        assert gc.get_freeze_count() >= frozen - 100 > 0  # some of it may be freed
+    finally:
+        gc.unfreeze()
 
 
 def test_a_trace_goes_on_where_torch_lacks_what_is_exchanged(monkeypatch):
