@@ -316,10 +316,10 @@ def test_everything_is_seldom_looked_through_until_the_last_of_overlapping_scope
 
 def test_the_full_collection_that_did_not_come_does_not_come_at_once():
     """Nor is garbage lost: the next full collection finds it."""
-    full = []
+    full = set()  # phases of full collections
 
     def count(phase, info):
-        full.append(info["generation"] == 2 and phase == "start")
+        full.update({phase} if info["generation"] == 2 else ())
 
     class Ring:
         def __init__(self):
@@ -327,17 +327,23 @@ def test_the_full_collection_that_did_not_come_does_not_come_at_once():
 
     ring = Ring()
     known = weakref.ref(ring)
+    young, middle, times = gc.get_threshold()
+    assert 2 * times < RARE
+    gc.set_threshold(700, middle, times)
+    gc.unfreeze()  # the tests' own
     gc.collect()
     gc.callbacks.append(count)
     try:
         with process_settings.rare_full_collections():
             made = [[] for _ in range(len(gc.get_objects()) // 2)]  # of few new objects there is no full collection
-            for _ in range(2 * gc.get_threshold()[2]):
+            for _ in range(2 * times):
                 gc.collect(1)  # each is one more of the collections after which all is looked through
             del ring
-        kept = [[] for _ in range(2 * gc.get_threshold()[0])]
-        assert made and kept and not any(full)
+        kept = [[] for _ in range(2000)]
+        counts = len(made), len(kept)
+        assert all(counts) and not full
     finally:
+        gc.set_threshold(young, middle, times)
         gc.callbacks.remove(count)
     gc.collect()
     assert known() is None
