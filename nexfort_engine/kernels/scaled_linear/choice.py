@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..inductor_launch import descriptors_missing
+from ..gluon_support import descriptors_missing
 
 Capability = tuple[int, int]
 Layer = tuple[int, int]  # columns and summands of a weight
