@@ -6,6 +6,7 @@ What takes weights back by hooks is called as it is, and blocks are compiled aro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,14 +61,26 @@ def test_a_model_that_is_offloaded_after_it_was_compiled_runs_compiled() -> None
     assert not compiled.reports["unet"].since(mark)["artefacts"]
 
 
-def test_a_model_that_is_offloaded_before_it_is_compiled_says_that_it_runs_eager() -> None:
+def test_a_model_that_is_offloaded_before_it_was_compiled_runs_compiled() -> None:
     accelerate = pytest.importorskip("accelerate")
     pipe, wanted = pipeline(), image(pipeline())
-    accelerate.cpu_offload_with_hook(pipe.unet, CPU)
+    _, hook = accelerate.cpu_offload_with_hook(pipe.unet, CPU)
     compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
     assert distance(image(compiled), wanted) < TOLERANCE
+    report = compiled.reports["unet"].as_dict()
+    assert report["calls"] == 2 and report["artefacts"] and not report["eager"], report["eager"]
+    hook.offload()
+    assert distance(image(compiled), wanted) < TOLERANCE
+
+
+def test_a_model_whose_forward_never_calls_its_own_says_that_it_runs_eager() -> None:
+    pipe = pipeline()
+    own = type(pipe.unet).forward
+    pipe.unet.forward = functools.partial(own, pipe.unet)  # which holds no place for another
+    compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
+    assert distance(image(compiled), image(pipeline())) < TOLERANCE
     (row,) = compiled.reports["unet"].as_dict()["eager"]
-    assert row["region"] == "(whole module)" and "compile first, then offload" in row["reason"]
+    assert row["region"] == "(whole module)" and "its forward was replaced" in row["reason"]
 
 
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
