@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_names import copy_block
+
 M = gl.constexpr(128)  # rows of a part
 N = gl.constexpr(128)  # half of its columns
 BYTES = gl.constexpr(128)  # of each of its rows in a block
@@ -124,13 +126,13 @@ def _copy(
             mbarrier.wait(empty.index(stage), phase)
             there = full.index(stage)
             mbarrier.expect(there, (M + 2 * N) * BYTES)
-            tma.async_copy_global_to_shared(given, [m, k], there, a.index(stage))
+            copy_block(given, [m, k], there, a.index(stage))
             if UP:
                 both = b.index(stage)
-                tma.async_copy_global_to_shared(first, [n, k], there, both.slice(0, N))
-                tma.async_copy_global_to_shared(other, [n, k], there, both.slice(N, N))
+                copy_block(first, [n, k], there, both.slice(0, N))
+                copy_block(other, [n, k], there, both.slice(N, N))
             else:
-                tma.async_copy_global_to_shared(first, [n, k], there, b.index(stage))
+                copy_block(first, [n, k], there, b.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0
