@@ -37,8 +37,9 @@ from .dispatch.verify import Verifier
 from .guards.call_spec import of_its_own
 from .lowering import worker_pool
 from .lowering.preload import import_ahead, import_tracing_ahead
-from .modules.boundaries import OwnForward
+from .modules.boundaries import OwnForward, first_carrier
 from .modules.channels_last import is_channels_last, to_contiguous
+from .modules.containers import left_alone
 from .modules.regions import RegionSpec
 from .modules.tree import is_carrier, own_foreign, replaced_forward
 from .reporting.report import Report, named
@@ -276,9 +277,10 @@ class Engine:
         self.state.known.watched.look()
         session.begin(wary=self.table.sets_names or session.others_around or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
-        if due and others_speak():
+        if due and (others_speak() or first_carrier(self.root) is not None):
             due = False
-            self.report.note("no step is verified: other processes would wait while this one runs it again")
+            who = "other processes would wait" if others_speak() else "code of others on layers would run more often"
+            self.report.note(f"no step is verified: {who} while this one runs it again")
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
         if session.asked is not None:
@@ -308,7 +310,8 @@ class Engine:
         elif kept is not None and session.root is not None:
             args, kwargs, replayed, names = kept
             verifier = Verifier(self.state, self.table, self, self.graphs, replayed=replayed, names=names)
-            self.promise.verified(verifier.run(session.root[0], args, kwargs), session)
+            with left_alone(self.root, self.state.besides):  # it runs the step many times
+                self.promise.verified(verifier.run(session.root[0], args, kwargs), session)
             self.state.hold_twice()  # eager code asked the host for all weights
         self.memory.hold_once()
         return result

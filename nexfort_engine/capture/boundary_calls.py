@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from ..guards.call_spec import Flat, Leaves, flatten_result, spec_text, unflatten
 from ..guards.callback_sites import Sites, called, result_of
@@ -21,6 +24,8 @@ from ..guards.callbacks import describe_target, module_row
 from ..guards.option_recorder import Refused
 from ..modules.memory_format import Unsupported
 from ..modules.tree import tensors_of
+
+CHANGES_ITSELF = "code of others is around a submodule that changes its own attributes"
 
 
 def call_as_it_is(
@@ -65,8 +70,15 @@ def _own_result(
     """What its own forward gives. Its weights may lie elsewhere, or in a dtype that its hooks take them out of."""
 
     def own(given: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        with _weights_for(child, first, all_alike):
-            return kind.forward(child, *given, **words)
+        lists = [(found, list(found)) for found in _lists_in((given, words))]
+        with _left_alone(child), _weights_for(child, first, all_alike):
+            result = kind.forward(child, *given, **words)
+        if any(len(now) != len(was) or not all(map(is_, now, was)) for now, was in lists):
+            raise Refused("code of others is between the block and a list that a submodule changes")
+        memory, before = _memory_in(result), set(_memory_in((given, words)))
+        if len(set(memory)) < len(memory) or not before.isdisjoint(memory):
+            raise Refused("code of others is around a submodule that gives back memory which it is given")
+        return result
 
     sites.shaping = True
     try:
@@ -80,6 +92,33 @@ def _own_result(
         sites.shaping = False
 
 
+def _memory_in(value: Any) -> list[StorageWeakRef]:
+    """The memory of each tensor in containers of Python's."""
+    return [StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _lists_in(value: Any) -> Iterator[list[Any]]:
+    """The lists among arguments, and in one another."""
+    if isinstance(value, list):
+        yield value
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _lists_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _lists_in(part)
+
+
+@contextlib.contextmanager
+def _left_alone(child: nn.Module) -> Iterator[None]:
+    """Raises Refused where code inside the block changes what a module, or one below it, has as attributes."""
+    before = [(vars(sub), dict(vars(sub))) for sub in child.modules()]
+    yield
+    for now, was in before:
+        if now.keys() != was.keys() or not all(now[name] is was[name] for name in was):
+            raise Refused(CHANGES_ITSELF)
+
+
 @contextlib.contextmanager
 def _weights_for(child: nn.Module, first: torch.Tensor, all_alike: bool) -> Iterator[None]:
     """Inside the block all weights below a module are without data, where an argument of it is.
@@ -88,13 +127,17 @@ def _weights_for(child: nn.Module, first: torch.Tensor, all_alike: bool) -> Iter
     `all_alike` so have all.
     """
     kept = [(table, name, tensor) for sub in child.modules() for table, name, tensor in tensors_of(sub)]
+    made = []
     for table, name, tensor in kept:
         both = tensor.is_floating_point() and first.is_floating_point()
         cast = both and (all_alike or tensor.element_size() < first.element_size())
         dtype = first.dtype if cast else tensor.dtype
         table[name] = torch.empty(tuple(tensor.shape), dtype=dtype, device=first.device)
+        made.append(table[name])
     try:
         yield
+        if any(table.get(name) is not one for (table, name, _), one in zip(kept, made, strict=True)):
+            raise Refused(CHANGES_ITSELF)
     finally:
         for table, name, tensor in kept:
             table[name] = tensor

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..guards.module_guards import METHOD
 from ..guards.option_recorder import MISSING
 from ..guards.scalar_inputs import Place, Strength, put
-from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -126,7 +126,7 @@ def _fill(
     own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module], without: Collection[str]
 ) -> None:
     for name, value in original.items():
-        if name in without or (name == "forward" and getattr(value, "nexfort_shim", False)):
+        if name in without or (name == "forward" and is_shim(value)):
             continue  # it would run the block itself, or is not the block's own
         own[name] = dict(value) if name in ("_parameters", "_buffers") else _mapped(value, copies)
 

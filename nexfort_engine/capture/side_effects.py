@@ -7,7 +7,9 @@ mappings are listed, so that they can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..guards.option_recorder import Recording, Refused
-from ..modules.tree import PLAIN
+from ..modules.tree import INTERNAL, PLAIN
 
 CHANGES_GIVEN = "it changes a list or an object that it is given"
+_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
 MAY_CHANGE = (CHANGES_GIVEN, KEEPS)  # what the capture of a block says that is then captured as one that changes lists
 
@@ -81,6 +84,43 @@ def refuse_counting(reads: Mapping[tuple[str, str], Any], module: nn.Module) -> 
         now = module.get_submodule(path).__dict__.get(name)
         if type(value) in (int, float) and type(now) in (int, float) and now != value:
             raise Refused(f"it counts in its attribute {name}, and compiled code would not")
+
+
+Numbers = list[tuple[Any, list[Any]]]
+
+
+def numbers_held(module: nn.Module) -> Numbers:
+    """The lists and dictionaries of a module tree that hold no tensors, with what is in them."""
+    found: Numbers = []
+    for sub in module.modules():
+        for name, value in sub.__dict__.items():
+            if type(value) in (list, dict) and name not in INTERNAL:
+                items = list(value.items()) if type(value) is dict else list(value)
+                if items and all(type(part) in PLAIN for part in _parts(items)):
+                    found.append((value, items))
+    return found
+
+
+def refuse_counted(before: Numbers) -> None:
+    """Raise Refused for a block that changed such a list of its own; it is put back first."""
+    for value, items in before:
+        now = list(value.items()) if type(value) is dict else list(value)
+        if now != items:
+            value.clear()
+            value.update(items) if type(value) is dict else value.extend(items)
+            raise Refused(KEEPS)
+
+
+def refuse_asking_types(codes: Iterable[types.CodeType]) -> None:
+    """Raise Refused where code that ran asks for types: a number out of a list is shown to it as something else."""
+    for code in codes:
+        if "type" in code.co_names and not code.co_filename.startswith((_TORCH, _OWN)):
+            raise Refused(f"{code.co_name}() asks for a type, and may ask for that of a number out of a list")
+
+
+def _parts(items: list[Any]) -> Iterator[Any]:
+    for item in items:
+        yield from item if type(item) is tuple else (item,)
 
 
 def take_out_kept(graph: GraphModule, exchanged: Sequence[int | None]) -> None:

@@ -29,14 +29,22 @@ from ..guards.sentinels import ValueUsed
 from ..modules.boundaries import boundaries
 from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
-from ..modules.tree import ABSENT, Hidden, WeightSlots
+from ..modules.tree import ABSENT, Hidden, WeightSlots, tensors_of
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
 from .backend_operators import Picks, backends_by_operators
 from .boundary_calls import call_as_it_is
 from .shadow_module import Reads, Shadow, path_of
 from .shape_recorder import SizesKeptFree
-from .side_effects import CHANGES_GIVEN, kept_since, refuse_counting, tensors_held
+from .side_effects import (
+    CHANGES_GIVEN,
+    kept_since,
+    numbers_held,
+    refuse_asking_types,
+    refuse_counted,
+    refuse_counting,
+    tensors_held,
+)
 from .source_hashes import walked
 from .subclass_dispatch import own_operators
 from .thread_number import as_thread
@@ -103,7 +111,7 @@ class Trace:
     def of_boundaries(self) -> list[torch.Tensor]:
         """The weights of submodules that carry code of others, which no graph may hold."""
         called = [self._modules[path] for path in self.boundaries]
-        return [tensor for child in called for tensor in (*child.parameters(), *child.buffers())]
+        return [tensor for child in called for sub in child.modules() for _, _, tensor in tensors_of(sub)]
 
     def admit(self, path: option_recorder.Path) -> None:
         """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
@@ -230,6 +238,7 @@ class Lifted(nn.Module):
             shadow = Shadow(trace.block, whole, trace.hidden, standing, trace.boundaries, trace.at_boundary)
             kept = _put_in(shadow.module, trace.example.own, own)
             trace.reads, before_it = shadow.reads, tensors_held(shadow.module)
+            counted = numbers_held(shadow.module)
             scopes = (SizesKeptFree(), own_operators(), default_device(trace.device), as_thread(trace.example.thread))
             with walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
@@ -238,6 +247,9 @@ class Lifted(nn.Module):
                 # not by a call of the module: fx takes those over, with a parameter `mod` that may be the block's too
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()
+            refuse_counted(counted)
+            if "int" in log.kinds.values():
+                refuse_asking_types(trace.codes)
             _refuse_others(trace.reads, kept)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error

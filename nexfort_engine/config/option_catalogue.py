@@ -156,6 +156,7 @@ _ROWS = (
         OFF,
         "Brings inputs of ComfyUI's fp8 layers to fp8 inside the kernels before them, once for layers of one input.",
         "not measured, and so off",
+        rung="fp8_input",
     ),
     OptionSpec(
         "fuse.few_keys_attention",
@@ -193,6 +194,7 @@ _ROWS = (
         "the gate and residual behind.",
         "not measured, and so off: no card has timed the kernels beside ComfyUI's",
         "Digits of the quantised input may differ by one.",
+        rung="int8_linear",
     ),
     OptionSpec(
         "fuse.linear_gelu",

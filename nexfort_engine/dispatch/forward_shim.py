@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..modules.boundaries import OwnForward, Place
-from ..modules.tree import compiled_elsewhere, replaced_forward
+from ..modules.tree import compiled_elsewhere, is_shim, replaced_forward
 from ..runtime.forward_context import current
 
 _lock = threading.Lock()
@@ -59,9 +59,9 @@ def leave(module: nn.Module) -> None:
             return
         del _installed[id(module)]
         for place, before in entry[2]:
-            if getattr(place.get(), "nexfort_of", None) is module:
+            if is_shim(place.get()) and place.get().nexfort_of is module:
                 place.put(before)
-        if getattr(module.__dict__.get("forward"), "nexfort_shim", False):
+        if is_shim(module.__dict__.get("forward")):
             del module.__dict__["forward"]
 
 
@@ -78,6 +78,6 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
         return session.on_call(module, plain, args, kwargs, session)
 
-    forward.nexfort_shim, forward.nexfort_of = True, module  # type: ignore[attr-defined]
+    forward.nexfort_shim, forward.nexfort_of = forward.__code__, module  # type: ignore[attr-defined]
     forward.__wrapped__ = types.MethodType(own, module)  # type: ignore[attr-defined]  # hooks ask for its signature
     return forward

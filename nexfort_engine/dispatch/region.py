@@ -22,7 +22,7 @@ from ..guards.callbacks import Strayed, raised_by, still_there
 from ..guards.option_recorder import look
 from ..modules.boundaries import OwnForward, uncapturable
 from ..modules.channels_last import as_taken, holds_images, is_image
-from ..modules.containers import OwnContainers
+from ..modules.containers import OwnContainers, in_two_places
 from ..modules.memory_format import Unsupported, normalised, tensor_meta
 from ..modules.regions import RegionSpec
 from ..modules.tree import PLAIN
@@ -102,9 +102,9 @@ class Region:
             if self._containers is None:
                 self._containers = OwnContainers(self.module)
             flat.own, own = self._containers.now()
-            if any(one is given for one in own for given in flat.mappings):
-                raise Unsupported("a container that it holds itself")
             flat.mappings += own
+            if in_two_places(flat.mappings):  # what is put into one is read from the other
+                raise Unsupported("a list or dictionary that stands in two places")
         return spec
 
     @property
@@ -235,7 +235,8 @@ class Region:
         session.images |= artefact.images
         if artefact.others:
             trace.others = session.others_ran = True
-        if flat.own or (flat.lists and any(type(given) is list for given in flat.mappings)):
+        session.changed_lists |= bool(artefact.changes)
+        if artefact.changes or flat.own or (flat.lists and any(type(given) is list for given in flat.mappings)):
             trace.lists = True
         elif artefact.options:
             trace.looked_up += [look(flat.mappings, path) for path in artefact.options]
@@ -310,6 +311,7 @@ class Region:
 
     def run_own_forward(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         session.trace.ran_eager = session.others_ran = True
+        session.changed_lists |= self.changes
         session.inside, before = True, session.inside
         try:
             return plain(*args, **kwargs)

@@ -87,13 +87,14 @@ def raised_by(error: BaseException) -> str | None:
 class _Call:
     """One call of an artefact: its mappings, the places that it calls functions from, and what mappings must answer.
 
-    module: whose artefact it is.
+    module: whose artefact it is. unchanged: whether what the artefact read of the module before is still there.
     """
 
     module: nn.Module
     mappings: list[dict[Any, Any]]
     sites: list[list[Row]]
     check: Callable[[list[Any]], bool]
+    unchanged: Callable[[], bool]
     count: Counter[int] = field(default_factory=Counter)  # of calls by the number of their site
     made: dict[int, Any] = field(default_factory=dict)  # containers of the block's that were handed over, by number
 
@@ -113,14 +114,16 @@ def called_with(
     check: Callable[[list[Any]], bool],
     changed: list[torch.Tensor],
     module: nn.Module,
+    unchanged: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Inside the block an artefact finds its substitutes in these mappings.
 
     check: whether mappings answer as the captured ones did. changed: what the artefact writes to, put back as it was
-    where a function strayed, so that the block can run. module: whose artefact it is.
+    where a function strayed, so that the block can run. module: whose artefact it is. unchanged: whether the module is
+    what it was when the artefact was chosen; asked after each call of a submodule that carries code of others.
     """
     before = [tensor.clone() for tensor in changed]
-    token = _current.set(_Call(module, mappings, sites, check))
+    token = _current.set(_Call(module, mappings, sites, check, unchanged))
     try:
         yield
     except Strayed:
@@ -151,6 +154,10 @@ def _substitute(
     copies = [tensor for tensor, own in zip(tensors, spare, strict=True) if not own]
     held, versions = list(map(_holders, lent)), [copy._version for copy in copies]
     due = _taken_apart(_called(call, row, tensors, numbers), row)
+    if not lends and not call.unchanged():
+        raise Strayed(target, "changes what the block uses afterwards")
+    if not lends and _share(due, tensors):
+        raise Strayed(target, "gives back memory that it is given, or twice the same")
     results, device, rest = [], given[0].device, list(sizes)
     for rank, dtype in zip(ranks, dtypes.split(), strict=True):
         result, size, rest = due.pop(0), rest[:rank], rest[rank:]
@@ -182,6 +189,12 @@ def _taken_apart(result: Any, row: Row) -> list[Any]:
     if found != wanted:
         raise Strayed(row[0], f"gives back {found}, and not {wanted}")
     return flat.tensors
+
+
+def _share(results: list[Any], given: list[torch.Tensor]) -> bool:
+    """Whether results lie in memory of one another or of what was given; the block may write to either."""
+    memory = [t.untyped_storage()._cdata for t in results if isinstance(t, torch.Tensor)]
+    return len(set(memory)) < len(memory) or not {t.untyped_storage()._cdata for t in given}.isdisjoint(memory)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,10 @@ class Names:
 def rows_of(changes: Sequence[Change], names: Names) -> list[list[Any]]:
     """Changes as rows (operation, path of the container, key, name of the value). Raises Refused."""
     rows = []
+    threads = {number for thread in threading.enumerate() for number in (thread.ident, thread.native_id)}
     for change in _needed(changes):
+        if type(change.key) is int and change.op == "put" and change.key in threads:
+            raise Refused("it keeps things by the number of a thread, which the capture ran on in the place of its own")
         value = names.of(change.value) if change.op in _VALUES else None
         key = change.key if change.op == "slice" else json_key(change.key)
         rows.append([change.op, json_path(change.path), key, value])

@@ -195,6 +195,10 @@ class Dependence:
             self._epoch = self._watched.epoch
         return self.differs is None
 
+    def look(self) -> None:
+        """Compare all places that are watched with what was in them the last time."""
+        self._watched.look()
+
     def _resolve(self) -> None:
         resolver = Resolver(self._classes, deep=self._deep)
         self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver, self._deep)), None)

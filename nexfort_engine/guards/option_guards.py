@@ -48,7 +48,7 @@ def to_json(log: ReadSet) -> list[list[Any]]:
         if len(names) > 1:
             rows.append(["places", json_path(path), [list(map(json_key, names)), _pattern(list(names.values()))]])
     for path, keys in log.keys.items():
-        rows.append(["keys", json_path(path), list(keys)])
+        rows.append(["order" if log.changeable else "keys", json_path(path), list(keys)])
     for path, template, found in log.patched:
         rows.append(["patch" if found else "no patch", json_path(path), template])
     for path, count in log.lengths.items():
@@ -149,6 +149,8 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "keys":
         wanted = frozenset(expected)
         return lambda maps: _keys(look(maps, path)) == wanted
+    if kind == "order":
+        return lambda maps: _in_order(look(maps, path)) == expected
     if kind in ("patch", "no patch"):
         return lambda maps: _patched(maps, path, expected, kind == "patch")
     if kind == "length":
@@ -186,6 +188,10 @@ def _leads_to(maps: Any, value: Any, names: list[Any]) -> list[int] | None:
 
 def _keys(mapping: Any) -> frozenset[str] | None:
     return frozenset(str(k) for k in mapping if k not in BOOKKEEPING) if isinstance(mapping, dict) else None
+
+
+def _in_order(mapping: Any) -> list[str] | None:
+    return [str(k) for k in mapping if k not in BOOKKEEPING] if isinstance(mapping, dict) else None
 
 
 def _key_now(template: list[Any], maps: Any) -> Any:

@@ -103,7 +103,8 @@ class ReadSet:
 
     def walked(self, path: Path, mapping: Mapping[Any, Any]) -> None:
         self.walks[path] = mapping
-        self.keys[path] = tuple(sorted(str(k) for k in mapping if k not in BOOKKEEPING))
+        keys = [str(k) for k in mapping if k not in BOOKKEEPING]
+        self.keys[path] = tuple(keys if self.changeable else sorted(keys))
 
     def looked_up(self, path: Path, found: bool) -> None:
         self.present.setdefault(path, found)

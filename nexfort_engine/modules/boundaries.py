@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .tree import HOOKS, INTERNAL, compiled_elsewhere, is_carrier, replaced_forward
+from .tree import HOOKS, INTERNAL, compiled_elsewhere, is_carrier, is_shim, replaced_forward
 
 _hooks_of = attrgetter(*HOOKS)
 _MOST_LOOKED_AT = 400  # of what a replaced forward holds
@@ -129,7 +129,7 @@ def _is_own(value: Any, module: nn.Module) -> bool:
     """Whether a value is the class's own forward bound to this module, or the engine's shim for it."""
     if type(value) is types.MethodType:
         return value.__self__ is module and value.__func__ is type(module).forward
-    return getattr(value, "nexfort_of", None) is module
+    return is_shim(value) and getattr(value, "nexfort_of", None) is module
 
 
 def _found(module: nn.Module, replaced: Any) -> list[tuple[Place, _Chain]]:

@@ -53,6 +53,23 @@ def _may_keep(value: Any, depth: int) -> bool:
     return any(_may_keep(item, depth - 1) for item in items)
 
 
+def in_two_places(values: Any) -> bool:
+    """Whether a list or a dictionary among these, or in one of them, is reached by two ways."""
+    seen: set[int] = set()
+
+    def again(value: Any, depth: int) -> bool:
+        if type(value) in _KINDS:
+            if id(value) in seen:
+                return True
+            seen.add(id(value))
+        elif type(value) is not tuple:
+            return False
+        items = value.values() if type(value) is dict else value
+        return depth > 0 and any(again(item, depth - 1) for item in items)
+
+    return any(again(value, _DEPTH) for value in values)
+
+
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
@@ -63,11 +80,13 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
     are made before the real one gets there. besides: names of tensors that belong to the host.
     """
-    before = []
+    before: list[Any] = []
+    inner: list[tuple[Any, list[Any]]] = []
     for sub in root.modules():
         for table in (sub.__dict__, sub._buffers):
             names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
             before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
+            inner += [one for k in names for one in _below(table[k])]
     try:
         yield
     finally:
@@ -81,6 +100,8 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
                 if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
                     table[name] = value
                 _refill(value, items)
+        for value, items in inner:
+            _refill(value, items)
 
 
 def _is_state(value: Any) -> bool:
@@ -91,6 +112,16 @@ def _items(value: Any) -> list[Any]:
     if type(value) not in _CONTAINERS:
         return []
     return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _below(value: Any, depth: int = _DEPTH) -> list[tuple[Any, list[Any]]]:
+    """The containers in a container, and in those, with what is in each."""
+    found = []
+    for item in _items(value):
+        inner = item[1] if isinstance(value, dict) else item
+        if depth and type(inner) in (list, dict):
+            found += [(inner, _items(inner)), *_below(inner, depth - 1)]
+    return found
 
 
 def _refill(value: Any, items: list[Any]) -> None:

@@ -26,6 +26,7 @@ Slot = tuple[dict[str, Any], str]
 ABSENT = object()  # a hidden attribute that is not there at all
 CASTS_TO_INPUT = "casts to input"  # among hidden attributes: the layer casts its weights to its input's dtype
 Hidden = Mapping[int, Mapping[str, Any]]  # id(submodule) -> attributes that count in the place of its own
+_NO_CODE = object()
 PLAIN = (type(None), bool, int, float, str)  # values that code cannot change in their place
 
 
@@ -149,6 +150,11 @@ def compiled_elsewhere(module: nn.Module) -> bool:
     return wrapper is not None and isinstance(module, wrapper)
 
 
+def is_shim(function: Any) -> bool:
+    """Whether a forward is one of the engine's own. `functools.wraps` copies what stands on a function, not its code."""
+    return getattr(function, "nexfort_shim", None) is getattr(function, "__code__", _NO_CODE)
+
+
 def replaced_forward(module: nn.Module) -> Any:
     """Another forward that somebody put on the module itself, or None.
 
@@ -156,7 +162,7 @@ def replaced_forward(module: nn.Module) -> Any:
     very module, which is what code that puts a forward back leaves behind.
     """
     forward = module.__dict__.get("forward")
-    if forward is None or getattr(forward, "nexfort_shim", False):
+    if forward is None or is_shim(forward):
         return None
     if getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward:
         return None

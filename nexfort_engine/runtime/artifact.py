@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from ..guards.option_guards import checker, from_json_path, json_path
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
+from ..modules.boundaries import boundaries
 from ..modules.memory_format import is_plain, kind_of
-from ..modules.tree import PLAIN, Hidden
+from ..modules.tree import PLAIN, Hidden, modules_of, tensors_of
 from ..weights.prepack_entry import PrepackEntry
 from .lru_mapping import Recent
 
@@ -99,6 +101,15 @@ def _spec_from_json(value: Any) -> Any:
         kind = getattr(kind, part)
     items = [_spec_from_json(v) for v in value["items"]]
     return (kind, tuple(value["names"]), *items) if "names" in value else (kind, *items)
+
+
+def _always() -> bool:
+    return True
+
+
+def _own_tensors(module: nn.Module, without: Collection[str]) -> list[torch.Tensor]:
+    """The tensors of a module tree, without those of these modules and what is below them."""
+    return [tensor for _, sub in modules_of(module, without) for _, _, tensor in tensors_of(sub)]
 
 
 @dataclass(frozen=True)
@@ -217,6 +228,21 @@ class Binding:
         """Whether the module, and what code reaches by name, are what they were at capture."""
         return (self.names is None or self.names.holds()) and self.state.unchanged()
 
+    def _as_it_is(self) -> Callable[[], bool]:
+        """Whether what code reads of the module and by name is what it is now, as far as no code of others holds it."""
+        called = self.artefact.boundaries
+        module, before = self._module, _own_tensors(self._module, called)
+        names = self.names
+
+        def still() -> bool:
+            if names is not None:
+                names.look()
+            now = _own_tensors(module, called)
+            same = len(now) == len(before) and all(map(is_, now, before))
+            return same and boundaries(module) == tuple(called) and self.unchanged()
+
+        return still
+
     def strengths(self) -> list[float]:
         """The numbers of the module that the artefact takes as inputs, as they are now."""
         return [look(table[name], keys) for table, name, keys in self._strengths]
@@ -280,7 +306,8 @@ class Binding:
         with speaking_in(self._groups) if artefact.groups else nullcontext():
             if artefact.sites:
                 changed = [tensors[artefact.tensors[i]] for i in artefact.mutated]
-                with called_with(flat.mappings, artefact.sites, artefact.check, changed, self._module):
+                still = self._as_it_is() if artefact.boundaries else _always
+                with called_with(flat.mappings, artefact.sites, artefact.check, changed, self._module, still):
                     results = self._results(inputs, kept)
             else:
                 results = self._results(inputs, kept)

@@ -73,6 +73,7 @@ class ForwardContext:
         self.unmet: dict[int, Any] = {}  # regions whose replaced forward has not called their own, by their modules
         self.others_around = False  # a block carries code of others, which runs around the block's own
         self.replayed = False  # all of it was a CUDA graph
+        self.changed_lists = False  # a region changed a list or dictionary that it was given or holds, or may have
         # of regions that run
         self.trace = StepTrace()
         self.inside = False  # a block runs its own forward: nothing below it is a region

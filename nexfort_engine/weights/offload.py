@@ -101,7 +101,7 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
-forward.nexfort_shim = True  # type: ignore[attr-defined]
+forward.nexfort_shim = forward.__code__  # type: ignore[attr-defined]
 
 
 def _is_ours(found: Any) -> bool:
