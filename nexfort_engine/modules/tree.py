@@ -151,7 +151,7 @@ def compiled_elsewhere(module: nn.Module) -> bool:
 
 
 def is_shim(function: Any) -> bool:
-    """Whether a forward is one of the engine's own. `functools.wraps` copies what stands on a function, not its code."""
+    """Whether a forward is one of the engine's own: `functools.wraps` copies attributes of a function, not its code."""
     return getattr(function, "nexfort_shim", None) is getattr(function, "__code__", _NO_CODE)
 
 

@@ -208,7 +208,7 @@ class TwoResults(nn.Module):
 
         def forward(self, h: T, *, scale: float = 1.0) -> tuple[T, T, None]:
             h = self.linear(h) * scale
-            return h, h[:, ::2], None
+            return h, h[:, ::2].clone(), None
 
     def __init__(self, width: int) -> None:
         super().__init__()
