@@ -70,7 +70,7 @@ def test_without_triton_one_line_and_the_eager_result(
     from torch.utils import _triton
 
     monkeypatch.setattr(_triton, "has_triton", lambda: False)
-    monkeypatch.setattr(eligibility, "unsupported", lambda root, folder=None: support.reason_for("cuda"))
+    monkeypatch.setattr(eligibility, "unsupported", lambda root, folder=None, given=(): support.reason_for("cuda"))
     compiled = nexfort_engine.compile(Small())
     for _ in range(3):
         assert_runs_eager(compiled, "Triton was not found", "cuda", "needs Triton", "install the triton package")

@@ -99,6 +99,7 @@ _NAMES: Mapping[str, str] = {
         _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention _scaled_mm _to_copy
         _unsafe_index
     """,
+    "torch.ops._c10d_functional": "wait_tensor",
     "torch.overrides": "_get_current_function_mode _get_current_function_mode_stack _pop_mode_temporarily",
     "torch.utils._device": "DeviceContext",
     "torch.utils._python_dispatch": """
@@ -125,6 +126,7 @@ _ATTRIBUTES: Mapping[str, str] = {
         _wrapped_call_impl
     """,
     "torch.ops.aten": "_index_put_impl_",
+    "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "torch._C": """
         _get_cudnn_sdp_enabled _get_math_sdp_allow_fp16_bf16_reduction _get_mem_efficient_sdp_enabled
         _get_mkldnn_enabled _get_overrideable_sdp_enabled _set_mkldnn_enabled _set_sdp_use_cudnn _set_sdp_use_flash

@@ -24,9 +24,13 @@ TEXTS = {
 # private names that are neither torch's nor the engine's
 OTHERS = {
     "_FAST_": "part of the names of bytecodes",
+    "_batch": "end of a name of a kind of modulation",
+    "_c10d_functional": "the name of a namespace of operators, as text",
+    "_c10d_functional_autograd": "the same",
     "_comfy_model_dtype": "of ComfyUI's layers",
     "_data": "of os.environ",
     "_distutils_hack": "a module of setuptools",
+    "_dtensor": "a namespace of operators, as text",
     "_dynamic": "end of the name of a type of quantisation",
     "_get_": "begins names of torch._C that are put together; system/torch_modes.py does without those that are gone",
     "_get_cublas_": "the same",
@@ -34,6 +38,7 @@ OTHERS = {
     "_per_tensor": "end of the name of a type of quantisation",
     "_prefetch": "of ComfyUI's layers",
     "_replace": "of named tuples",
+    "_token": "end of a name of a kind of modulation",
     "_split_half": "end of the names of ComfyUI's rotary operators",
     "_v": "of ComfyUI's layers",
     "_v_": "begins the names of weights that ComfyUI keeps of its layers",
