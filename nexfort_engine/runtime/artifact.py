@@ -39,7 +39,7 @@ from ..modules.tree import PLAIN, Hidden, modules_of, tensors_of
 from ..weights.prepack_entry import PrepackEntry
 from .lru_mapping import Recent
 
-_MOST_FITS = 512
+_MOST_FITS = 64
 
 
 def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def _write_full_collections(value: bool | tuple[int, int, int]) -> None:
     that did not come would come at once. Objects that somebody froze stay frozen.
     """
     if isinstance(value, tuple):
-        if not gc.get_freeze_count():
+        # how many are frozen is counted one by one: as long as a full collection, and asked only where one is due
+        if gc.get_count()[2] > value[2] and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         gc.set_threshold(*value)
