@@ -141,6 +141,8 @@ class Clock:
 
     def _stood_in(self, forward: Any, kind: str | None) -> Any:
         """A shim with a clock; one that stands for no region, the network itself, is left as it is."""
+        from nexfort_engine.modules.tree import mark_shim
+
         if kind is None:
             return forward
 
@@ -152,7 +154,7 @@ class Clock:
             self.calls[kind].append((took - self._artefact, self._artefact - self._code, self._code))
             return result
 
-        run.nexfort_shim = True  # type: ignore[attr-defined]
+        mark_shim(run, forward.nexfort_of)
         return run
 
     def _stepping(self, active: Callable[..., Any]) -> Callable[..., Any]:

@@ -120,8 +120,8 @@ def test_a_compile_is_counted_with_a_bar_on_the_node(page: Any, server: ComfySer
 def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfyServer) -> None:
     made = workflow()
     (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
-    made["hook"] = {"class_type": "TestBlockHook", "inputs": {"model": ours["inputs"]["model"]}}
-    ours["inputs"]["model"] = ["hook", 0]
+    made["forward"] = {"class_type": "TestBlockForward", "inputs": {"model": ours["inputs"]["model"]}}
+    ours["inputs"]["model"] = ["forward", 0]
     browser.load(page, made)
     page.locator(BADGE).wait_for()
     said = run(page, 341)

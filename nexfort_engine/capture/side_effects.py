@@ -7,9 +7,10 @@ mappings are listed, so that they can be made again.
 
 from __future__ import annotations
 
+import dis
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..guards.option_recorder import Recording, Refused
+from ..modules.containers import items_of, refill
 from ..modules.tree import INTERNAL, PLAIN
+from .source_hashes import is_host_code
 
 CHANGES_GIVEN = "it changes a list or an object that it is given"
-_TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
 MAY_CHANGE = (CHANGES_GIVEN, KEEPS)  # what the capture of a block says that is then captured as one that changes lists
 
@@ -95,7 +97,7 @@ def numbers_held(module: nn.Module) -> Numbers:
     for sub in module.modules():
         for name, value in sub.__dict__.items():
             if type(value) in (list, dict) and name not in INTERNAL:
-                items = list(value.items()) if type(value) is dict else list(value)
+                items = items_of(value)
                 if items and all(type(part) in PLAIN for part in _parts(items)):
                     found.append((value, items))
     return found
@@ -104,18 +106,27 @@ def numbers_held(module: nn.Module) -> Numbers:
 def refuse_counted(before: Numbers) -> None:
     """Raise Refused for a block that changed such a list of its own; it is put back first."""
     for value, items in before:
-        now = list(value.items()) if type(value) is dict else list(value)
-        if now != items:
-            value.clear()
-            value.update(items) if type(value) is dict else value.extend(items)
-            raise Refused(KEEPS)
+        if items_of(value) != items:
+            refill(value, items)
+            raise Refused(f"it changes numbers in a {type(value).__name__} of its own, and compiled code would not")
 
 
 def refuse_asking_types(codes: Iterable[types.CodeType]) -> None:
-    """Raise Refused where code that ran asks for types: a number out of a list is shown to it as something else."""
+    """Raise Refused where code that ran asks for types: a number out of a list is shown to it as something else.
+
+    Python's own library and torch are left out, and so is a method that asks for the type of `self`.
+    """
     for code in codes:
-        if "type" in code.co_names and not code.co_filename.startswith((_TORCH, _OWN)):
+        if "type" in code.co_names and is_host_code(code) and _asks_a_type(code):
             raise Refused(f"{code.co_name}() asks for a type, and may ask for that of a number out of a list")
+
+
+def _asks_a_type(code: types.CodeType) -> bool:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "EXTENDED_ARG")]
+    return any(
+        step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" and following.argval != "self"
+        for step, following in itertools.pairwise(steps)
+    )
 
 
 def _parts(items: list[Any]) -> Iterator[Any]:

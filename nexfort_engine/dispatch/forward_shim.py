@@ -12,14 +12,13 @@ they hold that (modules/boundaries.py): what they do before and after it stays t
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..modules.boundaries import OwnForward, Place
-from ..modules.tree import compiled_elsewhere, is_shim, replaced_forward
+from ..modules.tree import compiled_elsewhere, is_shim, mark_shim, replaced_forward
 from ..runtime.forward_context import current
 
 _lock = threading.Lock()
@@ -78,6 +77,5 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
         return session.on_call(module, plain, args, kwargs, session)
 
-    forward.nexfort_shim, forward.nexfort_of = forward.__code__, module  # type: ignore[attr-defined]
-    forward.__wrapped__ = types.MethodType(own, module)  # type: ignore[attr-defined]  # hooks ask for its signature
+    mark_shim(forward, module)
     return forward

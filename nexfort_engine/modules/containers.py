@@ -85,7 +85,7 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     for sub in root.modules():
         for table in (sub.__dict__, sub._buffers):
             names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
-            before.append((table, set(table), [(k, table[k], _items(table[k])) for k in names]))
+            before.append((table, set(table), [(k, table[k], items_of(table[k])) for k in names]))
             inner += [one for k in names for one in _below(table[k])]
     try:
         yield
@@ -99,16 +99,16 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
                 now = table.get(name)
                 if now is not value and (isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor)):
                     table[name] = value
-                _refill(value, items)
+                refill(value, items)
         for value, items in inner:
-            _refill(value, items)
+            refill(value, items)
 
 
 def _is_state(value: Any) -> bool:
     return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
 
 
-def _items(value: Any) -> list[Any]:
+def items_of(value: Any) -> list[Any]:
     if type(value) not in _CONTAINERS:
         return []
     return list(value.items()) if isinstance(value, dict) else list(value)
@@ -117,16 +117,16 @@ def _items(value: Any) -> list[Any]:
 def _below(value: Any, depth: int = _DEPTH) -> list[tuple[Any, list[Any]]]:
     """The containers in a container, and in those, with what is in each."""
     found = []
-    for item in _items(value):
+    for item in items_of(value):
         inner = item[1] if isinstance(value, dict) else item
         if depth and type(inner) in (list, dict):
-            found += [(inner, _items(inner)), *_below(inner, depth - 1)]
+            found += [(inner, items_of(inner)), *_below(inner, depth - 1)]
     return found
 
 
-def _refill(value: Any, items: list[Any]) -> None:
+def refill(value: Any, items: list[Any]) -> None:
     """Give a container what was in it; it stays the one that others hold."""
-    now = _items(value)
+    now = items_of(value)
     if len(now) == len(items) and all(map(_is_same, now, items)):
         return
     value.clear()

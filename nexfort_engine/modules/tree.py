@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import types
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
@@ -148,6 +149,12 @@ def compiled_elsewhere(module: nn.Module) -> bool:
     # Another thread may be importing it (preload.py); then no module was wrapped by it yet.
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return wrapper is not None and isinstance(module, wrapper)
+
+
+def mark_shim(function: Any, module: nn.Module) -> None:
+    """Mark a function as the engine's own stand-in for a module's forward."""
+    function.nexfort_shim, function.nexfort_of = function.__code__, module
+    function.__wrapped__ = types.MethodType(type(module).forward, module)  # hooks ask for its signature
 
 
 def is_shim(function: Any) -> bool:

@@ -22,7 +22,7 @@ from nexfort_engine.capture.shadow_module import Shadow  # noqa: E402
 from nexfort_engine.guards.module_guards import ModuleState, describe, matches_text, rows_of  # noqa: E402
 from nexfort_engine.guards.name_resolver import content_of  # noqa: E402
 from nexfort_engine.guards.option_recorder import Refused  # noqa: E402
-from nexfort_engine.modules.tree import foreign  # noqa: E402
+from nexfort_engine.modules.tree import foreign, mark_shim  # noqa: E402
 
 
 def state_of(block: nn.Module) -> tuple[ModuleState, list[list[Any]]]:
@@ -57,7 +57,7 @@ def test_a_stand_in_of_the_engine_is_not_foreign() -> None:
     def stand_in(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    stand_in.nexfort_shim = True  # type: ignore[attr-defined]
+    mark_shim(stand_in, block.inner)
     state, _ = state_of(block)
     block.inner.__dict__["forward"] = stand_in
     assert foreign(block) is None and state.unchanged()

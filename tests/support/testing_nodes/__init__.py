@@ -41,15 +41,15 @@ class TestRandomConditioning(io.ComfyNode):
         return io.NodeOutput([[context, extra]])
 
 
-class TestBlockHook(io.ComfyNode):
-    """A Flux with a hook on its first double block, as some packs put there. It stays as long as the model does."""
+class TestBlockForward(io.ComfyNode):
+    """A Flux with another forward on its first double block, as some packs put there. It stays as long as the model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         """The node as the front end sees it."""
         return io.Schema(
-            node_id="TestBlockHook",
-            display_name="Test Block Hook",
+            node_id="TestBlockForward",
+            display_name="Test Block Forward",
             category="testing",
             inputs=[io.Model.Input("model")],
             outputs=[io.Model.Output()],
@@ -58,7 +58,8 @@ class TestBlockHook(io.ComfyNode):
     @classmethod
     def execute(cls, model: io.Model.Type) -> io.NodeOutput:
         """The model itself."""
-        model.model.diffusion_model.double_blocks[0].register_forward_hook(lambda *_: None)
+        block = model.model.diffusion_model.double_blocks[0]
+        block.forward = lambda *args, **kwargs: type(block).forward(block, *args, **kwargs)
         return io.NodeOutput(model)
 
 
@@ -67,7 +68,7 @@ class TestingExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack."""
-        return [TestRandomConditioning, TestBlockHook]
+        return [TestRandomConditioning, TestBlockForward]
 
 
 async def comfy_entrypoint() -> TestingExtension:
