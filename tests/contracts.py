@@ -37,6 +37,7 @@ from subjects import (
     every,
     graphs_as_they_are,
     installed,
+    names,
     new_since,
     subject,
 )
@@ -150,7 +151,7 @@ def test_batch_of_one_first_serves_every_size_length_and_batch(host: str) -> Non
         _assert_walk_needs_nothing_new(cold, most=20)
 
 
-@every
+@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_wan")))
 def test_any_first_call_serves_every_size_length_and_batch(host: str) -> None:
     with graphs_as_they_are():
         cold = cold_subject(make(host))

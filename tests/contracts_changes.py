@@ -29,7 +29,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
-with_options = pytest.mark.parametrize("name", names(where=lambda kind: bool(kind.edits)))
+with_options = pytest.mark.parametrize(
+    "name", names(where=lambda kind: bool(kind.edits), few=("torch_dit", "comfy_wan"))
+)
 
 
 @with_options

@@ -382,7 +382,9 @@ TRICKS: dict[str, Callable[[list[Member]], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("measured", [True, False], ids=["", "whatever-its-length"])
+@pytest.mark.parametrize(
+    "measured", [True, pytest.param(False, marks=pytest.mark.large)], ids=["", "whatever-its-length"]
+)
 @pytest.mark.parametrize("trick", TRICKS)
 def test_a_member_is_what_the_list_says_or_nothing(place: Range, monkeypatch: Any, trick: str, measured: bool) -> None:
     """Each trick also without the check of the file's length, which would find most of those that add something."""

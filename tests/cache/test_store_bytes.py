@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from large_rows import few
 from stores import KEY, loaded, put, quick_folder, snapshot
 
 from nexfort_engine.cache.store import Entry, Store, StoreError
@@ -67,7 +68,7 @@ def whole() -> Iterator[tuple[Path, Entry]]:
 
 
 @pytest.mark.parametrize("mutations", [FEW, pytest.param(MUTATIONS, marks=pytest.mark.large)])
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", few(list(SHARES), ("payload", "last_used", "pinned")))
 def test_no_mutation_raises_or_loads_altered_bytes(whole: tuple[Path, Entry], name: str, mutations: int) -> None:
     root, entry = whole
     dice = random.Random(f"nexfort {name}")

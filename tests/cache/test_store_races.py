@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from large_rows import few
 from stores import ROOT
 
 from nexfort_engine.cache.store import Store
@@ -98,7 +99,7 @@ print(" ".join(mine))
 """
 
 
-@pytest.mark.parametrize("locks", ["filelock", "plain"])
+@pytest.mark.parametrize("locks", few(["filelock", "plain"], ["plain"]))
 def test_two_processes_with_200_operations_each(tmp_path: Path, locks: str) -> None:
     if locks == "filelock":
         pytest.importorskip("filelock")

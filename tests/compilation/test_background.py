@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
+from large_rows import few
 from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_are
 
 import nexfort_engine
@@ -173,7 +174,7 @@ def test_where_the_background_fails_again_steps_are_eager_with_the_reason(
     assert all("background failed: ZeroDivisionError" in row["reason"] for row in eager)
 
 
-@pytest.mark.parametrize("fails", ["compiler", "disk", "workers", "memory"])
+@pytest.mark.parametrize("fails", few(["compiler", "disk", "workers", "memory"], ("compiler", "memory")))
 def test_a_failure_while_it_makes_one_leaves_steps_eager_with_the_reason(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

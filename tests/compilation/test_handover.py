@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
+from large_rows import few
 from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_are
 
 import nexfort_engine
@@ -182,7 +183,7 @@ def test_a_long_picture_is_taken_over_in_its_middle_and_the_report_says_so(
     assert "step 2 of 50" in note and "48 s" in note
 
 
-@pytest.mark.parametrize(("steps", "seconds"), [(50, 0.5), (0, 100.0), (20, 1.0)])
+@pytest.mark.parametrize(("steps", "seconds"), few([(50, 0.5), (0, 100.0), (20, 1.0)], [(20, 1.0)]))
 def test_one_whose_rest_is_short_is_not(
     host: Host, monkeypatch: pytest.MonkeyPatch, steps: int, seconds: float
 ) -> None:

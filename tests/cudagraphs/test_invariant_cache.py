@@ -370,7 +370,7 @@ def test_it_goes_with_the_graphs(store: Store) -> None:
     assert steps.kept() == [ALL]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from large_rows import few
 
 torch = pytest.importorskip("torch")
 import net_pairs  # noqa: E402
@@ -82,10 +83,11 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "accelerate's hook": hooked_as_accelerate_does,
     "a method of an object": bound,
 }
-places = pytest.mark.parametrize("path", ["blocks.0", "blocks.0.linear", "blocks.1.norm", "head"])
+PLACES = ("blocks.0", "blocks.0.linear", "blocks.1.norm", "head")
+places = pytest.mark.parametrize("path", PLACES)
 
 
-@places
+@pytest.mark.parametrize("path", few(PLACES, ("blocks.0", "blocks.0.linear")))
 @pytest.mark.parametrize("put_on", HOOKS.values(), ids=HOOKS)
 def test_what_lies_around_a_hook_runs_compiled(pair: Pair, put_on: Callable[[nn.Module], Any], path: str) -> None:
     with torch.no_grad():

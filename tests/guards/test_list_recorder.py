@@ -107,7 +107,7 @@ def entries(kinds: list[Any]) -> list[Any]:
     return [made[kind]() if kind in made else kind for kind in kinds]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=6),
     first=ENTRIES,

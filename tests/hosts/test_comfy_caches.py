@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from patchers import MOVES, TOLERANCE, distance
 from prompts import Executor, InTheMiddle, flux_prompt
 from restarted import counting
@@ -93,7 +94,7 @@ def executor_with(cache: str) -> Executor:
     return Executor(kind, **limits)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", few(list(CACHES), ("--cache-none", OF_NEWER_ONES)))
 def test_what_is_evicted_comes_back_and_nothing_is_compiled(
     files: tuple[str, str], eager: dict[str, torch.Tensor], loads: Loads, cache: str
 ) -> None:
@@ -163,7 +164,7 @@ def test_free_lets_go_of_everything(files: tuple[str, str], eager: dict[str, tor
     assert counted.as_dict() == {"exports": 0, "lowerings": 0}
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", few(list(CACHES), ["--cache-classic"]))
 def test_switching_the_node_off_gives_eager_s_bits(
     files: tuple[str, str], eager: dict[str, torch.Tensor], cache: str
 ) -> None:

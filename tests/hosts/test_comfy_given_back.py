@@ -10,6 +10,7 @@ import pytest
 import torch
 from card_memory import PAGE
 from kept_weights import KINDS, Kind, Paged, engine_of, kept
+from large_rows import few
 from patchers import CONFIG
 
 from nexfort_engine.dispatch import prepack_cache
@@ -48,6 +49,7 @@ def _make_dynamic(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "is_dynamic", lambda _: True)
 
 
+@pytest.mark.parametrize("kind", few(KINDS, ["laid out"]), indirect=True)
 def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> None:
     memory = roomy.memory
     first, asked = roomy.sampled(steps=1)
@@ -162,7 +164,7 @@ def test_pages_of_another_model_stay(roomy: Paged, kind: Kind, monkeypatch: pyte
     assert torch.equal(roomy.sampled()[0], wanted) and set(roomy.memory.filled.values()) == {1}
 
 
-@pytest.mark.parametrize("why", ["nobody can say", "no room", "memory was short", "all code needs them"])
+@pytest.mark.parametrize("why", few(["nobody can say", "no room", "memory was short", "all code needs them"], 2))
 def test_where_nothing_is_kept_no_page_is_given_back(
     roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:

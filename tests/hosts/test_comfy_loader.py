@@ -13,6 +13,7 @@ import pytest
 import torch
 from card_memory import PAGE, loaded_in_part, unload
 from dynamic_vram import dynamic_vram
+from large_rows import few
 from loader_families import CONFIG, FAMILIES, FORMS, Family, file_of, loaded, lora_file, picture, with_lora
 from patchers import TOLERANCE, distance
 from subjects import graphs_as_they_are
@@ -76,14 +77,12 @@ class Pair:
         return [*found, self.made()]
 
 
-MOST = [("h3", "int8_convrot"), ("ltx", "int8_one_scale"), ("qwen_image", "scaled_fp8")]
+MOST = [("qwen_image", "scaled_fp8")]
+PAGED = [("h3", "int8_convrot")]
 EVERY = [(name, form) for name in FAMILIES for form in FORMS]
-matrix = pytest.mark.parametrize(
-    ("name", "form"), [*MOST, *(pytest.param(*row, marks=pytest.mark.large) for row in EVERY if row not in MOST)]
-)
 
 
-@matrix
+@pytest.mark.parametrize(("name", "form"), few(EVERY, MOST))
 def test_a_file_with_loras(name: str, form: str) -> None:
     """Loaded as a whole, not at all and in part. ComfyUI computes with a weight in full that it patches on its way:
     the first LoRA of a model that does not fit is another artefact, and no other LoRA is.
@@ -100,7 +99,7 @@ def test_a_file_with_loras(name: str, form: str) -> None:
         unload()
 
 
-@matrix
+@pytest.mark.parametrize(("name", "form"), few(EVERY, PAGED))
 def test_a_file_with_loras_under_dynamic_vram(name: str, form: str) -> None:
     """Where all pages stay, and where half of them do.
 

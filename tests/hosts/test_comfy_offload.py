@@ -13,6 +13,7 @@ import pytest
 import torch
 from card_memory import unload
 from kept_weights import KINDS, Elsewhere, Kind, engine_of, kept
+from large_rows import few
 from patchers import CONFIG, distance, sample
 from pretended_graph import Graph, pretend
 from torch import nn
@@ -165,7 +166,7 @@ def test_weights_that_change_while_they_are_copied_do_not_leave(
         copies.forget()
 
 
-@pytest.mark.parametrize("when", ["away", "copied", "before it leaves"])
+@pytest.mark.parametrize("when", few(["away", "copied", "before it leaves"], ["copied"]))
 def test_weights_that_are_changed_in_their_place_are_seen_in_the_next_picture(
     offloaded: Offloaded, kind: Kind, when: str
 ) -> None:
@@ -274,7 +275,9 @@ def test_what_is_kept_prepared_leaves_a_card(kind: Kind, monkeypatch: pytest.Mon
     assert {weight.device.type for weight in plain.network.parameters()} == {"cuda"}
 
 
-@pytest.mark.parametrize("why", ["a card is to hold it", "main memory is short", "dynamic", "little", "quantised"])
+@pytest.mark.parametrize(
+    "why", few(["a card is to hold it", "main memory is short", "dynamic", "little", "quantised"], 2)
+)
 def test_where_they_stay(offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     import comfy.model_management as management
 
@@ -295,6 +298,7 @@ def test_where_they_stay(offloaded: Offloaded, kind: Kind, monkeypatch: pytest.M
         assert not any(kept(offloaded.clone))
 
 
+@pytest.mark.parametrize("kind", few(KINDS, ["laid out"]), indirect=True)
 def test_what_cannot_be_copied_stays(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,7 +357,7 @@ def test_others_leave_before_weights_come_back(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [(((1 << 30) + management.extra_reserved_memory(), card), {"keep_loaded": []})]
 
 
-@pytest.mark.parametrize("free", [1.2, 1.05])
+@pytest.mark.parametrize("free", few([1.2, 1.05], [1.05]))
 def test_main_memory_that_copies_took_is_not_asked_for_again(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch, free: float
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from patchers import (
     FAMILIES,
     MOVES,
@@ -75,7 +76,7 @@ IN_EVERY_ATTENTION: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", IN_EVERY_ATTENTION.values(), ids=IN_EVERY_ATTENTION)
+@pytest.mark.parametrize("change", few(IN_EVERY_ATTENTION, ("attn1_patch", "HyperTile")))
 def test_patches_of_attention_run_attention_eager_and_nothing_else(pair: MakePair, change: Change) -> None:
     at = pair("comfy_unet")
     assert len(attentions(at)) == 11
@@ -90,7 +91,7 @@ IN_ONE_BLOCK: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "block"), IN_ONE_BLOCK.values(), ids=IN_ONE_BLOCK)
+@pytest.mark.parametrize(("change", "block"), few(IN_ONE_BLOCK, ("attn1_replace", "PAG")))
 def test_a_block_that_is_replaced_runs_eager_and_the_others_share_one_variant(
     pair: MakePair, change: Change, block: str
 ) -> None:
@@ -106,7 +107,7 @@ BETWEEN_BLOCKS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", BETWEEN_BLOCKS.values(), ids=BETWEEN_BLOCKS)
+@pytest.mark.parametrize("change", few(BETWEEN_BLOCKS, ("input_block_patch", "FreeU_V2")))
 def test_patches_between_blocks_leave_all_compiled(pair: MakePair, change: Change) -> None:
     at = pair("comfy_unet")
     one_variant_a_kind(at.honours(change), at)
@@ -170,7 +171,7 @@ def test_attention_of_others_runs_inside_compiled_blocks(pair: MakePair, name: s
         nothing_new(at.honours(with_option("optimized_attention_override", other), **call))
 
 
-@pytest.mark.parametrize("name", ["comfy_unet", "comfy_flux", "comfy_wan"])
+@pytest.mark.parametrize("name", few(["comfy_unet", "comfy_flux", "comfy_wan"], ["comfy_wan"]))
 def test_core_s_node_for_attention_leaves_blocks_compiled(pair: MakePair, name: str) -> None:
     advanced = pytest.importorskip("comfy_extras.nodes_model_advanced")
     if not hasattr(advanced, "ModelAttentionBackend"):
@@ -196,7 +197,7 @@ IN_A_DIT: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", ["comfy_flux", "comfy_sd3", pytest.param("comfy_qwen", marks=pytest.mark.large)])
+@pytest.mark.parametrize("name", few(["comfy_flux", "comfy_sd3", "comfy_qwen"], ["comfy_flux"]))
 @pytest.mark.parametrize("change", IN_A_DIT.values(), ids=IN_A_DIT)
 def test_blocks_of_a_dit_that_are_replaced_stay_compiled_inside(pair: MakePair, change: Change, name: str) -> None:
     new = pair(name).honours(change)
@@ -306,7 +307,7 @@ def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: s
         seen.append(now)
 
 
-@pytest.mark.parametrize("method", ["offset", "index", "uxo"])
+@pytest.mark.parametrize("method", few(["offset", "index", "uxo"], ["index"]))
 def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
     at = pair("comfy_flux")
     draw = torch.Generator().manual_seed(8)
@@ -317,7 +318,7 @@ def test_reference_latents_of_flux(pair: MakePair, method: str) -> None:
         nothing_new(new)
 
 
-@pytest.mark.parametrize("method", ["index", "negative_index", "index_timestep_zero"])
+@pytest.mark.parametrize("method", few(["index", "negative_index", "index_timestep_zero"], ["negative_index"]))
 def test_reference_latents_of_qwen(pair: MakePair, method: str) -> None:
     at = pair("comfy_qwen")
     draw = torch.Generator().manual_seed(8)

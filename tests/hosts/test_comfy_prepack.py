@@ -15,6 +15,7 @@ import pytest
 import torch
 from card_memory import PAGE, loaded_in_part, unload
 from kept_weights import KINDS, Elsewhere, Kind, Paged, engine_of, kept, packing_flux
+from large_rows import few
 from patchers import CONFIG, distance, sample
 
 from nexfort_engine.dispatch import prepack_cache
@@ -246,7 +247,7 @@ def test_a_layer_of_two_blocks_is_needed_if_one_of_them_needs_it(flux: Any, monk
 # ---- what changes weights without ComfyUI's telling ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["resident", "offloaded", "paged"])
+@pytest.mark.parametrize("place", few(["resident", "offloaded", "paged"], ["paged"]))
 def test_a_function_on_a_weight_is_asked_in_each_call(
     place: str, patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from card_memory import loaded_in_part, unload
 from dynamic_vram import dynamic_vram
+from large_rows import few
 from loader_families import CONFIG, FAMILIES, file_of, loaded, lora_file, picture, with_lora
 from patchers import MOVES, TOLERANCE, distance
 from pretended_graph import Graph, pretend
@@ -74,7 +75,7 @@ class Two:
         return [{r.path: {id(b.code) for b in r.bindings} for r in engine.regions} for engine in engines]
 
 
-@pytest.mark.parametrize("share", [None, pytest.param(0.0, marks=pytest.mark.large), 0.5])
+@pytest.mark.parametrize("share", few([None, 0.0, 0.5], [0.5]))
 def test_the_second_network_needs_nothing_of_its_own(share: float | None) -> None:
     two = Two()
     with loaded_in_part(share) if share is not None else contextlib.nullcontext():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from outside import unexplained
 from patchers import CONFIG, MOVES, TOLERANCE, distance
 from subjects import graphs_as_they_are
@@ -52,7 +53,7 @@ def test_decode_is_not_taken_for_forward() -> None:
     assert sorted(row["name"] for row in found["regions"]) == ["decoder", "encoder"] and not found["eager"]
 
 
-@pytest.mark.parametrize("kind", ["taesd", "kl", pytest.param("wan", marks=pytest.mark.large)])
+@pytest.mark.parametrize("kind", few(["taesd", "kl", "wan"], ["taesd"]))
 @torch.inference_mode()
 def test_every_part_of_an_autoencoder_is_compiled_or_named(kind: str) -> None:
     build, size = KINDS[kind]

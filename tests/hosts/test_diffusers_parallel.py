@@ -13,6 +13,7 @@ from pathlib import Path
 import parallel_ranks
 import pytest
 import torch
+from large_rows import few
 from parallel_ranks import Ended
 
 pytest.importorskip("diffusers")
@@ -47,6 +48,7 @@ def test_two_families_run_compiled_in_four_processes(tmp_path: Path) -> None:
     agree(parallel_ranks.run(4, "families", tmp_path, 500, names=names, first="parallel", heads=4), names)
 
 
+@pytest.mark.large
 def test_a_rank_that_compiles_nothing_speaks_in_the_same_order(tmp_path: Path) -> None:
     """Its blocks run eager, and those of the other rank compiled: what they send each other is the same."""
     whole, alone = parallel_ranks.run(2, "small", tmp_path, 120, fails_on=1)
@@ -75,7 +77,8 @@ def test_one_process_compiles_and_the_other_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "heads"), [((18, 18), 64, None), ((16, 16), 63, None), ((16, 16), 64, 3)], ids=str
+    ("size", "length", "heads"),
+    few({"sides": ((18, 18), 64, None), "length": ((16, 16), 63, None), "heads": ((16, 16), 64, 3)}, ["sides"]),
 )
 def test_what_cannot_be_split_is_refused_as_in_eager(
     tmp_path: Path, size: tuple[int, int], length: int, heads: int | None

@@ -31,7 +31,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_wan")))
 def test_a_backbone_takes_images_that_lie_otherwise(name: str) -> None:
     tiny = graph_subject(name)
     mark = tiny.report.mark()

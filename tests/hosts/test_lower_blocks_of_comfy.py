@@ -49,13 +49,15 @@ def test_a_rotary_operator_is_part_of_the_kernel_before_it(turned: dict[str, Pat
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize(("kind", "launches"), [("wan", 10), pytest.param("flux_double", 14, marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize(("kind", "launches"), [("wan", 10), ("flux_double", 14)])
 def test_without_the_pass_it_is_a_launch_of_its_own(comfyui: Path, kind: str, launches: int, tmp_path: Path) -> None:
     assert _launches(_of_host(tmp_path, [kind], "O2", fused=False)[kind]) == launches
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize(("kind", "launches"), [("flux_single", 7), pytest.param("wan", 13, marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize(("kind", "launches"), [("flux_single", 7), ("wan", 13)])
 def test_rotary_operators_are_fused_in_low_precision_too(
     comfyui: Path, kind: str, launches: int, tmp_path: Path
 ) -> None:

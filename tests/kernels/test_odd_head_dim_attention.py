@@ -30,6 +30,7 @@ from attention_graphs import (
     torchs,
 )
 from kernel_scripts import run
+from large_rows import few
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 
@@ -148,8 +149,8 @@ def _of_wide_values(_: Tensors, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        *(_masked, _causal, _shared, _of_one_row, _of_values_of_one_row),
-        *(_scaled_down, _not_scaled, _of_other_heads, _of_wide_values),
+        *(_masked, _causal, _of_other_heads),
+        *few((_shared, _of_one_row, _of_values_of_one_row, _scaled_down, _not_scaled, _of_wide_values), []),
     ],
     ids=lambda f: f.__name__,
 )

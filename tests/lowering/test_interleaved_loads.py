@@ -14,6 +14,7 @@ import pytest
 import sympy
 import torch
 from gpu_blocks import TURNED, lowered
+from large_rows import few
 
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.lowering import interleaved_loads, worker_pool
@@ -54,7 +55,7 @@ def test_a_kernel_reads_no_partner_and_a_pair_s_matrix_in_one_piece(
     assert kind == "turned_alone" or "R0_BLOCK: tl.constexpr = " in kernels[kind, True], "a row in registers"
 
 
-@pytest.mark.parametrize("kind", TURNED)
+@pytest.mark.parametrize("kind", few(list(TURNED), 1))
 def test_its_numbers_are_those_of_a_kernel_that_reads_pairs_twice(
     kind: str, kernels: dict[tuple[str, bool], str], tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ print(*seen)
 """
 
 
+@pytest.mark.large
 def test_a_first_trace_imports_nothing_that_was_not_imported_ahead(tmp_path: Path) -> None:
     """While the model is loaded, where the store has nothing for it; later than for another one, too."""
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(tmp_path), "NEXFORT_WORKERS": "0"}

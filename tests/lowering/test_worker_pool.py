@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from probe import Probe, block_of, x
 
 from nexfort_engine import api
@@ -67,7 +68,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Any:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", ["forked", "started anew", pytest.param("spawned", marks=pytest.mark.large)])
+@pytest.mark.parametrize("kind", few(["forked", "started anew", "spawned"], ["forked"]))
 def test_graphs_come_back_as_payloads(
     kind: str, gone: list[Any], tmp_path: Path, artefact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from nexfort_engine.lowering import inductor
 from nexfort_engine.passes import grouped_gemm
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_unet")))
 def test_layers_of_one_input_together_give_what_they_give_alone(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for on a CPU, in 32 bits and for sizes of any kind, so that tiny backbones have such layers too."""
     monkeypatch.setattr(grouped_gemm, "_DEVICE", "cpu")

@@ -90,7 +90,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _on_cpu(monkeypatch)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.sampled_from(list(BLOCKS)),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from large_rows import few
 from probe import Probe, block_of, error
 from torch.nn import functional
 
@@ -129,7 +130,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("kind", few(list(GATES), 5))
 def test_what_many_rows_are_multiplied_with_is_computed_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from subjects import MOVES, TOLERANCE, distance
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -125,7 +126,7 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize("name", few(list(FOLLOWED), 4))
 def test_a_mode_that_shapes_code_has_artefacts_of_its_own(name: str) -> None:
     net, compiled = _pair()
     with torch.no_grad():
