@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from gpu_blocks import (
     BLOCKS,
     COMPUTED,
     GATED,
-    INNERMOST,
     LAYERS,
     MASKED,
     MEASURED,
@@ -27,7 +27,8 @@ from gpu_blocks import (
     STACKS,
     captured,
 )
-from lowering_ahead import SUPPORT, code_of, kernels_of, lowered_ahead
+from large_rows import few
+from lowering_ahead import SUPPORT, LoweredOnDemand, code_of, kernels_of, lowered_ahead
 from pretended_gpu import FORKED
 
 from nexfort_engine.config.compile_config import CompileConfig
@@ -40,33 +41,49 @@ if torch.version.cuda is None or torch.cuda.is_available():
 
 
 @pytest.fixture(scope="module")
-def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each block lowered by one forked worker, which has never seen a device."""
-    return lowered_ahead(tmp_path_factory.mktemp("lowered"), [*BLOCKS, *INNERMOST, *STACKS], OPTIONS)
+def payloads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Each block lowered by a forked worker, which has never seen a device."""
+    return LoweredOnDemand(tmp_path_factory.mktemp("lowered"), OPTIONS)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads: dict[str, Path]) -> None:
+def _lowered_anew(folder: Path, kinds: list[str]) -> tuple[dict[str, Path], list[str]]:
+    """Payloads by a forking process of their own, and a line for each process that its workers forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORKED, str(folder / "forked"))
+        patch.setattr(worker_pool._Forker, "_current", None)  # one that is there does not know the variable
+        payloads = lowered_ahead(folder, kinds, OPTIONS)
+    return payloads, (folder / "forked").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The payload of layers that repeat themselves, and what their worker forked."""
+    payloads, forked = _lowered_anew(tmp_path_factory.mktemp("stack"), ["stack"])
+    return payloads["stack"], forked
+
+
+@pytest.mark.parametrize("kind", few(BLOCKS.keys(), BLOCKS.keys() - {"looking"}))
+def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads: Mapping[str, Path]) -> None:
     assert len(list((payloads[kind] / "aotautograd").iterdir())) == 1
     kernels = kernels_of(payloads[kind])
     assert len(kernels) >= 3
     assert {kernel["target"]["arch"] for kernel in kernels} == {90}
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, payloads: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", few(BLOCKS.keys(), BLOCKS.keys() - {"looking"}))
+def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, payloads: Mapping[str, Path]) -> None:
     names = [kernel["name"] for kernel in kernels_of(payloads[kind])]
     assert sorted(names) == sorted(set(names))
 
 
-def test_symbols_stay_symbols(payloads: dict[str, Path]) -> None:
+def test_symbols_stay_symbols(payloads: Mapping[str, Path]) -> None:
     call = code_of(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
     assert "torch.ops.nexfort.cudnn_attention.default(" in call
     assert "4096" not in call
     assert ".item()" in call, "a number of the module reaches its kernel from the CPU, and no kernel is made for that"
 
 
-def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Path], tmp_path: Path) -> None:
+def test_what_kernels_take_for_granted_becomes_conditions(payloads: Mapping[str, Path], tmp_path: Path) -> None:
     """They count in 32 bits, and carry no check of it."""
     folder = tmp_path / "payload"
     shutil.copytree(payloads["transformer"], folder)
@@ -83,7 +100,7 @@ def test_what_kernels_take_for_granted_becomes_conditions(payloads: dict[str, Pa
         inductor.take_limits(folder, manifest)
 
 
-def test_kernels_written_here_say_what_they_count(payloads: dict[str, Path]) -> None:
+def test_kernels_written_here_say_what_they_count(payloads: Mapping[str, Path]) -> None:
     """A launch has 65535 programs at most in its later dimensions, of which sums of group norms take one an image."""
     texts = json.loads((payloads["residual"] / "limits.json").read_text())
     assert "group_factors" in code_of(payloads["residual"]) or "moments_of_chunks" in code_of(payloads["residual"])
@@ -91,7 +108,7 @@ def test_kernels_written_here_say_what_they_count(payloads: dict[str, Path]) -> 
     assert all(text.endswith(("<= 65535", "<= 2147483647")) or "==" in text for text in texts)
 
 
-def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]) -> None:
+def test_attention_that_pays_in_8_bits_is_two_launches(payloads: Mapping[str, Path]) -> None:
     call = code_of(payloads["long"]).partition("def call(")[2].partition("runner = ")[0]
     assert "_scaled_dot_product" not in call and "8192" not in call
     assert call.count("narrow_keys_values_0.run(") == call.count("attend_in_groups_1.run(") == 1
@@ -101,7 +118,7 @@ def test_attention_that_pays_in_8_bits_is_two_launches(payloads: dict[str, Path]
     assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 1024 tokens it is cuDNN's"
 
 
-def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: dict[str, Path]) -> None:
+def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: Mapping[str, Path]) -> None:
     payload = payloads["feed_forward"]
     before, code = code_of(payload / "before"), code_of(payload)
     assert code.count("extern_kernels._scaled_mm(") + code.count("aten._scaled_mm.default(") == 2
@@ -122,13 +139,13 @@ def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_pr
     assert json.loads((payload / "preparation.json").read_text())["gives"] == 2
 
 
-def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: dict[str, Path]) -> None:
+def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: Mapping[str, Path]) -> None:
     call = code_of(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
     assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1
     assert call.count("extern_kernels.addmm(") == 4 and call.count(".run(") == 3, "a norm, the gated one's, a sum"
 
 
-def test_a_row_has_few_warps_and_is_read_once(payloads: dict[str, Path]) -> None:
+def test_a_row_has_few_warps_and_is_read_once(payloads: Mapping[str, Path]) -> None:
     """4096 numbers of a GELU, brought to fp8, on two warps."""
     code = code_of(payloads["feed_forward"])
     kernels = code.split("async_compile.triton(")
@@ -148,8 +165,8 @@ def test_what_a_norm_adds_up_first_is_read_once_too(mode: str, warps: int, tmp_p
     assert f"'XBLOCK': 1, 'num_warps': {warps}" in norm and "R0_BLOCK: tl.constexpr = 2048" in norm
 
 
-@pytest.mark.parametrize(("kind", "block"), [("residual", "'C_BLOCK': 4, "), ("innermost", "'C_BLOCK': 32, ")])
-def test_a_group_norm_is_three_launches(kind: str, block: str, payloads: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("kind", "block"), few([("residual", "'C_BLOCK': 4, "), ("innermost", "'C_BLOCK': 32, ")], 1))
+def test_a_group_norm_is_three_launches(kind: str, block: str, payloads: Mapping[str, Path]) -> None:
     """Moments of its chunks, a factor for each channel, the result; the first reads what lies side by side."""
     code = code_of(payloads[kind])
     call = code.partition("def call(")[2].partition("runner = ")[0]
@@ -158,21 +175,23 @@ def test_a_group_norm_is_three_launches(kind: str, block: str, payloads: dict[st
     assert call.count(".run(") == 2 * 3 + 4, "two norms; besides two weights laid out, a SiLU and the sum at the end"
 
 
-def test_kernels_that_transpose_an_image_have_a_tile_of_their_own(payloads: dict[str, Path]) -> None:
+def test_kernels_that_transpose_an_image_have_a_tile_of_their_own(payloads: Mapping[str, Path]) -> None:
     kernels = code_of(payloads["residual"]).split("async_compile.triton(")
     tiles = [kernel for kernel in kernels if "'YBLOCK': 64, 'XBLOCK': 32, 'num_warps': 4" in kernel]
     assert len(tiles) == 2, "the first norm's result, and the sum at the end"
 
 
-@pytest.mark.parametrize("kind", ["residual", "innermost"])
-def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", few(["residual", "innermost"], 1))
+def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: Mapping[str, Path]) -> None:
     sizes = re.findall(r"empty_strided_cuda\(\(s\d+, ([^)]*)\), .*torch.float32\)", code_of(payloads[kind]))
     assert sizes and not [text for text in sizes if not re.fullmatch(r"[\d, ]+", text)], sizes
 
 
-def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict[str, Path]) -> None:
+def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(
+    payloads: Mapping[str, Path], stack: tuple[Path, list[str]]
+) -> None:
     """Sum and norm are one kernel, across the cut too; nothing is copied at it."""
-    payload = payloads["stack"]
+    payload, _ = stack
     told = json.loads((payload / "folded.json").read_text())
     repeated = [piece for piece, _ in told["calls"]]
     layer = max(set(repeated), key=repeated.count)
@@ -182,20 +201,26 @@ def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(payloads: dict
     assert code_of(payload / f"piece_{layer}").count(".run(") == alone - 1, "its last sum is with the next layer's norm"
 
 
-@pytest.mark.parametrize(
-    "before", [pytest.param([], id="first"), pytest.param(["feed_forward"], id="second", marks=pytest.mark.large)]
-)
-def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_device(
-    before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of what is prepared too; a worker that has asked for it lowers them one after another."""
-    monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
-    monkeypatch.setattr(worker_pool._Forker, "_current", None)  # one that is there does not know the variable
-    payload = lowered_ahead(tmp_path, [*before, "stack"], OPTIONS)["stack"]
+def _pieces(payload: Path) -> list[int]:
+    """How many pieces a payload has, and how many what it prepares."""
     pieces = [len(list(place.glob("piece_*"))) or 1 for place in (payload, payload / "before")]
     assert (payload / "folded.json").exists() and pieces[0] > 1
-    forked = (tmp_path / "forked").read_text().splitlines()
-    assert forked.count("_forked") == (1 if before else sum(pieces) - 1)
+    return pieces
+
+
+def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_device(
+    stack: tuple[Path, list[str]],
+) -> None:
+    """Those of what is prepared too."""
+    payload, forked = stack
+    assert forked.count("_forked") == sum(_pieces(payload)) - 1
+
+
+@pytest.mark.large
+def test_a_worker_that_has_asked_for_its_device_lowers_pieces_one_after_another(tmp_path: Path) -> None:
+    payloads, forked = _lowered_anew(tmp_path, ["feed_forward", "stack"])
+    _pieces(payloads["stack"])
+    assert forked.count("_forked") == 1
 
 
 def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_blocks import CONVOLVED, FROZEN, UPSAMPLED
-from lowering_ahead import code_of, lowered_ahead
+from lowering_ahead import LoweredOnDemand, code_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
 
@@ -19,15 +20,28 @@ if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
 
+@pytest.fixture(scope="module")
+def payloads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Blocks lowered with the defaults, so with kernels of our own."""
+    return LoweredOnDemand(tmp_path_factory.mktemp("defaults"), CompileConfig.parse("O2").lowering_options("cuda"))
+
+
+def _without(option: str, folder: Path) -> Mapping[str, Path]:
+    return LoweredOnDemand(folder, CompileConfig.parse({"options": {option: False}}).lowering_options("cuda"))
+
+
 @pytest.mark.parametrize("mode", ["O2", pytest.param("freezing", marks=pytest.mark.large), "untold"])
-def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: Path) -> None:
+def test_convolutions_read_weights_that_are_laid_out_ahead(
+    mode: str, payloads: Mapping[str, Path], tmp_path: Path
+) -> None:
     """Each is in memory once, and no kernel of the step copies one. 1x1 are read as they lie.
 
     Untold: where nobody says when weights change, kernels of the step copy them.
     """
-    config = CompileConfig.parse(None).without_weight_versions() if mode == "untold" else CompileConfig.parse(mode)
-    options = config.lowering_options("cuda")
-    payload = lowered_ahead(tmp_path, ["shortened"], options)["shortened"]
+    if mode != "O2":
+        config = CompileConfig.parse(None).without_weight_versions() if mode == "untold" else CompileConfig.parse(mode)
+        payloads = LoweredOnDemand(tmp_path, config.lowering_options("cuda"))
+    payload = payloads["shortened"]
     call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
     weights = re.findall(r"extern_kernels.convolution\(buf\d+, (.*?), stride=", call)
     assert len(weights) == 4 and sum(weight.startswith("arg") for weight in weights) == (
@@ -47,14 +61,14 @@ def test_convolutions_read_weights_that_are_laid_out_ahead(mode: str, tmp_path: 
     assert before.count(".run(") == before.count("empty_strided_cuda((128, 3, 3, ") == 2
 
 
-def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_call(tmp_path: Path) -> None:
+def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_call(
+    payloads: Mapping[str, Path], tmp_path: Path
+) -> None:
     """In the place of cuDNN's, with no launch more; other numbers of channels are left to it."""
     launches = {}
-    for own in (True, False):
-        (tmp_path / str(own)).mkdir()
-        options = CompileConfig.parse({"options": {"fuse.convolution": own}}).lowering_options("cuda")
-        for kind, payload in lowered_ahead(tmp_path / str(own), [*FROZEN], options).items():
-            call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
+    for own, lowered in ((True, payloads), (False, _without("fuse.convolution", tmp_path))):
+        for kind in FROZEN if own else ["widened"]:
+            call = code_of(lowered[kind]).partition("def call(")[2].partition("runner = ")[0]
             forms = re.findall(r"if form == (\d+):\n(?:.*\n){2}.*convolve_in_groups_\d+\.run\(", call)
             rules = re.findall(r"form = None if False else part_of\(\(s\d+\), \(s\d+\), \(s\d+\), 320, 1, 132, ", call)
             otherwise = re.findall(
@@ -65,16 +79,16 @@ def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_c
     assert launches["widened", True][:4] == (["320", "160"] * 2, 2, 2, 0)
     assert launches["widened", False][:4] == ([], 0, 0, 2)
     assert launches["widened", True][4] == launches["widened", False][4]
-    assert launches["shortened", True] == launches["shortened", False], "128 channels"
+    assert launches["shortened", True][:4] == ([], 0, 0, 4), "128 channels"
 
 
-def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(tmp_path: Path) -> None:
+def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(
+    payloads: Mapping[str, Path], tmp_path: Path
+) -> None:
     """A kernel adds weights, one convolves; where the other image's sizes are others in a call cuDNN does."""
     launches = {}
-    for own in (True, False):
-        (tmp_path / str(own)).mkdir()
-        options = CompileConfig.parse({"options": {"fuse.upsampled_convolution": own}}).lowering_options("cuda")
-        code = code_of(lowered_ahead(tmp_path / str(own), [*UPSAMPLED], options)["upsampled"])
+    for own, lowered in ((True, payloads), (False, _without("fuse.upsampled_convolution", tmp_path))):
+        code = code_of(lowered["upsampled"])
         launches[own] = code.partition("def call(")[2].partition("runner = ")[0]
     ours = launches[True]
     assert ours.count("sum_places_0.run(") == 2
@@ -98,13 +112,11 @@ def test_what_tunes_kernels_is_python_where_a_call_decides_between_them(tmp_path
     assert code.count("def part_of(") == 1 and "\ndef part_of(" in code and code.count("form = None if ") == 2
 
 
-def test_images_that_the_card_cannot_copy_from_are_copied_before(tmp_path: Path) -> None:
+def test_images_that_the_card_cannot_copy_from_are_copied_before(payloads: Mapping[str, Path]) -> None:
     """One that begins anywhere, and rows whose channels are what is left, where the weight says how many there are."""
-    options = CompileConfig.parse("O2").lowering_options("cuda")
-    payloads = lowered_ahead(tmp_path, [*CONVOLVED, *UPSAMPLED], options)
     given = {}
-    for kind, payload in payloads.items():
-        call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]
+    for kind in (*CONVOLVED, *UPSAMPLED):
+        call = code_of(payloads[kind]).partition("def call(")[2].partition("runner = ")[0]
         (given[kind], *_) = re.findall(r"convolve_in_groups_\d+\.run\((?:reinterpret_tensor\()?(arg|buf)\d+", call)
         assert re.search(r"convolve_in_groups_\d+\.run\(.*, 320, \d+, buf\d+, 132, 1, 1, stream=stream0\)", call)
     assert given == {"convolved_rows": "buf", "convolved_behind": "buf", "upsampled": "arg"}

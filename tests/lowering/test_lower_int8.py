@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
-from int8_blocks import BLOCKS, NARROW, captured, grouped
-from lowering_ahead import code_of, kernels_of, lowered_ahead
+from int8_blocks import BLOCKS, captured, grouped
+from large_rows import few
+from lowering_ahead import LoweredOnDemand, code_of, kernels_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
 
@@ -22,12 +24,12 @@ OPTIONS = CompileConfig.parse({"mode": "O2", "options": ASKED}).lowering_options
 
 
 @pytest.fixture(scope="module")
-def payloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return lowered_ahead(tmp_path_factory.mktemp("int8"), [*BLOCKS, *NARROW], OPTIONS, captured)
+def payloads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    return LoweredOnDemand(tmp_path_factory.mktemp("int8"), OPTIONS, captured)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_layers_in_int8_are_kernels_of_the_artefact(kind: str, payloads: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", few(BLOCKS.keys(), ("gated",)))
+def test_layers_in_int8_are_kernels_of_the_artefact(kind: str, payloads: Mapping[str, Path]) -> None:
     """One configuration each, so nothing is timed; no operator of the package, so it need not be there."""
     code, kernels = code_of(payloads[kind]), [kernel["name"] for kernel in kernels_of(payloads[kind])]
     calls = [line for line in code.splitlines() if "torch.ops" in line and not line.lstrip().startswith("#")]
@@ -36,11 +38,11 @@ def test_layers_in_int8_are_kernels_of_the_artefact(kind: str, payloads: dict[st
     assert {"quantize", "multiply"} <= {name.rpartition("_")[0] for name in kernels}
 
 
-def test_nothing_is_between_the_kernels_of_a_block_with_gates(payloads: dict[str, Path]) -> None:
+def test_nothing_is_between_the_kernels_of_a_block_with_gates(payloads: Mapping[str, Path]) -> None:
     assert not [kernel["name"] for kernel in kernels_of(payloads["gated"]) if "triton" in kernel["name"]]
 
 
-def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payloads: dict[str, Path]) -> None:
+def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payloads: Mapping[str, Path]) -> None:
     code = code_of(payloads["eighths"]).partition("def call(")[2]
     lines = [line for line in code.splitlines() if not line.lstrip().startswith("#")]
     assert not [line for line in lines if "comfy_kitchen" in line]

@@ -34,6 +34,19 @@ def lowered_ahead(
         return lowered(folder, module, kinds, options, capture)
 
 
+class LoweredOnDemand(dict[str, Path]):
+    """Payloads by the kind of block. A block is lowered when a test first asks for it."""
+
+    def __init__(self, folder: Path, options: dict[str, object], capture: Callable[[str], Captured] = captured) -> None:
+        super().__init__()
+        self._given = folder, options, capture
+
+    def __missing__(self, kind: str) -> Path:
+        folder, options, capture = self._given
+        self[kind] = lowered_ahead(folder, [kind], options, capture)[kind]
+        return self[kind]
+
+
 def code_of(payload: Path) -> str:
     """The Python that Inductor wrote for a payload, for all of its pieces in turn, last what it makes of a prompt."""
     own = [file for file in payload.rglob("*.py") if "before" not in file.relative_to(payload).parts]
