@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nexfort_engine.config.compile_config import CompileConfig
     from nexfort_engine.reporting.report import Report
 
+# The front end's search ranks a name that begins with what is typed first, one that holds it next, and looks at aliases
+# last. On the canvas the node is called "Nexfort Compile Model" (web/nexfort.js).
+SEARCHED_NAME = "Compile Model (Nexfort: speed, torch compile)"
 MEMORY_FORMAT_TOOLTIP = """\
 How images lie in memory inside the compiled blocks.
 • channels_last (recommended): channels innermost, which NVIDIA's convolutions are made for: less time a step for UNets
@@ -32,7 +35,7 @@ class NexfortCompileModel(io.ComfyNode):
         """The node as the front end sees it."""
         return io.Schema(
             node_id="NexfortCompileModel",
-            display_name="Nexfort Compile Model",
+            display_name=SEARCHED_NAME,
             category=CATEGORY,
             description=(
                 "Runs the diffusion model compiled: the same picture in less time. The first time it is compiled "

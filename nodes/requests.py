@@ -166,7 +166,7 @@ async def read_body(request: web.Request, keys: tuple[str, ...], example: str) -
         raise RefusedError(400, f"The body is a JSON {type(body).__name__}; expected an object such as {example}.")
     unknown = sorted(set(body) - set(keys))
     if unknown:
-        known = " or ".join(map(repr, keys))
+        known = " or ".join(map(repr, keys)) or "no key"
         raise RefusedError(400, f"The body has the unknown key {unknown[0]!r}; expected only {known}, as {example}.")
     return body
 

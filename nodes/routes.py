@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP routes under /nexfort: what the cache holds, what the live engines did, and taking away and pinning by id.
 
-GET changes nothing. No route takes a path, an address or a file from the client, and none tells where anything lies on
-this machine. What is asked for, and by whom, is checked in `requests.py`.
+GET changes nothing. No route takes a path, an address or a file from the client. One tells where something lies on this
+machine, POST /nexfort/cache/place, and tells it to the server's own page alone. What is asked for, and by whom, is
+checked in `requests.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from nexfort_engine.cache.store import Removed, Store
 
 IDS = '{"ids": ["0123456789abcdef01234567"]}'
+RESULT = '{"workflow": null, "mode": "O2", "size": "1024x1024", "steps": 8, "runs": [[false, 41.5], [true, 23.2]]}'
 T = TypeVar("T")
 
 
@@ -38,6 +41,8 @@ def register_routes() -> bool:
     server.routes.get("/nexfort/help")(get_help)
     server.routes.post("/nexfort/options")(post_options)
     server.routes.post("/nexfort/verify")(post_verify)
+    server.routes.post("/nexfort/benchmark")(post_benchmark)
+    server.routes.post("/nexfort/cache/place")(post_place)
     server.routes.post("/nexfort/cache/prune")(post_prune)
     server.routes.post("/nexfort/cache/clear")(post_clear)
     server.routes.post("/nexfort/cache/pin")(post_pin)
@@ -69,11 +74,13 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
 
 @answered
 async def get_report(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory"}, one engine a network alive.
+    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory", "benchmarks", "lost"}.
 
-    "nodes" are the compile nodes it belongs to, {"id", "workflow"} each, "cache" says where artefacts are kept, without
-    the path, "memory" how much of the device is in use: {"device", "used", "total"}, in bytes.
+    One engine a network alive. "nodes" are the compile nodes it belongs to, {"id", "workflow"} each, "cache" says where
+    artefacts are kept, without the path, "memory" how much of the device is in use: {"device", "used", "total"}, in
+    bytes. "benchmarks" are kept results, the newest last, "lost" is why earlier ones cannot be read, or "".
     """
+    from nexfort_engine.cache import benchmark_record
     from nexfort_engine.cache.paths import chosen_root
     from nexfort_engine.hosts.comfy.model import memory, reports
 
@@ -87,7 +94,9 @@ async def get_report(request: web.Request) -> dict[str, Any]:
         for name, report in found
     ]
     used = await asyncio.to_thread(memory)
-    return {"engines": engines, "cache": "user" if chosen_root() is None else "chosen", "memory": used}
+    kept, lost = await asyncio.to_thread(benchmark_record.read, _store().root)
+    place = "user" if chosen_root() is None else "chosen"
+    return {"engines": engines, "cache": place, "memory": used, "benchmarks": kept, "lost": lost}
 
 
 @answered
@@ -132,6 +141,39 @@ async def post_verify(request: web.Request) -> dict[str, Any]:
                 404, f"No compiled model belongs to node {one}; expected one that ran: GET /nexfort/nodes."
             )
     return {"nodes": list(dict.fromkeys(node for node, report in reports if verify_next(report)))}
+
+
+@answered
+async def post_benchmark(request: web.Request) -> dict[str, Any]:
+    """POST /nexfort/benchmark {"workflow", "mode", "size", "steps", "runs"}: keep a result, with its moment and device.
+
+    "runs": [compiled?, milliseconds a step] each. Tells the "benchmark" as it is kept, and whether it is "kept".
+    """
+    from nexfort_engine.cache import benchmark_record
+    from nexfort_engine.hosts.comfy.model import memory, reports
+
+    body = await read_body(request, ("workflow", "mode", "size", "steps", "runs"), RESULT)
+    rows = [row for _, report in await asyncio.to_thread(reports) for row in report.as_dict()["speed"]]
+    device = str(rows[-1]["device"]) if rows else (await asyncio.to_thread(memory))["device"]
+    made = {**body, "workflow": workflow_in(body) or "", "device": device[:100], "at": time.time()}
+    if not benchmark_record.is_result(made):
+        raise RefusedError(400, f"The body is no result of a benchmark; expected one such as {RESULT}.")
+    kept = await asyncio.to_thread(benchmark_record.add, _store().root, made)
+    return {"benchmark": made, "kept": kept}
+
+
+@answered
+async def post_place(request: web.Request) -> dict[str, Any]:
+    """POST /nexfort/cache/place {}: {"path", "problem"}: where the cache lies, and why it cannot be written, or null.
+
+    The one answer with a whole path. A browser names the page that posts, so a request that names none is refused.
+    """
+    await read_body(request, (), "{}")
+    if "Origin" not in request.headers:
+        raise RefusedError(403, "The place of the cache is told to a page of this server; expected its Origin header.")
+    store = _store()
+    can = await asyncio.to_thread(lambda: store.writable)
+    return {"path": str(store.root), "problem": None if can else store.problem}
 
 
 @answered

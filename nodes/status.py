@@ -183,12 +183,9 @@ def state(report: Mapping[str, Any], progress: Event | None, beside: Event | Non
         found["unsaved"] = True
     if report["compiling_beside"]:
         found["state"] = "background"
-        if beside is not None and beside.done < beside.total:
-            found |= {"done": beside.done, "total": beside.total}
+        found |= _how_far(beside)
     elif progress is not None and progress.done < progress.total:
-        left = progress.seconds_left
-        found |= {"state": "compiling", "done": progress.done, "total": progress.total}
-        found["seconds_left"] = None if left is None else round(left)
+        found |= {"state": "compiling", **_how_far(progress)}
     elif report["artefacts_compiled"]:
         found["state"] = "compiled"
     elif report["artefacts_loaded"]:
@@ -196,6 +193,14 @@ def state(report: Mapping[str, Any], progress: Event | None, beside: Event | Non
     elif eager or report["calls"]:
         found["state"] = "eager"
     return found
+
+
+def _how_far(event: Event | None) -> dict[str, Any]:
+    """How far compiling is; nothing where it is at its end."""
+    if event is None or event.done >= event.total:
+        return {}
+    left = None if event.seconds_left is None else round(event.seconds_left)
+    return {"done": event.done, "total": event.total, "seconds_left": left}
 
 
 def _is_slower(report: Mapping[str, Any]) -> bool:

@@ -32,6 +32,11 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     assert not page.locator(f"{TAB} tbody tr").count(), "blocks are one click deeper"
     assert page.locator(f"{TAB} .nexfort-overview").inner_text() == f"Nexfort Compile Model: {said[-1]}"
     assert " of 8.0 GiB" in page.locator(f"{TAB} .nexfort-total").inner_text()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator(TAB).get_by_role("button", name="Copy the path").click()
+    browser.wait_for_message(page, "Copied.")
+    path = page.evaluate("() => navigator.clipboard.readText()")
+    assert path == str(filled.cache_dir) == page.locator(f"{TAB} .nexfort-path code").inner_text()
     browser.in_both_themes(page, TAB, "cache_models")
     model.locator(".nexfort-toggle").click()
     assert page.locator(f"{TAB} tbody tr").count() == len(entries)
@@ -96,3 +101,19 @@ def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServ
         models.first.locator(".nexfort-icon").first.click()
     body = json.loads(answered.value.request.post_data)
     assert body["pinned"] is True and len(body["ids"]) == BLOCKS
+
+
+def test_each_file_has_a_row_and_says_with_whom_it_shares(page: Any, server: ComfyServer) -> None:
+    files = ["dev.safetensors", "krea.safetensors"]
+    rows = [{**row, "files": files} for row in entries()[:BLOCKS]]
+    told = {"count": BLOCKS, "size": sum(row["size"] for row in rows), "limit": 8 << 30, "entries": rows}
+    page.route("**/nexfort/cache", lambda route: route.fulfill(json=told))
+    browser.tab_button(page).click()
+    models = page.locator(f"{TAB} .nexfort-model")
+    models.first.wait_for()
+    assert [one.split()[-1] for one in models.locator(".nexfort-toggle").all_inner_texts()] == ["dev", "krea"]
+    assert "14 blocks" in models.first.inner_text() and "shares its blocks with krea" in models.first.inner_text()
+    models.first.locator(".nexfort-head .nexfort-icon").last.click()
+    dialog = page.get_by_role("dialog")
+    assert "krea uses the same blocks" in dialog.inner_text()
+    dialog.get_by_role("button", name="Cancel").click()

@@ -172,28 +172,6 @@ def test_the_first_picture_does_not_wait_and_the_badge_says_why(
         assert row["steps"] > 0 and row["source"] in ("", "first"), "steps beside the compiler are no measurement"
 
 
-def test_a_benchmark_waits_for_the_background(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    root = str(browser.front_end_or_skip())
-    with (
-        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
-        page_of(chromium, running) as page,
-    ):
-        browser.load(page, workflow())
-        page.locator(BADGE).wait_for()
-        browser.run_command(page, "Nexfort.Benchmark")
-        chart = page.locator(".nexfort-benchmark .nexfort-chart")
-        chart.wait_for(timeout=300_000)
-        runs = sorted(running.get("/history").values(), key=lambda one: one["prompt"][0])
-        nodes = [node for one in runs for node in one["prompt"][2].values()]
-        ours = [node["inputs"] for node in nodes if node["class_type"] == "NexfortCompileModel"]
-        assert [inputs["enabled"] for inputs in ours] == [True, False, False, True, True]
-        row = speed(running)
-        assert row["source"] == "bypassed" and row["compiled"] and row["eager"], "the server measured it as well"
-        page.keyboard.press("Escape")
-        page.locator(BADGE, has_text=WORDS[verdict(row)]).wait_for()
-
-
 @pytest.fixture
 def started(
     request: pytest.FixtureRequest, comfyui: Path, base: Path, tmp_path: Path
@@ -226,5 +204,12 @@ def test_a_server_that_cannot_says_so(chromium: Any, started: tuple[ComfyServer,
         browser.wait_for_message(page, "Nexfort cannot save what is compiled")
         page.locator(BADGE).click()
         banner = page.locator(REPORT).locator(".nexfort-banner")
-        assert "blocked" in banner.inner_text() and "Make room or give access" in banner.inner_text()
+        where = str(running.cache_dir)
+        assert where in banner.inner_text() and "Make room or give access" in banner.inner_text()
         browser.in_both_themes(page, REPORT, "unsaved")
+        page.keyboard.press("Escape")
+        browser.tab_button(page).click()
+        banner = page.locator(browser.TAB).locator(".nexfort-banner")
+        banner.wait_for()
+        assert where in banner.inner_text()
+        browser.in_both_themes(page, browser.TAB, "cache_unsaved")

@@ -213,6 +213,7 @@ def test_every_text_of_the_panels_is_there_and_used() -> None:
     assert not plain - keys, "a text without a translation"
     states = ["waiting", "compiling", "background", "warm", "compiled", "eager", "off", "disabled", "bypassed"]
     composed = {f"badge.{state}" for state in (*states, "faster", "slowerHere", "alike", "unmeasured", "slower")}
+    composed |= {f"benchmark.{one}" for one in ("faster", "slower", "alike", "few")}
     composed |= {f"speed.{one}" for one in ("faster", "slower", "alike")}
     composed |= {f"speed.source.{one}" for one in (speed.VERIFIED, speed.BYPASSED, speed.FIRST_STEPS)}
     composed |= {f"cache.is.{state}" for state in ("ready", "pinned", "base")}

@@ -23,7 +23,7 @@ from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
 pytestmark = pytest.mark.comfy
 
 NODES = {
-    "NexfortCompileModel": "Nexfort Compile Model",
+    "NexfortCompileModel": "Compile Model (Nexfort: speed, torch compile)",
     "NexfortCompileVAE": "Nexfort Compile VAE",
     "NexfortCompileControlNet": "Nexfort Compile ControlNet",
     "NexfortCacheManager": "Nexfort Cache Manager",

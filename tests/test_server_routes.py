@@ -25,12 +25,15 @@ from nexfort_engine.cli.comfy_server import ComfyServer
 pytestmark = pytest.mark.comfy
 
 UNKNOWN = "0123456789abcdef01234567"
+RESULT = {"workflow": "w", "mode": "O2", "size": "8x8", "steps": 8, "runs": [[True, 1.0], [False, 2.0]]}
 # (method, path) -> bodies that change something or are answered, for one id. GET takes none.
 ROUTES: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
     ("GET", "/nexfort/cache"): (),
     ("GET", "/nexfort/help"): (),
     ("GET", "/nexfort/nodes"): (),
     ("GET", "/nexfort/report"): (),
+    ("POST", "/nexfort/benchmark"): (RESULT,),
+    ("POST", "/nexfort/cache/place"): ({},),
     ("POST", "/nexfort/options"): ({"text": "max-aut"}, {"text": ""}),
     ("POST", "/nexfort/verify"): ({"nodes": ["12"]}, {"nodes": ["12"], "workflow": "0-1"}, {"workflow": None}, {}),
     ("POST", "/nexfort/cache/prune"): ({"max_bytes": 0}, {"ids": [UNKNOWN]}),
@@ -358,8 +361,29 @@ def test_a_request_has_one_host(server: ComfyServer) -> None:
 def test_no_answer_tells_a_place(server: ComfyServer, comfyui: Path) -> None:
     said = [ask(server, "GET", path) for path in GETS]
     said += [ask(server, "POST", path, data, kind) for path in POSTS for data, kind, _ in MALFORMED]
+    said += [ask(server, "POST", "/nexfort/cache/place", b"{}", **headers) for headers in ({}, *FOREIGN)]
     text = json.dumps(said)
-    assert str(comfyui) not in text and str(packed.ROOT) not in text and str(Path.home()) not in text
+    for place in (comfyui, packed.ROOT, Path.home(), server.cache_dir):
+        assert str(place) not in text
+
+
+def test_the_place_of_the_cache_is_told_to_the_servers_own_page_alone(server: ComfyServer) -> None:
+    told = ask(server, "POST", "/nexfort/cache/place", b"{}", Origin=server.url)
+    assert told == (200, {"path": str(server.cache_dir), "problem": None})
+    status, answer = ask(server, "POST", "/nexfort/cache/place", b"{}")
+    assert status == 403 and "expected its Origin" in answer["error"]
+    for path in ("/nexfort/report", "/nexfort/help"):
+        assert str(server.cache_dir) not in json.dumps(server.get(path)), "what is copied holds no path"
+
+
+def test_a_result_is_kept_and_anything_else_is_refused(server: ComfyServer) -> None:
+    for wrong in ({**RESULT, "runs": []}, {**RESULT, "steps": "8"}, {"mode": "O2"}, {**RESULT, "mode": "x" * 500}):
+        status, answer = ask(server, "POST", "/nexfort/benchmark", json.dumps(wrong).encode())
+        assert status == 400 and "expected" in answer["error"], wrong
+    assert server.get("/nexfort/report")["benchmarks"] == []
+    status, answer = ask(server, "POST", "/nexfort/benchmark", json.dumps(RESULT).encode())
+    assert status == 200 and answer["kept"] and answer["benchmark"]["device"]
+    assert server.get("/nexfort/report")["benchmarks"] == [answer["benchmark"]]
 
 
 # ---- what is answered --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import served
+import sounding_templates
 import workflow_source
 from workflow_templates import TEMPLATES, Template
 
@@ -19,9 +20,8 @@ from nexfort_engine.cli.comfy_server import ComfyServer
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 SHORT = ("Krea 2 Turbo",)  # the others by `make test-large`
-# Whose text encoder, VAE and sound cannot be tiny: that a server takes them is in nodes/test_workflows.py, that their
-# networks run compiled in hosts/test_loader_families.py.
-NEVER_TINY = {"LTX-2.3 text to video", "MiniMax-H3 text to video"}
+# Whose files cannot be tiny: testing nodes stand for network, text encoder and decoders.
+NEVER_TINY = set(sounding_templates.FAMILY)
 ALSO_WORKFLOWS = {
     "Z-Image-Turbo": "z_image_compile_model",
     "FLUX.1 dev": "flux_compile_model",
@@ -79,3 +79,34 @@ def test_the_template_gives_the_uncompiled_picture(server: ComfyServer, base: Pa
     served.same_picture(server, base, made, timeout=1200)
     reports = [engine["report"] for engine in server.get("/nexfort/report")["engines"]]
     assert not [report["eager"] for report in reports if report["eager"]]
+
+
+@pytest.fixture(scope="module")
+def plain_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with the testing nodes and no file."""
+    return served.base_folder(tmp_path_factory.mktemp("sounding"), served.comfyui_or_skip())
+
+
+@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.large) for title in sorted(NEVER_TINY)])
+def test_a_template_with_sound_gives_the_uncompiled_video(
+    plain_base: Path, tmp_path_factory: pytest.TempPathFactory, title: str
+) -> None:
+    comfyui, cache = served.comfyui_or_skip(), tmp_path_factory.mktemp("cache")
+    with served.server(comfyui, plain_base, cache, "--cache-classic") as running:
+        ways = ({"compiled": False}, {"compiled": False, "seed": 4}, {})
+        runs = [running.run(sounding_templates.made(title, **way), timeout=1200) for way in ways]
+        wanted, other, ours = (served.images(plain_base, run) for run in runs)
+        assert len(wanted) > 0 and all(frame.std() > 5 for frame in wanted)
+        assert abs(wanted[0] - other[0]).max() > 5, "the seed matters"
+        for frame, expected in zip(ours, wanted, strict=True):
+            assert abs(frame - expected).max() <= 1
+        (saved,) = [
+            one
+            for run in runs[-1:]
+            for out in run["outputs"].values()
+            for one in out.get("images", [])
+            if one["filename"].endswith(".mp4")
+        ]
+        assert (plain_base / "output" / saved["subfolder"] / saved["filename"]).stat().st_size > 0
+        (report,) = [engine["report"] for engine in running.get("/nexfort/report")["engines"] if engine["nodes"]]
+        assert report["artefacts_compiled"] > 0 and not report["eager"]

@@ -82,15 +82,16 @@ export function watchBadges() {
 
 /** What a badge says of a state. */
 export function stateText(status) {
-  const left = status.state === 'compiling' && status.seconds_left
-  const values = { done: status.done, total: status.total, left: left && duration(status.seconds_left) }
-  let said = withSpeed(status, text(left ? 'badge.compilingLeft' : keyOf(status), values))
+  const left = status.seconds_left
+  const values = { done: status.done, total: status.total, left: left && duration(left) }
+  let said = withSpeed(status, text(keyOf(status), values))
   if (status.eager) said = text('badge.someEager', { said, count: status.eager })
   return status.unsaved ? text('badge.unsaved', { said }) : said
 }
 
-function keyOf({ state, total }) {
-  return state === 'background' && total ? 'badge.backgroundAt' : `badge.${state}`
+function keyOf({ state, total, seconds_left: left }) {
+  if (state === 'background' && total) return left ? 'badge.backgroundLeft' : 'badge.backgroundAt'
+  return state === 'compiling' && left ? 'badge.compilingLeft' : `badge.${state}`
 }
 
 /** A state with how much faster its steps are. */

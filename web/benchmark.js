@@ -1,25 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// "Benchmark this workflow": the open workflow is queued uncompiled and compiled, and a small chart compares the steps.
-// Times are those between the events of the sampler that takes the most steps, so loading and decoding do not count.
+// "Benchmark this workflow": after a question the open workflow is queued uncompiled and compiled in turn, and what came
+// of it is shown, kept and judged. Times are those between the events of the sampler that takes the most steps, so
+// loading and decoding do not count.
 
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
 import { COMPILE_NODES } from './badge.js'
+import { resultSection } from './benchmark_result.js'
 import { dialogOf, element } from './elements.js'
-import { toast } from './server.js'
+import { change, toast } from './server.js'
 import { compilesNow, queuesHere, refreshStatus } from './status.js'
-import { number, text } from './texts.js'
+import { duration, text } from './texts.js'
 
 const SEEDS = ['seed', 'noise_seed']
-// The first of a kind loads, compiles or warms up; the second counts. A compiled one comes first: by it the server knows
-// whose steps the uncompiled ones are, which it times as well. One comes last, so that badges tell of it.
+// The first of a kind loads, compiles or warms up; the later ones count, in pairs of one seed. A compiled one comes
+// first: by it the server knows whose steps the uncompiled ones are. One comes last, so that badges tell of it.
 const RUNS = [
-  { enabled: true, counts: false },
-  { enabled: false, counts: false },
-  { enabled: false, counts: true },
-  { enabled: true, counts: true }
+  { enabled: true, seed: 0 },
+  { enabled: false, seed: 1 },
+  { enabled: false, seed: 2, counts: true },
+  { enabled: true, seed: 2, counts: true },
+  { enabled: false, seed: 3, counts: true },
+  { enabled: true, seed: 3, counts: true }
 ]
+const WARM_AGAIN = { enabled: true, seed: 4 }
 const ASK_EVERY = 500 // milliseconds
+// When a tab of this browser that runs a benchmark was heard of last, and for how long that holds: tabs in the
+// background are heard of once a minute.
+const HEARD = 'Nexfort.Benchmark.Heard'
+const HEARD_EVERY = 2000
+const HEARD_FOR = 70_000
 let busy = false
 
 /** Run the workflow both ways and show the result; resolves when the dialog is there. */
@@ -29,27 +39,75 @@ export async function benchmarkWorkflow() {
     return toast('info', text('benchmark.title'), text('benchmark.noNode'))
   }
   if (busy) return toast('info', text('benchmark.title'), text('benchmark.busy'))
+  if (Date.now() - Number(localStorage.getItem(HEARD)) < HEARD_FOR) return toast('info', text('benchmark.title'), text('benchmark.elsewhere'))
   busy = true
+  try {
+    if (!(await meant(workflow))) return
+    await heard(() => run(output, workflow))
+  } finally {
+    busy = false
+  }
+}
+
+/** Ask, and say how long it takes by the last run of this workflow that came to its end. */
+async function meant(workflow) {
+  const last = await lastRun(workflow.id)
+  const values = { runs: RUNS.length, time: last && duration(Math.max(1, Math.round((last * RUNS.length) / 1000))) }
+  const message = text(last ? 'benchmark.question' : 'benchmark.questionUnknown', values)
+  return app.extensionManager.dialog.confirm({ title: text('benchmark.title'), message })
+}
+
+/** Milliseconds that the last run of a workflow took, null where none ended well. */
+async function lastRun(id) {
+  const answer = await api.fetchApi('/history?max_items=32').catch(() => null)
+  const told = answer?.ok ? Object.values(await answer.json()) : []
+  const ours = told.filter(({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id)
+  const times = ours.map(({ status }) => {
+    const at = (name) => status.messages.find(([kind]) => kind === name)?.[1].timestamp
+    return at('execution_success') - at('execution_start')
+  })
+  return times.filter((time) => time > 0).at(-1) ?? null
+}
+
+/** Let other tabs know while something goes on. */
+async function heard(work) {
+  const beat = () => localStorage.setItem(HEARD, String(Date.now()))
+  const silent = () => localStorage.removeItem(HEARD)
+  const timer = setInterval(beat, HEARD_EVERY)
+  window.addEventListener('pagehide', silent)
+  beat()
+  try {
+    await work()
+  } finally {
+    clearInterval(timer)
+    window.removeEventListener('pagehide', silent)
+    silent()
+  }
+}
+
+async function run(output, workflow) {
   queuesHere()
   const dialog = openDialog()
   const seed = Math.floor(Math.random() * 2 ** 31)
+  const runs = [...RUNS]
+  let done = 0
   try {
     const found = []
-    const runs = [...RUNS]
-    for (const [turn, run] of runs.entries()) {
+    for (const [turn, one] of runs.entries()) {
       if (dialog.stopped) return
-      dialog.say(text('benchmark.running', { turn: turn + 1, turns: runs.length, way: text(run.enabled ? 'benchmark.ours' : 'benchmark.eager') }))
-      const prompt = { output: variant(output, run.enabled, seed + turn), workflow } // by its id badges know their workflow
-      const steps = await measure(prompt, dialog)
+      dialog.say(text('benchmark.running', { turn: turn + 1, turns: runs.length, way: text(one.enabled ? 'benchmark.ours' : 'benchmark.eager') }))
+      const prompt = { output: variant(output, one.enabled, seed + one.seed), workflow } // by its id badges know their workflow
+      const measured = await measure(prompt, dialog)
+      done += 1
       // What is compiled in the background is there for the next picture, and would make steps beside it slow.
-      if (turn === 0 && (await compiled(dialog))) runs.splice(3, 0, { enabled: true, counts: false })
-      if (run.counts) found.push({ ...run, milliseconds: steps })
+      if (turn === 0 && (await compiled(dialog))) runs.splice(2, 0, WARM_AGAIN)
+      if (one.counts) found.push({ ...one, ...measured })
     }
-    dialog.chart(found)
+    if (dialog.stopped) return
+    await dialog.show(found, output, workflow)
   } catch (error) {
-    dialog.say(text('benchmark.failed', { reason: error.message }))
-  } finally {
-    busy = false
+    const reason = error instanceof TypeError ? text('toast.unreachable', { reason: error.message }) : error.message
+    dialog.say(error.restarted ? text('benchmark.restarted', { done, runs: runs.length }) : text('benchmark.failed', { reason }))
   }
 }
 
@@ -62,7 +120,7 @@ async function compiled(dialog) {
   }
 }
 
-/** The prompt with our nodes switched on or off. Each run has seeds of its own, so that nothing of it is cached. */
+/** The prompt with our nodes switched on or off. Runs that count and belong together have one seed, others their own. */
 function variant(output, enabled, seed) {
   const made = structuredClone(output)
   for (const node of Object.values(made)) {
@@ -76,18 +134,28 @@ function variant(output, enabled, seed) {
   return made
 }
 
-/** Queue one prompt and wait for its end: milliseconds a step, null where no node told of several steps. */
+/** Queue one prompt and wait for its end: milliseconds a step, null where no node told of several; steps; a picture. */
 async function measure(prompt, dialog) {
   const seen = []
   const early = []
   let id = null
+  let picture = null
   const listeners = new Map()
   const ended = new Promise((resolve, reject) => {
     listeners.set('progress', ({ detail }) => seen.push({ ...detail, at: performance.now() }))
+    listeners.set('executed', ({ detail }) => {
+      picture ??= detail.output?.images?.find((one) => one.type && /\.(png|jpe?g|webp)$/i.test(one.filename)) ?? null
+    })
     const end = (finish) => ({ detail }) => (id === null ? early.push([detail, finish]) : detail.prompt_id === id && finish(detail))
     listeners.set('execution_success', end(() => resolve()))
     listeners.set('execution_error', end((detail) => reject(new Error(`${detail.node_type}: ${detail.exception_message}`))))
     listeners.set('execution_interrupted', end(() => reject(new Error(text('benchmark.stopped')))))
+    listeners.set('reconnecting', () => dialog.say(text('benchmark.away')))
+    listeners.set('reconnected', async () => {
+      const state = await stateOf(id)
+      if (state === 'done') resolve()
+      else if (state === 'gone') reject(Object.assign(new Error(), { restarted: true }))
+    })
     dialog.stop = () => reject(new Error(text('benchmark.stopped')))
   })
   for (const [name, listener] of listeners) api.addEventListener(name, listener)
@@ -101,16 +169,28 @@ async function measure(prompt, dialog) {
     dialog.running = null
     for (const [name, listener] of listeners) api.removeEventListener(name, listener)
   }
-  return perStep(seen.filter((event) => event.prompt_id === id))
+  return { ...perStep(seen.filter((event) => event.prompt_id === id)), picture }
 }
 
-/** Milliseconds between two steps of the node that told of the most, from progress events; null if none told of two. */
+/** What a server that was away knows of a prompt: "done", "queued", or "gone" where it was started anew. */
+async function stateOf(id) {
+  const ask = async (route) => (await api.fetchApi(route, { cache: 'no-store' })).json()
+  try {
+    if (id in (await ask(`/history/${id}`))) return 'done'
+    const queue = await ask('/queue')
+    return [...queue.queue_running, ...queue.queue_pending].some((item) => item[1] === id) ? 'queued' : 'gone'
+  } catch {
+    return 'queued' // it is away again
+  }
+}
+
+/** Milliseconds between two steps of the node that told of the most, and its steps; null if none told of two. */
 function perStep(events) {
   const lists = Object.values(Object.groupBy(events, (event) => event.node))
   const longest = lists.reduce((best, one) => (one.length > best.length ? one : best), [])
   const [first, last] = [longest.find((event) => event.value > 0), longest.at(-1)]
-  if (!first || last.value <= first.value) return null
-  return (last.at - first.at) / (last.value - first.value)
+  if (!first || last.value <= first.value) return { milliseconds: null, steps: last?.value ?? 0 }
+  return { milliseconds: (last.at - first.at) / (last.value - first.value), steps: last.value }
 }
 
 function openDialog() {
@@ -122,7 +202,7 @@ function openDialog() {
     stop: () => {},
     running: null,
     say: (line) => said.replaceChildren(line),
-    chart: (found) => place.replaceChildren(chart(found))
+    show: async (found, output, workflow) => place.replaceChildren(await outcome(found, output, workflow))
   }
   node.addEventListener('close', () => {
     dialog.stopped = true
@@ -133,19 +213,39 @@ function openDialog() {
   return dialog
 }
 
-function chart(found) {
+/** What came of it, as the server keeps it. */
+async function outcome(found, output, workflow) {
   if (found.some((one) => one.milliseconds === null)) return element('p', {}, text('benchmark.noSteps'))
-  const [ours, eager] = [true, false].map((enabled) => found.find((one) => one.enabled === enabled).milliseconds)
-  const most = Math.max(ours, eager)
-  const rows = [
-    ['benchmark.eager', eager],
-    ['benchmark.ours', ours]
-  ].map(([key, value]) => {
-    const bar = element('div', { class: 'nexfort-bar', 'data-key': key })
-    bar.style.width = `${(100 * value) / most}%`
-    const track = element('div', { class: 'nexfort-track', 'aria-hidden': 'true' }, bar)
-    return [element('dt', {}, text(key)), element('dd', {}, track, element('span', {}, `${number(value)} ms`))]
-  })
-  const result = text('benchmark.result', { ratio: number(eager / ours, 2) })
-  return element('figure', { class: 'nexfort-chart' }, element('dl', {}, rows.flat()), element('figcaption', {}, result))
+  const [eager, ours] = [false, true].map((enabled) => found.findLast((one) => one.enabled === enabled).picture)
+  const pictures = eager && ours ? [eager, ours].map(addressOf) : null
+  const nodes = Object.values(output)
+  const modes = nodes.filter((node) => COMPILE_NODES.includes(node.class_type)).map((node) => node.inputs.mode)
+  const result = {
+    workflow: workflow.id || null,
+    mode: [...new Set(modes)].join(', ').slice(0, 120),
+    size: pictures ? await sizeOf(pictures[0]) : sizeIn(nodes),
+    steps: found[0].steps,
+    runs: found.map((one) => [one.enabled, one.milliseconds])
+  }
+  const told = await change('benchmark', result)
+  const shown = told?.benchmark ?? { ...result, device: '?', at: Date.now() / 1000 }
+  const parts = told?.kept ? [] : [element('p', {}, text('benchmark.notKept'))]
+  return element('div', {}, resultSection(shown, pictures), ...parts)
+}
+
+function addressOf({ filename, subfolder, type }) {
+  return api.apiURL(`/view?${new URLSearchParams({ filename, subfolder: subfolder ?? '', type })}`)
+}
+
+async function sizeOf(address) {
+  const picture = new Image()
+  picture.src = address
+  await picture.decode().catch(() => {})
+  return picture.naturalWidth ? `${picture.naturalWidth}×${picture.naturalHeight}` : '?'
+}
+
+/** The size that a node of the workflow sets. */
+function sizeIn(nodes) {
+  const found = nodes.find(({ inputs }) => typeof inputs.width === 'number' && typeof inputs.height === 'number')
+  return found ? `${found.inputs.width}×${found.inputs.height}` : '?'
 }

@@ -5,6 +5,7 @@
 import { app } from '../../scripts/app.js'
 import { nodesOfGraph, stateText } from './badge.js'
 import { button, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
+import { copied } from './help.js'
 import { openReport } from './report.js'
 import { ask, change, toast } from './server.js'
 import { onStatus } from './status.js'
@@ -14,7 +15,7 @@ export const CACHE_LIMIT = 'Nexfort.Cache.Limit'
 export const GIB = 2 ** 30
 const DEFAULT_LIMIT = 8 // GiB, as the engine's own
 const ORDERS = ['last_used', 'size', 'region', 'family', 'state']
-const view = { entries: [], limit: 0, search: '', order: 'last_used', down: true, open: new Set() }
+const view = { entries: [], limit: 0, place: null, search: '', order: 'last_used', down: true, open: new Set() }
 const AT_ONCE = 100 // ids in one request, which may not be long
 const ICONS = { pin: 'pi pi-lock-open', unpin: 'pi pi-lock', delete: 'pi pi-trash' }
 let panel = null
@@ -27,7 +28,8 @@ export function renderCacheTab(place) {
   const total = element('p', { class: 'nexfort-total', role: 'status' })
   const fill = element('div', { class: 'nexfort-fill', 'aria-hidden': 'true' }, element('div', { class: 'nexfort-filled' }))
   const title = element('h2', {}, text('cache.title'))
-  panel.append(title, element('div', { class: 'nexfort-overview' }), tools(), total, fill, element('div', { class: 'nexfort-scroll' }))
+  const parts = ['overview', 'place', 'scroll'].map((kind) => element('div', { class: `nexfort-${kind}` }))
+  panel.append(title, parts[0], tools(), total, fill, parts[1], parts[2])
   place.replaceChildren(panel)
   unwatch?.()
   unwatch = onStatus(drawOverview)
@@ -51,6 +53,8 @@ export async function refreshCache() {
   view.entries = told.entries
   view.limit = told.limit
   draw()
+  view.place = (await change('cache/place', {})) ?? view.place
+  if (panel !== null) drawPlace()
 }
 
 /** Remove what was used least recently until the rest fits. */
@@ -88,6 +92,16 @@ function drawOverview() {
   const nodes = nodesOfGraph()
   const lines = nodes.map(({ node, status }) => button(`${node.title}: ${stateText(status)}`, () => openReport(node)))
   panel?.querySelector('.nexfort-overview').replaceChildren(...lines)
+}
+
+/** Where the cache lies, with a button that copies it, and why nothing can be kept there. */
+function drawPlace() {
+  if (view.place === null) return
+  const { path, problem } = view.place
+  const banner = problem && element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem }))
+  const copy = async () => toast('info', text('cache.title'), text((await copied(path)) ? 'help.copied' : 'help.notCopied'))
+  const line = element('div', { class: 'nexfort-path nexfort-small' }, element('code', {}, path), button(text('cache.copyPath'), copy))
+  panel.querySelector('.nexfort-place').replaceChildren(...[banner, line].filter(Boolean))
 }
 
 async function meant(title, question, values) {
@@ -181,7 +195,7 @@ function draw() {
     return
   }
   const focused = document.activeElement?.dataset?.key
-  place.replaceChildren(...modelsOf(rows).map(modelSection))
+  place.replaceChildren(...modelsOf(rows).flatMap(filesOf).map(modelSection))
   if (focused) place.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus() // a redrawn button keeps the keyboard
 }
 
@@ -201,11 +215,22 @@ function modelsOf(rows) {
   return models
 }
 
+/** A row for each file of a model: checkpoints of one architecture share what is compiled. */
+function filesOf(model) {
+  const files = [...new Set(model.rows.flatMap((row) => row.files))]
+  if (!files.length) return [{ ...model, name: model.rows[0].family, others: [] }]
+  return files.map((file) => ({ ...model, key: `${model.key} ${file}`, name: plain(file), others: files.filter((one) => one !== file).map(plain) }))
+}
+
+/** A file's name as people say it. */
+function plain(file) {
+  return file.replace(/\.[^.]+$/, '')
+}
+
 function modelSection(model) {
-  const { key, rows } = model
+  const { key, rows, name, others } = model
   const own = rows.filter((row) => !row.base)
   const pinned = own.length > 0 && own.every((row) => row.pinned)
-  const name = modelName(rows)
   const isOpen = view.open.has(key)
   const toggle = () => {
     if (!view.open.delete(key)) view.open.add(key)
@@ -214,17 +239,17 @@ function modelSection(model) {
   const arrow = element('span', { 'aria-hidden': 'true' }, isOpen ? '▾ ' : '▸ ')
   const head = element('button', { type: 'button', class: 'nexfort-toggle', click: toggle, 'aria-expanded': String(isOpen), 'data-key': `model-${key}` }, arrow, name)
   const pin = icon(pinned ? 'unpin' : 'pin', name, `pin-${key}`, !own.length, () => pinRows(own, !pinned))
-  const remove = icon('delete', name, `delete-${key}`, !own.length, () => deleteModel(name, own))
+  const remove = icon('delete', name, `delete-${key}`, !own.length, () => deleteModel(name, others, own))
   const values = { mode: rows[0].mode || '?', count: rows.length, size: sizeText(model.size), used: momentText(model.used, language()) }
-  const said = element('div', { class: 'nexfort-small' }, text('cache.model', values))
+  const parts = [text('cache.model', values), others.length ? text('cache.shared', { names: named(others) }) : '']
+  const said = element('div', { class: 'nexfort-small' }, parts.filter(Boolean).join(' · '))
   const bar = element('div', { class: 'nexfort-head' }, head, element('span', { class: 'nexfort-actions' }, pin, remove))
   return element('section', { class: 'nexfort-model', 'data-model': key }, bar, said, isOpen ? blocks(rows) : null)
 }
 
-/** What people call a model: its files without their endings, else its class. */
-function modelName(rows) {
-  const files = [...new Set(rows.flatMap((row) => row.files))].map((file) => file.replace(/\.[^.]+$/, ''))
-  return files.length > 2 ? text('cache.andMore', { names: files.slice(0, 2).join(', '), count: files.length - 2 }) : files.join(', ') || rows[0].family
+/** Names in a sentence, two of them at most. */
+function named(names) {
+  return names.length > 2 ? text('cache.andMore', { names: names.slice(0, 2).join(', '), count: names.length - 2 }) : names.join(', ')
 }
 
 function blocks(rows) {
@@ -256,8 +281,9 @@ async function pinRows(rows, pinned) {
   await refreshCache()
 }
 
-async function deleteModel(name, rows) {
-  if (await meant('cache.delete', 'cache.deleteModel', { name, count: rows.length })) await removal('cache/clear', ...inParts(rows))
+async function deleteModel(name, others, rows) {
+  const question = others.length ? 'cache.deleteShared' : 'cache.deleteModel'
+  if (await meant('cache.delete', question, { name, names: named(others) })) await removal('cache/clear', ...inParts(rows))
 }
 
 async function deleteRow(row) {

@@ -35,7 +35,7 @@ function open(address) {
 }
 
 /** Whether it is in the clipboard. Pages that came over http from another machine have only the old way. */
-async function copied(words) {
+export async function copied(words) {
   try {
     await navigator.clipboard.writeText(words)
     return true

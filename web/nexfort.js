@@ -28,6 +28,8 @@ const MODE_NAMES = {
   'jit:disable-runtime-fusion': 'mode.quick',
   O3: 'mode.fp8'
 }
+// The English name is made for the search, and too long for a title.
+const LONG_NAME = /^Compile Model \(Nexfort: .*\)$/
 const told = new Set()
 
 function setting(id) {
@@ -168,6 +170,7 @@ app.registerExtension({
     if (mode) mode.options.getOptionLabel = (value) => (MODE_NAMES[value] ? text(MODE_NAMES[value]) : value)
     const verify = node.widgets?.find((widget) => widget.name === 'verify')
     if (verify) verify.value = setting(VERIFY) === true
+    if (LONG_NAME.test(node.title)) node.title = 'Nexfort Compile Model'
     foldOptions(node)
     addBadge(node)
   },

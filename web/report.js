@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
+import { app } from '../../scripts/app.js'
+import { resultSection } from './benchmark_result.js'
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
 import { copyReport, openPage, reportProblem } from './help.js'
 import { ask, change, toast } from './server.js'
 import { speedSection } from './speed.js'
-import { onStatus, toldOf } from './status.js'
+import { NO_ID, onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
 
 // In the server's note that what is compiled cannot be kept.
@@ -66,16 +68,34 @@ async function show(body, node) {
   const known = node && toldOf(node)
   const isOf = ({ nodes }) => nodes.some((one) => known.some(({ id, workflow }) => one.id === id && one.workflow === workflow))
   const engines = node ? told.engines.filter(isOf) : told.engines
+  const unsaved = engines.some(({ report }) => unsavedOf(report))
+  const problem = unsaved ? (await change('cache/place', {}))?.problem : null
   const opened = body.querySelector('.nexfort-details[open]') !== null // events come while somebody reads
-  const parts = engines.map((engine) => engineSection(engine, told))
+  const parts = engines.map((engine) => engineSection(engine, told, problem))
   for (const part of parts) part.querySelector('.nexfort-details').open = opened
-  body.replaceChildren(...(parts.length ? parts : [element('p', {}, text('report.nothing'))]))
+  if (!parts.length) parts.push(element('p', {}, text('report.nothing')))
+  body.replaceChildren(...parts, ...benchmarked(told))
 }
 
-function engineSection({ name, report }, { cache, memory }) {
+/** The last benchmark of the open workflow, or why earlier ones are not there any more. */
+function benchmarked({ benchmarks, lost }) {
+  const ids = [(app.rootGraph ?? app.graph).id, NO_ID, '']
+  const kept = benchmarks.findLast(({ workflow }) => ids.includes(workflow))
+  const said = lost ? [element('p', { class: 'nexfort-small' }, lost)] : []
+  if (!kept) return said
+  return [...said, element('details', { open: true, class: 'nexfort-kept' }, element('summary', {}, text('benchmark.kept')), resultSection(kept))]
+}
+
+/** Why what is compiled cannot be kept, as the server notes it. */
+function unsavedOf(report) {
+  return report.notes.find((note) => note.includes(UNSAVED))
+}
+
+/** problem: the same with the path, which is told to this page alone. */
+function engineSection({ name, report }, { cache, memory }, problem) {
   const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed))
-  const unsaved = report.notes.find((note) => note.includes(UNSAVED))
-  if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: unsaved })))
+  const unsaved = unsavedOf(report)
+  if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem ?? unsaved })))
   const verified = report.verifications.at(-1)
   if (verified) section.append(verification(verified))
   section.append(list('report.slower', slowerNow(report.pace ?? []).map(slowerLine)))
@@ -152,7 +172,7 @@ function precisionLine({ region, products }) {
 function verification(told) {
   const ratio = number(told.eager_ms / told.compiled_ms, 2)
   const said = text('verify.said', { ours: number(told.compiled_ms), eager: number(told.eager_ms), ratio, distance: small(told.distance) })
-  const numbers = ['verify.eager', 'verify.ours', 'verify.speedup', 'verify.distance']
+  const numbers = ['verify.eager', 'verify.ours', 'verify.speedup', 'verify.distance', 'verify.limit']
   const headings = ['cache.artefact', ...numbers, 'verify.judgement'].map((key) => [text(key), numbers.includes(key)])
   const lines = told.regions.map((row) =>
     element(
@@ -162,16 +182,44 @@ function verification(told) {
       numberCell(number(row.eager_ms, 2)),
       numberCell(number(row.compiled_ms, 2)),
       numberCell(row.compiled_ms > 0 ? `${number(row.eager_ms / row.compiled_ms, 2)}×` : ''),
-      numberCell(small(row.distance)),
-      element('td', { title: judgedBy(row) }, text(row.over ? 'verify.over' : row.unjudged ? 'verify.unjudged' : 'verify.equal'))
+      numberCell(percent(apartOf(row))),
+      numberCell(percent(row.limit)),
+      element('td', { title: judgedBy(row) }, judgement(row))
     )
   )
   const where = element('p', { class: 'nexfort-small' }, `${told.device}, torch ${told.torch}, ${momentText(told.at, language())}`)
   const over = told.regions.some((row) => row.over)
   const summary = element('summary', {}, counted('verify.blocks', lines))
   const regions = element('details', { open: over }, summary, table(headings, lines))
-  const parts = [element('summary', {}, text('verify.title')), element('p', {}, said), where, regions]
+  const parts = [element('summary', {}, text('verify.title')), ...samePicture(told.regions), element('p', {}, said), where, regions]
   return element('details', { open: true, class: 'nexfort-verified' }, parts)
+}
+
+/** The sentence of a verification: the block that is nearest to its limit, or farthest over it, speaks for all. */
+function samePicture(rows) {
+  const used = (row) => (apartOf(row) ?? Infinity) / (row.limit || Infinity)
+  const worst = [...rows].sort((a, b) => a.over - b.over || used(a) - used(b)).at(-1)
+  if (!worst) return []
+  const values = { distance: percent(apartOf(worst)), limit: percent(worst.limit) }
+  const isSame = !rows.some((row) => row.over)
+  const verdict = isSame ? 'faster' : 'slower' // the colours of a headline
+  return [element('p', { class: 'nexfort-headline', 'data-verdict': verdict }, text(isSame ? 'verify.same' : 'verify.differs', values))]
+}
+
+/** What is compared with the limit: where a wider computation judges, the error to that. */
+function apartOf(row) {
+  return row.error === null || row.unjudged ? row.distance : row.error
+}
+
+function judgement(row) {
+  const [sign, key] = row.over ? ['✗', 'verify.over'] : row.unjudged ? ['–', 'verify.unjudged'] : ['✓', 'verify.equal']
+  return `${sign} ${text(key)}`
+}
+
+/** A part of the norm in percent, with as many digits as say something. */
+function percent(value) {
+  if (value === null || value === undefined) return '∞'
+  return `${(100 * value).toLocaleString(language(), { maximumSignificantDigits: 2 })} %`
 }
 
 function judgedBy(row) {

@@ -8,7 +8,7 @@ import { ask } from './server.js'
 
 const WAITING = { state: 'waiting', eager: 0 }
 // The id of a workflow that was opened from a file in the API's format, until its tab is opened for a second time.
-const NO_ID = '00000000-0000-0000-0000-000000000000'
+export const NO_ID = '00000000-0000-0000-0000-000000000000'
 const states = new Map()
 const listeners = new Set()
 // By a workflow's id, the tab that queued it last: what is opened twice, such as a template, has one id in two tabs.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .output import say
+from .output import say, say_table
 
 if TYPE_CHECKING:
     from ..cache.bundle import Bundle
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..cache.store import Removed, Store
 
 HEADINGS = ("id", "region", "model", "shapes", "size", "last used", "state", "made by")
+COLOURS = {"ready": "green", "pinned": "cyan", "base": "blue"}
 TRUST = (
     "nothing was imported. A bundle is code, and what is imported runs in your ComfyUI as if you had installed it: if "
     "you know who made {file} and trust them, run the command again with --trust"
@@ -170,9 +171,9 @@ def _list(options: argparse.Namespace) -> int:
         base = str(store.base)
         facts |= {"base": base, "base_problem": store.base_problem}
         lines.append(f"base cache: {base}" + (f", not read: {store.base_problem}" if store.base_problem else ""))
-    if rows:
+    if rows and not options.json:
         short = table.short_ids(row["id"] for row in rows)
-        lines = [*table.aligned([HEADINGS, *(_cells(row, short[row["id"]]) for row in rows)]), *lines]
+        say_table(HEADINGS, [_cells(row, short[row["id"]]) for row in rows], COLOURS)
     _print(options, facts, *lines)
     return 0
 
@@ -318,7 +319,8 @@ def _import(options: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"file": str(options.file), "created": held.created, "made_by": held.made_by}
     facts |= {"machines": held.machines, "entries": held.entries, "bytes": held.bytes, "this_machine": fits}
     if not options.json:
-        say("\n".join([*_bundle_lines(held), _fit_line(fits, here)]))
+        _show_bundle(held)
+        say(_fit_line(fits, here))
     if not options.trust:
         if options.json:
             say(json.dumps({**facts, "imported": 0}, indent=1))
@@ -331,21 +333,19 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bundle_lines(held: Bundle) -> list[str]:
+def _show_bundle(held: Bundle) -> None:
     from ..cache import table
     from ..cache.paths import size_text
 
     facts = [({"info": one.get("info") or {}}, str(one["id"])) for one in held.entries]
-    rows = [(table.region(one), table.family(one), name) for one, name in facts]
-    machines = [f"for the machine: {table.plain_facts(machine)}" for machine in held.machines] or [
-        "for a machine not noted"
-    ]
-    return [
-        *(table.aligned([("region", "model", "id"), *rows]) if rows else []),
-        f"{len(held.entries)} artefacts, {size_text(held.bytes)}",
-        f"made {table.moment(held.created)} by {table.plain_facts(held.made_by)}",
-        *machines,
-    ]
+    if facts:
+        say_table(("region", "model", "id"), [(table.region(one), table.family(one), name) for one, name in facts])
+    say(f"{len(held.entries)} artefacts, {size_text(held.bytes)}")
+    say(f"made {table.moment(held.created)} by {table.plain_facts(held.made_by)}")
+    for machine in held.machines:
+        say(f"for the machine: {table.plain_facts(machine)}")
+    if not held.machines:
+        say("for a machine not noted")
 
 
 def _fit_line(fits: bool, here: Mapping[str, str]) -> str:

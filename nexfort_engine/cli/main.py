@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from . import cache_command, plan_command
-from .output import say
+from .output import say, say_failure
 
 PROGRAM = "nexfort"
 EXAMPLES = """\
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command(options))
     except (OSError, ValueError, RuntimeError) as error:
         plain = isinstance(error, OSError) and error.strerror and error.filename is None
-        sys.stderr.write(f"nexfort: {error.strerror if plain else error}\n")  # type: ignore[union-attr]
+        say_failure(f"nexfort: {error.strerror if plain else error}")  # type: ignore[union-attr]
         return 1
 
 

@@ -328,6 +328,9 @@ class Builder:
             done=functools.partial(self._done, wanted),
             more=lambda job, manifest: [self._job(one, others) for one in others.after(job.primary, manifest)],
             weight=sum(1 for _ in wanted.region.module.modules()),
+            family=self.state.name,
+            mode=str(self.state.config.mode),
+            kind=wanted.region.kind,
         )
 
     def _lower(self, jobs: list[Job], later: Later = no_later) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..cache import compile_times
 from ..cache.store import Entry, Store
 from ..capture.types import Captured
 from ..guards import option_recorder
@@ -57,6 +58,9 @@ class Job:
     done: Callable[[Job], None]
     more: Callable[[Job, dict[str, Any]], list[Job]]
     weight: int = 0  # how much there is to lower, for the order alone
+    family: str = ""  # of the network, with its mode and the kind of block: what times are remembered by
+    mode: str = ""
+    kind: str = ""
     entry: Entry | None = None
     problem: str | None = None
     guards: list[list[Any]] | None = None
@@ -92,15 +96,28 @@ def lower_all(
     device that are made with them.
     """
     wait_for_import(cancel)  # another network of this process may have begun it when this one was being loaded
-    with Tracker(len(jobs)) as tracker:
+    name = _work_of(jobs)
+    with Tracker(len(jobs), earlier=_earlier(jobs, name)) as tracker:
         for device, group in _by_device(jobs).items():
             workers = worker_pool.count_for(len(group), device)
             with _workers(workers, device, group[0]) as helpers:
-                tracker.at_once = workers if helpers is not None else 1
                 lost = _run(group, options, cancel, later, tracker, helpers)
                 tracker.add(len(lost))
                 _run([_anew(job) for job in lost], options, cancel, no_later, tracker, helpers)
             later = no_later
+    if name and (reason := begun("nexfort-speed", compile_times.note, jobs[0].store.root, name, tracker.ends)):
+        log.debug("Nexfort: how long compiling took is not kept: %s", reason)
+
+
+def _work_of(jobs: list[Job]) -> str:
+    """The name under which compiles of the same work are remembered; "" where nobody said whose it is."""
+    if not jobs or not jobs[0].family:
+        return ""
+    return compile_times.name_of(jobs[0].family, jobs[0].mode, jobs[0].device, (job.kind for job in jobs))
+
+
+def _earlier(jobs: list[Job], name: str) -> list[list[float]]:
+    return compile_times.read(jobs[0].store.root).get(name, []) if name else []
 
 
 def _anew(job: Job) -> Job:

@@ -156,16 +156,18 @@ class Verifier:
             changed = ((copies, more), (args, kwargs)) if changes else ((), ())
             apart = distance((ours, changed[0]), (result, changed[1]))
             row["distance"] = max(row["distance"], apart)
-            if apart > EQUAL and not (apart <= LOW_PRECISION and _in_fp8(artefact)):
+            if EQUAL < apart <= LOW_PRECISION and _in_fp8(artefact):
+                row["limit"] = LOW_PRECISION
+            elif apart > EQUAL:
                 self._judge(region, row, apart, self._errors(region, given, words, ours, result))
         return _laid_as(result, ours)
 
     def _judge(self, region: Region, row: dict[str, Any], apart: float, errors: _Errors) -> None:
         """Judge one call of a region that is not equal: the worst counts. One over the budget is latched to eager."""
         if errors.why is None and (row["error"] is None or errors.ours > row["error"]):
-            row["error"], row["eager_error"] = errors.ours, errors.eager
+            row["error"], row["eager_error"], row["limit"] = errors.ours, errors.eager, errors.most
         if errors.why is not None and apart <= LOW_PRECISION:
-            row["unjudged"] = errors.why
+            row["unjudged"], row["limit"] = errors.why, LOW_PRECISION
         elif errors.why is not None or errors.ours > errors.most:
             row["over"] = True
             said = f"its error is {errors.ours:.2e}, eager's {errors.eager:.2e}"
@@ -309,13 +311,13 @@ def _number(value: float | None) -> float | None:
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **{name: _number(row[name]) for name in ("distance", "error", "eager_error")}}
+    return {**row, **{name: _number(row[name]) for name in ("distance", "error", "eager_error", "limit")}}
 
 
 def _blank_row(region: Region) -> dict[str, Any]:
     return {
         "region": region.path, "kind": region.kind, "calls": 0, "eager_ms": 0.0, "compiled_ms": 0.0, "distance": 0.0,
-        "error": None, "eager_error": None, "over": False, "unjudged": None,
+        "error": None, "eager_error": None, "limit": EQUAL, "over": False, "unjudged": None,
     }  # fmt: skip
 
 

@@ -13,12 +13,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
+
+from .estimate import Ends, seconds_left
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ SAID_EVERY = 10.0  # seconds between two lines into a pipe
 
 @dataclass(frozen=True)
 class Event:
-    """One state of a tracker. `seconds_left` is None while there is nothing to estimate from."""
+    """One state of a tracker. `seconds_left` is None while there is nothing to estimate from, as in a first compile."""
 
     done: int
     total: int
@@ -65,11 +67,18 @@ class Tracker:
     """Counts regions done out of `total` and tells the sink of the context it was made in.
 
     Use it as a context manager; `step` may come from any thread. One log line at the start and one at the
-    end. With `total` 0 (everything was there already) it says nothing at all. `at_once` is how many regions are made
-    at the same time.
+    end. With `total` 0 (everything was there already) it says nothing at all. `earlier`: when the regions of earlier
+    compiles of the same work were done, by which a time is told; without any none is. `ends`: the same of this one.
     """
 
-    def __init__(self, total: int, *, phase: str = "compiling", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        phase: str = "compiling",
+        clock: Callable[[], float] = time.monotonic,
+        earlier: Sequence[Ends] = (),
+    ) -> None:
         if total < 0:
             raise ValueError(f"total is {total}; expected the number of regions, 0 or more")
         self.phase = phase
@@ -82,7 +91,8 @@ class Tracker:
         self._total = total
         self._done = 0
         self._work = 0.0
-        self.at_once = 1
+        self._earlier = earlier
+        self.ends: list[float] = []
         self._began = self._stepped = clock()
 
     def __enter__(self) -> Tracker:
@@ -116,6 +126,7 @@ class Tracker:
             self._total = max(self._total, self._done)
             self._work += seconds
             self._stepped = self._clock()
+            self.ends.append(self._stepped - self._began)
         logger.debug("Nexfort: %s took %.2f s", name, seconds)
         self._emit()
 
@@ -141,12 +152,8 @@ class Tracker:
             return 0.0
         if self._done * _TOLD_FROM < self._total:  # too little to go by: the first ones are slow
             return None
-        # By the clock, not by the seconds of work, since several are made at once; and when one of those is done, the
-        # others are halfway.
-        rest = self._total - self._done
-        halfway = (min(self.at_once, rest + 1) - 1) / 2
-        pace = (self._stepped - self._began) / (self._done + halfway)
-        return max(0.0, pace * (rest - halfway) - (self._clock() - self._stepped))
+        left = seconds_left(self._earlier, self.ends, self._total)
+        return None if left is None else max(0.0, left - (self._clock() - self._stepped))
 
     def _emit(self) -> None:
         with self._emit_lock:

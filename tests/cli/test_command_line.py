@@ -52,6 +52,42 @@ def test_it_finds_the_cache_of_the_base_directory_it_lies_in(linked: Path, tmp_p
     assert str(expected) in nexfort("doctor", "--no-check", home=tmp_path, source=linked).stdout
 
 
+def on_a_terminal(*arguments: object, home: Path, **variables: str) -> str:
+    """What the command line draws on a terminal of 160 columns."""
+    pty = pytest.importorskip("pty", reason="terminals are POSIX's here")
+    ours, theirs = pty.openpty()
+    given = {name: value for name, value in os.environ.items() if name not in (*BESIDE, "NO_COLOR")}
+    given |= {"PYTHONPATH": str(ROOT), "HOME": str(home), "TERM": "xterm-256color", "COLUMNS": "160", **variables}
+    command = [sys.executable, "-m", "nexfort_engine", *map(str, arguments)]
+    with subprocess.Popen(command, cwd=home, env=given, stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        drawn = b""
+        try:
+            while part := os.read(ours, 65536):
+                drawn += part
+        except OSError:  # the other end is closed
+            pass
+    os.close(ours)
+    return drawn.decode()
+
+
+def test_a_terminal_gets_a_table_in_colours_and_a_pipe_plain_lines(tmp_path: Path) -> None:
+    pytest.importorskip("rich", reason="rich draws tables; pip install rich")
+    put(Store(tmp_path / "store"))
+    where = ("--dir", tmp_path / "store")
+    drawn = on_a_terminal("cache", "list", *where, home=tmp_path)
+    assert "\x1b[32mready" in drawn and "\x1b[1mregion" in drawn, drawn
+    assert "\x1b[31mnexfort: " in on_a_terminal("cache", "show", "f00", *where, home=tmp_path)
+    said = nexfort("cache", "list", *where, home=tmp_path).stdout
+    assert "\x1b" not in said and said.splitlines()[0].split()[:2] == ["id", "region"]
+    assert "\x1b[32m" not in on_a_terminal("cache", "list", *where, home=tmp_path, NO_COLOR="1")
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "rich.py").write_text("raise ImportError('not here')\n")
+    plain = on_a_terminal("cache", "list", *where, home=tmp_path, PYTHONPATH=f"{without}{os.pathsep}{ROOT}")
+    assert "\x1b" not in plain and plain.replace("\r", "") == said
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -76,6 +76,10 @@ def _with_sound(height: int, width: int) -> list[tuple[int, ...]]:
     return [(1, 24, 2, height, width), (1, 32, 2, 6)]
 
 
+def _video_and_sound(height: int, width: int) -> list[tuple[int, ...]]:
+    return [(1, 128, 2, height, width), (1, 8, 6, 16)]
+
+
 def _frequencies(module: Any) -> None:
     module.rope.inv_freq.copy_(1.0 / 100 ** (torch.arange(8) / 8))
 
@@ -101,6 +105,11 @@ _H3: dict[str, Any] = {
     **{"time_embed_hidden_size": 32, "time_embed_dim": 16, "rope_inv_freq_len": 8},
 }
 _LTX: dict[str, Any] = {"cross_attention_dim": 128, "attention_head_dim": 4, "num_layers": 2, "caption_channels": 64}
+_LTX_SOUND: dict[str, Any] = {
+    **{"cross_attention_dim": 128, "attention_head_dim": 4, "num_layers": 2, "caption_channels": 64},
+    **{"audio_cross_attention_dim": 64, "audio_attention_head_dim": 2, "connector_attention_head_dim": 8},
+    **{"connector_num_attention_heads": 2, "connector_num_layers": 1},
+}
 
 FAMILIES = {
     "wan": Family(
@@ -122,6 +131,13 @@ FAMILIES = {
     "h3": Family(
         "minimax.model.MiniMaxH3Model", _H3, {"image_model": "minimax_h3"}, _with_sound, 64, ("blocks.",),
         _frequencies,
+    ),
+}  # fmt: skip
+# for the templates alone (sounding_templates.py)
+SOUNDING = {
+    "ltx_sound": Family(
+        "lightricks.av_model.LTXAVModel", _LTX_SOUND, {"image_model": "ltxav"}, _video_and_sound, 64,
+        ("transformer_blocks.",), masked=True,
     ),
 }  # fmt: skip
 # as files of these families have them: int8 with turned columns, a scale for each row, or one for a weight; fp8 with a
@@ -215,4 +231,15 @@ def picture(
         return torch.cat([part.flatten() for part in parts])
 
 
-__all__ = ["CONFIG", "FAMILIES", "FORMS", "Family", "file_of", "loaded", "lora_file", "picture", "with_lora"]
+__all__ = [
+    "CONFIG",
+    "FAMILIES",
+    "FORMS",
+    "SOUNDING",
+    "Family",
+    "file_of",
+    "loaded",
+    "lora_file",
+    "picture",
+    "with_lora",
+]

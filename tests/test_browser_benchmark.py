@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark as a person meets it: its question, its runs, what it says of them, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import browser
+import browser_pages
+import pytest
+import served
+from browser_pages import page_of
+
+from nexfort_engine.cache import benchmark_record, speed_record
+from nexfort_engine.cli import comfy_server
+from nexfort_engine.cli.comfy_server import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# fixtures
+base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
+chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
+
+BADGE, REPORT = browser.BADGE, browser.REPORT
+DIALOG = ".nexfort-benchmark"
+CHART = f"{DIALOG} .nexfort-chart"
+STEPS = 8
+WAYS = [True, False, False, True, False, True]  # whether the nodes are switched on, run by run
+JUDGEMENTS = ("faster", "slower", "alike")
+
+
+def workflow(seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """The tiny workflow with so many steps."""
+    made = served.tiny_workflow("flux_compile_model", seed=seed)
+    for node in made.values():
+        if node["class_type"] == "KSampler":
+            node["inputs"]["steps"] = steps
+    return made
+
+
+def open_with(page: Any, seed: int, steps: int = STEPS) -> None:
+    """Open the workflow; its one picture is what the decoder gives."""
+    browser.load(page, workflow(seed, steps))
+    page.locator(BADGE).wait_for()
+
+
+def start(page: Any, answer: str = "Confirm") -> str:
+    """Ask for a benchmark and answer its question, which comes back."""
+    browser.run_command(page, "Nexfort.Benchmark")
+    question = page.get_by_role("dialog").filter(has_text="The workflow runs 6 times")
+    question.wait_for()
+    said = str(question.inner_text())
+    question.get_by_role("button", name=answer).click()
+    return said
+
+
+def runs_since(server: ComfyServer, before: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompts that ran since, the first one first."""
+    runs = [run for key, run in server.get("/history").items() if key not in before]
+    return sorted(runs, key=lambda run: run["prompt"][0])
+
+
+def wait_until_it_runs(server: ComfyServer, runs: bool = True) -> None:
+    """Until a prompt runs, or none does any more."""
+    for _ in range(300):
+        if bool(server.get("/queue")["queue_running"]) == runs:
+            return
+        time.sleep(0.2)
+    raise AssertionError("the queue stays as it is")
+
+
+def inputs_of(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    nodes = [node for run in runs for node in run["prompt"][2].values()]
+    return [node["inputs"] for node in nodes if node["class_type"] == kind]
+
+
+def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, filled: ComfyServer) -> None:
+    page.evaluate("() => window.app.graph.clear()")
+    browser.run_command(page, "Nexfort.Benchmark")
+    browser.wait_for_message(page, "The workflow has no Nexfort compile node")
+    open_with(page, 20)
+    assert "is not known" in start(page, "Cancel")
+    browser.queue(page)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    before = filled.get("/history")
+    assert re.search(r"That takes about \d+ (sec|min)", start(page))
+    chart = page.locator(CHART)
+    chart.wait_for(timeout=180_000)
+
+    runs = runs_since(filled, before)
+    assert [inputs["enabled"] for inputs in inputs_of(runs, "NexfortCompileModel")] == WAYS
+    seeds = [inputs["seed"] for inputs in inputs_of(runs, "KSampler")]
+    assert seeds[2] == seeds[3] != seeds[4] == seeds[5] and len(set(seeds)) == 4, "pairs show the same picture"
+    assert not inputs_of(runs, "SaveImage"), "pictures of a benchmark are previews"
+    assert all(run["status"]["completed"] for run in runs)
+
+    (result,) = filled.get("/nexfort/report")["benchmarks"]
+    assert [compiled for compiled, _ in result["runs"]] == [False, True, False, True] and result["steps"] == STEPS
+    said = chart.inner_text()
+    assert chart.locator(".nexfort-headline").get_attribute("data-verdict") in JUDGEMENTS
+    assert f"O2 · 96×64 · steps a run: {STEPS} · cpu" in said and said.count("; spread ") == 2
+    assert chart.locator("img").count() == 2
+    widths = chart.locator("img").evaluate_all("images => images.map((one) => one.naturalWidth)")
+    assert widths == [96, 96]
+    slider = chart.get_by_role("slider", name="How much of the uncompiled picture is shown")
+    slider.focus()
+    page.keyboard.press("Home")
+    cut = "() => document.querySelector('.nexfort-compare').style.getPropertyValue('--nexfort-cut')"
+    assert page.evaluate(cut) == "100%"
+    page.keyboard.press("End")
+    assert page.evaluate(cut) == "0%"
+    slider.fill("50")
+    chart.get_by_role("button", name="Copy result").click()
+    chart.get_by_role("status").filter(has_text="Copied.").wait_for()
+    copied = page.evaluate("() => navigator.clipboard.readText()")
+    assert copied.startswith("Nexfort benchmark: ") and copied.count("| compiled |") == 2
+    browser.in_both_themes(page, DIALOG, "benchmark")
+    page.keyboard.press("Escape")
+    page.locator(DIALOG).wait_for(state="detached")
+    browser.reload(page)
+    page.locator(BADGE).click()
+    kept = page.locator(REPORT).locator(".nexfort-kept")
+    kept.wait_for()
+    assert f"O2 · 96×64 · steps a run: {STEPS}" in kept.inner_text()
+
+
+def test_few_steps_are_not_judged(page: Any, filled: ComfyServer) -> None:
+    open_with(page, 30, steps=3)
+    start(page)
+    chart = page.locator(CHART)
+    chart.wait_for(timeout=180_000)
+    headline = chart.locator(".nexfort-headline")
+    assert headline.inner_text().startswith("Too few steps to judge by: 3.")
+    assert headline.get_attribute("data-verdict") == "few" and "×" not in headline.inner_text()
+    browser.in_both_themes(page, DIALOG, "benchmark_few")
+
+
+def test_two_tabs_do_not_run_one_at_once(page: Any, filled: ComfyServer) -> None:
+    open_with(page, 40, steps=2000)
+    start(page)
+    wait_until_it_runs(filled)
+    other = page.context.new_page()
+    other.goto(filled.url)
+    browser.ready(other)
+    open_with(other, 41)
+    browser.run_command(other, "Nexfort.Benchmark")
+    browser.wait_for_message(other, "A benchmark is running in another tab.")
+    assert not other.locator(DIALOG).count()
+    other.close()
+    page.keyboard.press("Escape")
+    page.locator(DIALOG).wait_for(state="detached")
+    wait_until_it_runs(filled, False)
+    page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
+
+
+def test_a_prompt_that_the_server_refuses_is_told(page: Any, filled: ComfyServer) -> None:
+    open_with(page, 50)
+    page.evaluate(
+        "() => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')"
+        ".widgets.find((one) => one.name === 'options').value = 'max-auto' }"
+    )
+    start(page)
+    page.locator(DIALOG).get_by_role("status").filter(has_text="The benchmark ended: ").wait_for()
+
+
+def test_a_server_that_restarts_in_the_middle_is_told(
+    chromium: Any, comfyui: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    arguments = ("--cache-classic", "--front-end-root", str(browser.front_end_or_skip()))
+    with served.server(comfyui, base, tmp_path, *arguments) as first, page_of(chromium, first) as page:
+        open_with(page, 60, steps=2000)
+        before = page.evaluate("() => JSON.stringify(window.app.graph.serialize().nodes.map((one) => one.type))")
+        start(page)
+        wait_until_it_runs(first)
+        port = first.port
+        monkeypatch.setattr(comfy_server, "_free_port", lambda: port)
+        first.stop()
+        said = page.locator(DIALOG).get_by_role("status")
+        said.filter(has_text="The server does not answer.").wait_for()
+        with served.server(comfyui, base, tmp_path, *arguments):
+            said.filter(has_text="The server was restarted in the middle, after 0 of 6 runs.").wait_for()
+            after = page.evaluate("() => JSON.stringify(window.app.graph.serialize().nodes.map((one) => one.type))")
+            assert after == before, "the workflow is as it was"
+
+
+def test_a_damaged_file_of_results_is_told_and_made_anew(page: Any, filled: ComfyServer, cache: Path) -> None:
+    folder = cache / speed_record.FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / benchmark_record.FILE).write_text("{")
+    browser.run_and_watch(page, seed=70)
+    page.locator(BADGE).click()
+    page.locator(REPORT).get_by_text("Earlier benchmarks cannot be read: benchmarks.json is damaged.").wait_for()
+    result = {"workflow": None, "mode": "O2", "size": "8×8", "steps": 8, "runs": [[True, 1.0], [False, 2.0]]}
+    answer = served.request(
+        filled, "/nexfort/benchmark", json.dumps(result).encode(), method="POST",
+        headers={"Content-Type": "application/json"},
+    )  # fmt: skip
+    assert answer[0] == 200 and answer[1]["kept"] and filled.get("/nexfort/report")["lost"] == ""
+
+
+def test_it_waits_for_what_is_compiled_in_the_background(
+    chromium: Any, comfyui: Path, base: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    root = str(browser.front_end_or_skip())
+    with (
+        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
+        page_of(chromium, running) as page,
+    ):
+        open_with(page, 80)
+        start(page)
+        page.locator(CHART).wait_for(timeout=300_000)
+        runs = runs_since(running, {})
+        ways = [inputs["enabled"] for inputs in inputs_of(runs, "NexfortCompileModel")]
+        assert ways == [True, False, True, False, True, False, True]
+        (report,) = [engine["report"] for engine in running.get("/nexfort/report")["engines"] if engine["nodes"]]
+        row = report["speed"][-1]
+        assert row["source"] == "bypassed" and row["compiled"] and row["eager"], "the server measured it as well"
+        page.keyboard.press("Escape")
+        page.locator(BADGE, has_text="×").first.wait_for()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the face for the docs, each of a state that was really reached, and the moving one for the first page.
+
+`NEXFORT_TEST_SHOTS=web/docs/images make test-large ARGS=tests/test_browser_pictures.py` makes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import browser
+import browser_pages
+import face_pictures
+import pytest
+import served
+from browser_pages import page_of
+from face_pictures import Movie, Sheets
+from PIL import Image
+
+from nexfort_engine.cli.comfy_server import ComfyServer
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.large]
+# fixtures
+base, comfyui, chromium = browser_pages.base, browser_pages.comfyui, browser_pages.chromium
+
+BADGE = browser.BADGE
+RUN, BYPASSED = 0, 4  # modes of the front end's nodes
+SET_MODE = """mode => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel').mode = mode }"""
+SET_ENABLED = """yes => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  .widgets.find((one) => one.name === 'enabled').value = yes }"""
+QUEUE = """() => { const { api } = window.comfyAPI.api; window.finished = false
+  api.addEventListener('execution_success', () => { window.finished = true }, { once: true }) }"""
+STEPS = 12
+SIDE = 512  # large enough that a step is work, and not only overhead
+
+
+def workflow(side: int = 0, **more: Any) -> dict[str, Any]:
+    made = served.tiny_workflow("flux_compile_model", seed=900)
+    for node in made.values():
+        if node["class_type"] == "KSampler":
+            node["inputs"]["steps"] = STEPS
+    return served.resize(made, side, side) if side else made
+
+
+def begin(page: Any, seed: int) -> None:
+    """Click Run, and come back at once."""
+    browser.set_seed(page, seed)
+    page.evaluate(QUEUE)
+    page.get_by_test_id("queue-button").click()
+
+
+def finish(page: Any) -> None:
+    page.wait_for_function("() => window.finished", timeout=600_000)
+    page.wait_for_timeout(300)
+
+
+def run(page: Any, seed: int, mode: int = RUN) -> None:
+    page.evaluate(SET_MODE, mode)
+    begin(page, seed)
+    finish(page)
+
+
+def open_workflow(page: Any, made: dict[str, Any]) -> None:
+    browser.load(page, made)
+    page.locator(BADGE).wait_for()
+
+
+def started(comfyui: Path, base: Path, cache: Path, **variables: str) -> ComfyServer:
+    cache.mkdir(mode=0o700, exist_ok=True)
+    made = served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", str(browser.front_end_or_skip()))
+    made.env.update(variables)
+    return made
+
+
+def test_each_state_has_its_pictures(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
+    sheets = Sheets()
+    with started(comfyui, base, tmp_path / "cache") as server, page_of(chromium, server) as page:
+        open_workflow(page, workflow())
+        sheets.add(page, "waiting")
+        begin(page, 901)
+        page.locator(BADGE, has_text="compiling 0 of ").wait_for()
+        sheets.add(page, "compiling", still=lambda said: said.startswith("compiling "))
+        finish(page)
+        sheets.add(page, "compiled")
+        page.evaluate(SET_MODE, BYPASSED)
+        page.locator(BADGE, has_text="bypassed").wait_for()
+        sheets.add(page, "bypassed")
+        run(page, 902, BYPASSED)
+        run(page, 903)
+        sheets.add(page, "measured")
+        page.evaluate(SET_ENABLED, False)
+        run(page, 904)
+        sheets.add(page, "off")
+        made = workflow()
+        (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
+        made["forward"] = {"class_type": "TestBlockForward", "inputs": {"model": ours["inputs"]["model"]}}
+        ours["inputs"]["model"] = ["forward", 0]
+        open_workflow(page, made)
+        run(page, 905)
+        sheets.add(page, "some uncompiled")
+    with started(comfyui, base, tmp_path / "cache") as server, page_of(chromium, server) as page:
+        open_workflow(page, workflow())
+        run(page, 906)
+        sheets.add(page, "ready")
+    with started(comfyui, base, tmp_path / "other", NEXFORT_DISABLE="1") as server, page_of(chromium, server) as page:
+        open_workflow(page, workflow())
+        run(page, 907)
+        sheets.add(page, "disabled")
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no folder", encoding="utf-8")
+    root = str(browser.front_end_or_skip())
+    with served.server(comfyui, base, blocked, "--front-end-root", root) as server, page_of(chromium, server) as page:
+        open_workflow(page, workflow())
+        run(page, 908)
+        sheets.add(page, "unsaved")
+    sheets.keep()
+    ends = {
+        **{"waiting": "not run yet", "compiled": "not measured yet", "bypassed": "bypassed", "off": "switched off"},
+        **{
+            "some uncompiled": ", 1 block uncompiled",
+            "disabled": "off (NEXFORT_DISABLE)",
+            "unsaved": "cannot be saved",
+        },
+    }
+    assert {state: sheets.said[state].endswith(end) for state, end in ends.items()} == dict.fromkeys(ends, True)
+    assert sheets.said["compiling"].startswith("compiling 0 of ") and "×" in sheets.said["measured"]
+    assert "ready from cache" in sheets.said["ready"]
+    assert all(len(rows) == len(sheets.said) == 10 for rows in sheets.rows.values())
+
+
+def test_the_moving_picture(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
+    with started(comfyui, base, tmp_path / "cache") as server, page_of(chromium, server) as page:
+        page.emulate_media(reduced_motion="reduce")  # a dot that pulses would make every frame another one
+        server.run(workflow(SIDE), timeout=600)  # a first compile, by which the next one tells its time
+        browser.forget(server)
+        open_workflow(page, workflow(SIDE))
+        movie = Movie(page)
+        movie.look()
+        begin(page, 911)
+        movie.watch()
+        page.evaluate(SET_MODE, BYPASSED)
+        page.locator(BADGE, has_text="bypassed").wait_for()
+        begin(page, 912)
+        movie.watch()
+        page.evaluate(SET_MODE, RUN)
+        begin(page, 913)
+        movie.watch()
+        said = page.locator(BADGE).inner_text()
+        (report,) = [engine["report"] for engine in server.get("/nexfort/report")["engines"] if engine["nodes"]]
+        row = report["speed"][-1]
+    assert f"{row['eager'] / row['compiled']:.1f}" in said or f"{row['eager'] / row['compiled']:.2f}" in said, said
+    file = Path(os.environ.get("NEXFORT_TEST_SHOTS", str(tmp_path))) / "badge.webp"
+    assert movie.write(file) <= face_pictures.MOST_BYTES
+    with Image.open(file) as kept:
+        assert kept.n_frames == len(movie.frames) >= 5
+    print(said, len(movie.frames), time.strftime("%H:%M"))
