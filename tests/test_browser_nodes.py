@@ -103,6 +103,47 @@ def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
     page.locator(browser.REPORT).wait_for()
 
 
+# The fields of the compile node with where each is in the window, on the canvas.
+FIELDS = """() => {
+  const { canvas, graph } = window.app
+  const node = graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  canvas.ds.scale = 1
+  canvas.ds.offset = [420 - node.pos[0], 220 - node.pos[1]]
+  canvas.draw(true, true)
+  const { left, top } = canvas.canvas.getBoundingClientRect()
+  return node.widgets.filter((one) => one.name !== 'nexfort_status')
+    .map((one) => ({ name: one.name, x: left + 420 + 60, y: top + 220 + one.y + 10, title: one.element?.title ?? '' }))
+}"""
+NAMES = ["mode", "dynamic", "memory_format", "options", "enabled", "verify", "wait"]
+
+
+@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+def test_every_field_has_a_tooltip(page: Any, vue: bool) -> None:
+    tooltips = json.loads((served.ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
+    wanted = {name: one["tooltip"].split(".")[0] for name, one in tooltips["NexfortCompileModel"]["inputs"].items()}
+    browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
+    browser.set_value(page, "Comfy.Node.AlwaysShowAdvancedWidgets", True)
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    badge = page.locator(BADGE)
+    badge.wait_for()
+    fields = page.evaluate(FIELDS)
+    assert [field["name"] for field in fields] == NAMES
+    browser.settle(page)
+    for field in fields:
+        if field["name"] == "options" and not vue:
+            assert field["title"].startswith(wanted["options"])
+            continue
+        if vue:
+            page.locator("[data-node-id]").filter(has=badge).get_by_text(field["name"], exact=True).first.hover()
+            shown = page.locator(".p-tooltip")
+        else:
+            page.mouse.move(field["x"], field["y"])
+            shown = page.locator(".node-tooltip")
+        shown.filter(has_text=wanted[field["name"]]).first.wait_for()
+        page.mouse.move(5, 5)
+    browser.set_value(page, "Comfy.Node.AlwaysShowAdvancedWidgets", False)
+
+
 OPTIONS = """() => window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
   .widgets.find((one) => one.name === 'options').value"""
 

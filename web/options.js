@@ -25,6 +25,8 @@ export function foldOptions(node) {
   widget.options.getMaxHeight = () => (open() ? undefined : FOLDED)
   let high = 0
   const grow = () => node.setSize?.([node.size[0], Math.max(high, node.computeSize()[1])])
+  // The front end shows no tooltips over text fields on the canvas.
+  widget.element?.setAttribute('title', widget.tooltip ?? node.constructor.nodeData?.input?.optional?.options?.[1]?.tooltip ?? '')
   widget.element?.addEventListener('focus', () => {
     high = node.size[1]
     grow()
