@@ -29,11 +29,14 @@ THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
 LONGEST = (  # files that take longest: where several run at once, none of these is left for the end
-    *("test_changes.py", "contracts.py", "contracts_faults.py", "contracts_changes.py", "test_server.py"),
-    *("test_browser.py", "test_lower_ahead.py", "test_lower_blocks_of_comfy.py", "test_comfy_given_back.py"),
-    *("test_text_to_image.py", "test_warm.py", "test_comfy_patches.py", "test_comfy_lora.py", "test_demo.py"),
-    *("test_comfy_quantised.py", "test_comfy_controlnet.py", "test_store_faults.py", "test_old_names.py"),
-    *("test_comfy_offload.py", "test_comfy_invariant_cache.py", "test_tuned_attention.py", "test_comfy_walk.py"),
+    *("test_server.py", "contracts.py", "contracts_faults.py", "contracts_changes.py", "test_diffusers.py"),
+    *("test_browser.py", "test_changes.py", "test_lower_ahead.py", "test_comfy_patches.py", "test_comfy_prepack.py"),
+    *("test_comfy_quantised.py", "test_text_to_image.py", "test_browser_nodes.py", "test_browser_cache.py"),
+    *("test_comfy_offload.py", "test_comfy_given_back.py", "test_comfy_lora.py", "test_diffusers_quantize.py"),
+    *("test_comfy_controlnet.py", "test_handover.py", "test_worker_pool.py", "test_callbacks.py"),
+    *("test_diffusers_parallel.py", "test_diffusers_lora.py", "test_lower_convolutions.py", "test_old_names.py"),
+    *("test_diffusers_offload.py", "test_region.py", "test_invariant_cache.py", "test_store_faults.py"),
+    *("test_background.py", "test_warm.py", "test_browser_templates.py", "test_tuned_attention.py"),
 )
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "

@@ -65,7 +65,7 @@ def test_options_of_the_first_call_bind_no_later_one(host: str) -> None:
         assert not new_since(cold, mark)
 
 
-@pytest.mark.parametrize("name", names(where=lambda kind: kind.control is not None, few=("comfy_unet", "comfy_flux")))
+@pytest.mark.parametrize("name", names(where=lambda kind: kind.control is not None, few=["comfy_unet"]))
 def test_a_controlnet_acts_as_in_eager(tiny: Subject) -> None:
     before = tiny.run()
     assert distance(tiny.eager(control=True), tiny.eager()) > MOVES

@@ -21,6 +21,19 @@ TAB, BADGE = browser.TAB, browser.BADGE
 MODELS, BLOCKS = 200, 14
 
 
+def test_nothing_is_cut_off_in_a_small_window(chromium: Any, filled: ComfyServer) -> None:
+    with browser_pages.page_of(chromium, filled, browser.SMALL) as page:
+        browser.run_and_watch(page, seed=411)
+        page.locator(BADGE).click()
+        page.locator(browser.REPORT).locator("summary", has_text="Details").click()
+        assert browser.cut_off(page, browser.REPORT) == []
+        browser.in_both_themes(page, browser.REPORT, "report_1024")
+        page.keyboard.press("Escape")
+        browser.open_tab(page)
+        assert browser.cut_off(page, TAB) == []
+        browser.in_both_themes(page, TAB, "cache_1024")
+
+
 def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     said = browser.run_and_watch(page, seed=401)
     browser.tab_button(page).click()
@@ -52,20 +65,6 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
     page.get_by_text("The compile cache is empty").wait_for()
     assert filled.get("/nexfort/cache")["count"] == 0
-
-
-def test_nothing_is_cut_off_in_a_small_window(chromium: Any, filled: ComfyServer) -> None:
-    browser.forget(filled)  # an earlier test may have emptied the cache under a network that is still compiled
-    with browser_pages.page_of(chromium, filled, browser.SMALL) as page:
-        browser.run_and_watch(page, seed=411)
-        page.locator(BADGE).click()
-        page.locator(browser.REPORT).locator("summary", has_text="Details").click()
-        assert browser.cut_off(page, browser.REPORT) == []
-        browser.in_both_themes(page, browser.REPORT, "report_1024")
-        page.keyboard.press("Escape")
-        browser.open_tab(page)
-        assert browser.cut_off(page, TAB) == []
-        browser.in_both_themes(page, TAB, "cache_1024")
 
 
 def entries() -> list[dict[str, Any]]:

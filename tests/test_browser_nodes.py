@@ -148,7 +148,7 @@ OPTIONS = """() => window.app.graph.nodes.find((one) => one.comfyClass === 'Nexf
   .widgets.find((one) => one.name === 'options').value"""
 
 
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+@pytest.mark.parametrize("vue", [False, pytest.param(True, marks=pytest.mark.large)], ids=["canvas", "vue_nodes"])
 def test_the_options_field_completes_words_and_says_what_is_wrong(page: Any, vue: bool) -> None:
     browser.set_value(page, "Comfy.VueNodes.Enabled", vue)
     browser.set_value(page, "Comfy.Node.AlwaysShowAdvancedWidgets", True)

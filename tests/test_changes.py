@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that others replace are seen, and torch's autocast: in lowered code, in one process and across two.
 
-`make test` has four backbones of different build, `make test-large` all of them.
+`make test` has four backbones of different build or two of them, `make test-large` all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from backbones import BACKBONES, FOUR
+from backbones import BACKBONES
 from changes import CHANGES
 from large_rows import few
 from subjects import (
@@ -34,6 +34,8 @@ from subjects import (
 )
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+TWO = ("torch_dit", "comfy_unet")
+two = pytest.mark.parametrize("name", names(few=TWO))
 
 
 def _seen(tiny: Subject, change: str) -> None:
@@ -54,13 +56,13 @@ def test_a_replaced_function_is_seen_and_so_is_the_way_back(host: str) -> None:
     _seen(subject(host).again(), "attention")
 
 
-@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_unet")))
+@two
 def test_a_replaced_forward_of_a_class_is_seen_and_so_is_the_way_back(host: str) -> None:
     _seen(subject(host).again(), "block")
 
 
 @pytest.mark.parametrize("change", few(list(CHANGES), ["attention"]))
-@every
+@two
 def test_a_replaced_function_changes_the_graph(host: str, change: str) -> None:
     with graphs_as_they_are():
         _seen(graph_subject(host), change)
@@ -105,11 +107,11 @@ def test_the_store_is_asked_for_what_is_there_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.large)], ids=["four", "the others"])
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.large)], ids=["two", "the others"])
 def test_another_process_finds_both_in_either_order(
     few: bool, artefact_cache: Path, request: pytest.FixtureRequest
 ) -> None:
-    here = [name for name in installed(request) if (name in FOUR) == few]
+    here = [name for name in installed(request) if (name in TWO) == few]
     for name in here:
         tiny = subject(name).again()
         with CHANGES["attention"](tiny.module):

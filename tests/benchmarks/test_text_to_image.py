@@ -186,6 +186,7 @@ def test_what_does_not_pay_at_the_size_that_is_asked_stays_whole(
 
 
 @pytest.mark.slow
+@pytest.mark.large  # what is packed of a file is in hosts/test_diffusers_quantize.py
 def test_a_quantised_run_takes_the_best_of_a_file(tmp_path: Path) -> None:
     names = [f"transformer_blocks.{i}.{name}" for i in range(2) for name in ("attn.to_q", "ff.net.2")]
     file = tmp_path / "layers.json"

@@ -46,6 +46,7 @@ def test_the_video_has_the_frames_and_eager_s_picture(tmp_path: Path) -> None:
         assert [frame.to_image().size for frame in file.decode(video=0)] == [(64, 64)] * 4
 
 
+@pytest.mark.large  # of pictures it is in test_text_to_image.py
 def test_a_quantised_run_says_its_plan_and_its_distance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--quantize", "--quantize-config", '{"quant_type": "int8_dynamic"}')
     found = run(tmp_path, *asked, "--output-video", str(tmp_path / "v.gif"))

@@ -165,7 +165,7 @@ def _used(store: Store) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__[1:])
-@pytest.mark.parametrize("name", few([*ROOT_FILES, *OTHERS], 5))
+@pytest.mark.parametrize("name", few([*ROOT_FILES, *OTHERS], 2))
 def test_what_lies_beside_entries_costs_none_of_them(store: Store, name: str, kind: Callable[[Path], None]) -> None:
     put(store)
     _after_sweeping()
@@ -177,7 +177,7 @@ def test_what_lies_beside_entries_costs_none_of_them(store: Store, name: str, ki
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__[1:])
-@pytest.mark.parametrize("name", few(ENTRY_FILES, 3))
+@pytest.mark.parametrize("name", few(ENTRY_FILES, 2))
 def test_what_is_no_file_in_an_entry_is_never_loaded(store: Store, name: str, kind: Callable[[Path], None]) -> None:
     entry = put(store)
     _put_in_its_place(entry.path / name, kind)

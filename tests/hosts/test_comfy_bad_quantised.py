@@ -85,9 +85,7 @@ def _negative(file: Weights) -> None:
 
 
 @pytest.mark.parametrize("form", few(["int8_convrot", "float8_e4m3fn"], ["int8_convrot"]))
-@pytest.mark.parametrize(
-    "change", few([_undivided, _one_column, _of_zero, _not_a_number, _negative], (_undivided, _not_a_number))
-)
+@pytest.mark.parametrize("change", few([_undivided, _one_column, _of_zero, _not_a_number, _negative], [_not_a_number]))
 def test_a_layer_with_odd_words_or_scales(form: str, change: Callable[[Weights], None]) -> None:
     file = {name: weight.clone() for name, weight in file_of(WAN, form).items()}
     change(file)
@@ -159,7 +157,7 @@ LORAS = [_nan, _infinite, _misshapen, _of_many_ranks]
 
 
 @pytest.mark.parametrize("form", ["int8_convrot", pytest.param("float8_e4m3fn", marks=pytest.mark.large)])
-@pytest.mark.parametrize("change", few(LORAS, (_nan, _misshapen)))
+@pytest.mark.parametrize("change", few(LORAS, [_misshapen]))
 def test_a_lora_that_is_broken_or_odd_leaves_nothing(form: str, change: Callable[[Weights], Weights]) -> None:
     patcher, clone = pair(file_of(WAN, form))
     plain = picture(WAN, patcher)

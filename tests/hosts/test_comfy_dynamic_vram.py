@@ -91,7 +91,7 @@ def _note(patch: pytest.MonkeyPatch, name: str, noted: list[str]) -> None:
     patch.setattr(StepGraphs, name, call)
 
 
-MOST = [("z_image", "int8_convrot"), ("wan", "float8_e4m3fn")]
+MOST = [("wan", "float8_e4m3fn")]
 EVERY = [(name, form) for name in FAMILIES for form in FORMS if name != "h3"]  # of which no step is a graph
 ROWS = [*MOST, *(pytest.param(*row, marks=pytest.mark.large) for row in EVERY if row not in MOST)]
 

@@ -77,7 +77,7 @@ def levels(frames: int, height: int, width: int) -> torch.Tensor:
     ("form", "calls", "first"),
     [
         pytest.param(None, SCHEDULE, 3, id="one time in the first step and two in the next"),
-        pytest.param("int8_convrot", SIZES, 1, id="sizes in int8"),
+        large("int8_convrot", SIZES, 1, id="sizes in int8"),
         large(None, SIZES, 1, id="sizes"),
         large(None, [{**row, "keyframe": True} for row in SCHEDULE], 1, id="a keyframe"),
         large(None, [{}, {"mask": half}, {"mask": levels}, {"mask": levels, "size": (12, 8)}, {}], 3, id="masks"),

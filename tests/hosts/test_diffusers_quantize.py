@@ -185,7 +185,7 @@ def test_what_is_packed_already_stays_and_the_rest_can_follow() -> None:
 
 # ---- compiled ----------------------------------------------------------------------------------------------
 
-FEW = {"int8_dynamic", "fp8_e4m3_e5m2_dynamic_per_tensor", "fp8_e4m3_e4m3_weightonly"}  # each takes some seconds
+FEW = {"fp8_e4m3_e5m2_dynamic_per_tensor"}  # each takes some seconds; captured graphs have rows for all
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import triton
-from cards import cards
+from cards import cards, combined
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -25,7 +25,7 @@ SIZES = ("images", "height", "width", "channels", "columns")
 CARDS = cards()
 
 folder = Path(tempfile.mkdtemp())
-for (dtype, biased, side), (every, (n, rest, stages)) in itertools.product(
+for (dtype, biased, side), (every, (n, rest, stages)) in combined(
     (("fp16", True, 2), ("bf16", False, 3)), WIDTHS.items()
 ):
     assert n + rest == every and (rest == 0 or n % rest == 0)

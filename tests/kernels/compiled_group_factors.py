@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import triton
-from cards import cards
+from cards import cards, combined
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -12,6 +12,8 @@ from nexfort_engine.kernels.group_norm_scale import op as group_norm_scale
 from nexfort_engine.kernels.group_norm_scale import triton_kernel as kernels
 
 ARCHITECTURES = cards()
+DTYPES = ("fp16", "bf16", "fp32")
+LAYOUTS = ((group_norm_scale._INNER, {"stride_c": 1}), (group_norm_scale._OUTER, {"stride_p": 1}))
 _SIZES = dict.fromkeys(("channels", "places", "chunk"), "i32")
 _STRIDES = {"stride_n": "i64", "stride_c": "i64", "stride_p": "i32"}
 
@@ -26,15 +28,15 @@ def compiled(
 
 
 for architecture in ARCHITECTURES:
-    for dtype in ("fp16", "bf16", "fp32"):
-        for block, stride in ((group_norm_scale._INNER, {"stride_c": 1}), (group_norm_scale._OUTER, {"stride_p": 1})):
-            types = {"x": f"*{dtype}", "moments": "*fp32", **_SIZES, **_STRIDES}
-            compiled(
-                kernels.moments_of_chunks,
-                {name: kind for name, kind in types.items() if name not in stride},
-                {"CHUNKS": 8, **block, **stride},
-                architecture,
-            )
+    for dtype, (block, stride) in combined(DTYPES, LAYOUTS):
+        types = {"x": f"*{dtype}", "moments": "*fp32", **_SIZES, **_STRIDES}
+        compiled(
+            kernels.moments_of_chunks,
+            {name: kind for name, kind in types.items() if name not in stride},
+            {"CHUNKS": 8, **block, **stride},
+            architecture,
+        )
+    for dtype in DTYPES:
         blocks = group_norm_scale._blocks(40, 8)
         given = dict.fromkeys(("weight", "bias", "offset", "offsets"), f"*{dtype}")
         types = {"moments": "*fp32", **given, "factors": "*fp32", **_SIZES}

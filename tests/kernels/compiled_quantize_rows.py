@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import triton
-from cards import cards
+from cards import cards, combined
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -17,7 +15,7 @@ SHARED = 101376  # bytes of shared memory that a block may have on the cards tha
 # kind, group, numbers of a row, and whether it is modulated
 CASES = (("layer_norm", 256, 3072, True), ("swiglu", 256, 10240, False), ("rms_norm", 64, 3840, True), ("", 16, 48, 0))
 
-for (kind, group, inner, modulated), dtype in itertools.product(CASES, ("fp16", "bf16")):
+for (kind, group, inner, modulated), dtype in combined(CASES, ("fp16", "bf16")):
     for architecture in cards():
         block = op.block_of(inner)
         constants = {"KIND": op.KINDS[kind], "GROUP": group, "INNER": inner, "BLOCK": block, "EPS": 1e-6}
