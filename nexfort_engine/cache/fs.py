@@ -31,12 +31,16 @@ class NotPlainError(OSError):
     """Something lies where a regular file was expected: a link, a pipe, a directory, a file that is far too large."""
 
 
-def listing(folder: Path) -> list[Path]:
-    """What lies in a directory, but hidden files; nothing if it is missing, a file, or a symbolic link."""
+def listing(folder: Path, begin: str = "") -> list[Path]:
+    """What lies in a directory, but hidden files; nothing if it is missing, a file, or a symbolic link.
+
+    begin: with which the names begin.
+    """
     try:
         if os.path.islink(folder):
             return []
-        return [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+        names = sorted(name for name in os.listdir(folder) if name.startswith(begin) and name[0] != ".")
+        return [folder / name for name in names]
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             log.info("the cache directory %s cannot be read: %s", folder, error)

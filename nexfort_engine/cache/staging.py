@@ -142,7 +142,7 @@ def sweep_elsewhere() -> None:
         log.debug("there is no temporary directory to look through: %s", error)
         return
     user = os.geteuid() if hasattr(os, "geteuid") else None
-    for path in listing(temporary):
+    for path in listing(temporary, ELSEWHERE):  # in which thousands of others may lie
         if owner.is_name_of_own(path.name, ELSEWHERE):
             with contextlib.suppress(OSError):  # it went just now
                 info = path.lstat()

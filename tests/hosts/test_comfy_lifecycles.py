@@ -28,6 +28,7 @@ from patchers import (
     families,
     in_the_middle,
     nothing_new,
+    one_family,
     patcher_around,
     reported,
     sample,
@@ -86,7 +87,7 @@ def merged(how: str, patcher: Any, other: Any) -> Any:
     return made[0]
 
 
-@families
+@one_family
 def test_a_merge_of_two_is_honoured_in_either_order(pair: Callable[[str], Pair], name: str) -> None:
     at, other = pair(name), another(name)
     nothing_new(at.honours(lambda patcher: merged("simple", patcher, other)))

@@ -26,6 +26,7 @@ from patchers import (
     distance,
     families,
     nothing_new,
+    one_family,
     regions_of,
     sample,
 )
@@ -47,7 +48,7 @@ def test_every_format_is_honoured(pair: Callable[[str], Pair], name: str, kind: 
     nothing_new(at.honours(loaded(file_for(at.patcher, kind))))
 
 
-@families
+@one_family
 def test_on_stronger_stacked_and_off(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     plain, before = sample(at.patcher), sample(at.clone)
@@ -113,7 +114,7 @@ def test_hooks_act_on_one_condition_alone(pair: Callable[[str], Pair], name: str
 # ---- bypass: the layers' own forward is replaced ---------------------------------------------------------------------
 
 
-@families
+@one_family
 def test_blocks_are_compiled_around_the_layers_that_a_bypass_lora_is_on(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     file = file_for(at.patcher)

@@ -31,9 +31,11 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_ca
 ALL = {**KINDS, "laid out in O2": dataclasses.replace(KINDS["laid out"], config=CONFIG)}
 
 
-@pytest.fixture(
-    params=[pytest.param(kind, id=name, marks=() if name in KINDS else pytest.mark.large) for name, kind in ALL.items()]
-)
+# what is laid out and what is packed: for the tests that show most; the others have one kind in `make test`
+both = pytest.mark.parametrize("kind", few(ALL, KINDS.keys()), indirect=True)
+
+
+@pytest.fixture(params=few(ALL, ["packed in fp8"]))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param  # type: ignore[no-any-return]
 
@@ -79,6 +81,7 @@ def offloaded(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Offloaded:
     return Offloaded(kind, monkeypatch)
 
 
+@both
 def test_what_is_kept_prepared_leaves_and_the_picture_stays(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ def test_who_runs_the_layers_own_code_has_them_back(offloaded: Offloaded, kind: 
     assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away, "and they leave again"
 
 
+@both
 def test_a_lora_is_seen_and_goes_as_if_nothing_had_left(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +187,7 @@ def test_weights_that_are_changed_in_their_place_are_seen_in_the_next_picture(
     assert first is not None
 
 
+@both
 def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, kind: Kind) -> None:
     first = offloaded.settled()
     saved = {name: weight.clone() for name, weight in offloaded.plain.model_state_dict().items()}

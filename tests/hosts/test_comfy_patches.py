@@ -16,6 +16,7 @@ import torch
 from large_rows import few
 from patchers import (
     FAMILIES,
+    FEW,
     MOVES,
     TOLERANCE,
     Change,
@@ -26,6 +27,7 @@ from patchers import (
     families,
     node,
     nothing_new,
+    one_family,
     regions_of,
     sample,
     with_method,
@@ -158,7 +160,7 @@ def other(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return attention(*args, **kwargs).flip(2)
 
 
-@families
+@one_family
 def test_attention_of_others_runs_inside_compiled_blocks(pair: MakePair, name: str) -> None:
     at = pair(name)
     first = at.honours(with_option("optimized_attention_override", flipped))
@@ -246,7 +248,7 @@ EVERYWHERE = [(name, kind) for name in FAMILIES for kind in AROUND if name != "c
 CACHES = [(name, kind) for name in FAMILIES for kind in ("EasyCache", "LazyCache")]
 
 
-@pytest.mark.parametrize(("name", "kind"), by_family(*EVERYWHERE))
+@pytest.mark.parametrize(("name", "kind"), few(EVERYWHERE, list(zip(FEW + FEW[1:], AROUND, strict=True))))
 def test_wrappers_of_others_act_and_cost_nothing(pair: MakePair, name: str, kind: str) -> None:
     nothing_new(pair(name).honours(AROUND[kind]))
 

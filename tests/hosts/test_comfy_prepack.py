@@ -26,7 +26,11 @@ from nexfort_engine.weights import lease
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+# what is laid out and what is packed: for the tests that show most; the others have one kind in `make test`
+both = pytest.mark.parametrize("kind", few(KINDS, KINDS.keys()), indirect=True)
+
+
+@pytest.fixture(params=few(KINDS, ["packed in fp8"]))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param  # type: ignore[no-any-return]
 
@@ -54,6 +58,7 @@ def test_in_full_precision_the_picture_is_what_it_is_without(monkeypatch: pytest
     assert not engines[kind.config].report.as_dict()["inactive"]
 
 
+@both
 def test_a_lora_and_its_strength_are_seen_as_if_nothing_were_kept(
     patcher: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +135,7 @@ def test_the_host_is_not_asked_again_for_what_is_kept(paged: Paged, kind: Kind) 
     assert not +paged.memory.pins, "what was taken out is given back"
 
 
+@both
 def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(lease.Layers, "placeholders_for", lambda *_: {})
@@ -143,6 +149,7 @@ def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: py
     assert all(kept(paged.clone)) and not set(kept(paged.clone)) & set(made)
 
 
+@both
 def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = paged.sampled()
     changed = kind.changed(paged.clone)

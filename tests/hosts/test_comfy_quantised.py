@@ -94,9 +94,8 @@ def eager_since(clone: Any, mark: Any) -> list[dict[str, Any]]:
     return host.report_of(clone).since(mark)["eager"]  # type: ignore[union-attr]
 
 
-# Two of the five are like another one of them in all but the number of their digits.
-ALIKE = ("float8_e5m2", "mxfp8")
-MOST = [pytest.param(form, marks=pytest.mark.large if form in ALIKE else ()) for form in FORMATS]
+# Two of the five are like another one of them in all but the number of their digits, and int8 is lowered below.
+MOST = few(list(FORMATS), ("float8_e4m3fn", "nvfp4"))
 
 
 @pytest.mark.parametrize("form", MOST)

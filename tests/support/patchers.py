@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make
+from large_rows import few
 from subjects import graphs_as_they_are
 from torch import nn
 
@@ -56,6 +57,7 @@ def by_family(*found: tuple[Any, ...]) -> list[Any]:
 
 
 families = pytest.mark.parametrize("name", by_family(*((name,) for name in FAMILIES)))
+one_family = pytest.mark.parametrize("name", few(list(FAMILIES), ["comfy_flux"]))  # that compiles faster
 
 
 def patcher_around(network: nn.Module, *, flux: bool = False, family: str = "") -> Any:
