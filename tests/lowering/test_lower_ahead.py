@@ -287,6 +287,7 @@ def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(tmp_path: Path) ->
         assert told == {"takes": [0], "keeps": [1] if kind == "paying" else [], "gives": 2}
 
 
+@pytest.mark.large  # above rows that begin so are copied
 def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) -> None:
     """As it was in the captured call: Inductor hands on what it was told to lie so."""
     options = CompileConfig.parse("O2").lowering_options("cuda")

@@ -241,6 +241,8 @@ print(json.dumps({
 """
 
 
+# another process takes what was chosen in attention/test_tuning_cache.py, and loads artefacts in contracts.py
+@pytest.mark.large
 @torch.inference_mode()
 def test_a_fresh_process_loads_what_calls_the_operator_and_takes_what_was_chosen(kernels: Kernels) -> None:
     tiny = network("torch_dit")
