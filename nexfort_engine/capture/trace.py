@@ -8,6 +8,7 @@ The block's own code runs on a shadow (shadow_module.py) with recording mappings
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import types
 from collections.abc import Sequence
@@ -147,7 +148,7 @@ def contents(value: Any, *, lists: bool = True) -> Any:
     if isinstance(value, (list, tuple)):
         return [contents(v, lists=lists) for v in value]
     if type(value).__module__.partition(".")[0] == "torch" or isinstance(
-        value, (torch.Tensor, option_recorder.Recording)
+        value, (torch.Tensor, option_recorder.Recording, enum.Enum)
     ):
         return id(value)
     if isinstance(value, types.FunctionType):

@@ -16,6 +16,7 @@ pass around, keeps `torch.Size` apart from a tuple, and is cheap enough to run b
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from ..modules.memory_format import Unsupported, format_of
+from .enum_members import Member
 from .function_spec import FunctionCode, NamedFunction, held_by, is_named, is_native, names_of, native_text
 from .list_recorder import Cursor, RecordedList
 from .option_recorder import Recording
@@ -35,7 +37,7 @@ MAPPING = "M"  # a dict: guarded by its read-set
 LIST = "L"  # a list that the block changes, or another one of such a block: guarded by its read-set as well
 _SAME = "M="  # a dict that was met before, by its number
 _SAME_FUNCTION = "F="
-_METHOD, _NAMED = "method", "named"
+_METHOD, _NAMED, _MEMBER = "method", "named", "member"
 
 _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ __iter__ __len__ __bool__".split())
 
@@ -75,6 +77,8 @@ def flatten(value: Any, into: Flat) -> Any:
         return INT
     if isinstance(value, float):
         return ("=", value, repr(value))  # 1.0 is not True, and -0.0 is not 0.0: code can tell
+    if isinstance(value, enum.Enum):
+        return (_MEMBER, Member(value))
     if isinstance(value, _PLAIN):
         return ("=", value)
     if kind is list and into.lists:
@@ -270,6 +274,8 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
     kind = spec[0]
     if kind == "=":
         return spec[1]
+    if kind == _MEMBER:
+        return spec[1].member
     if kind == _SAME:
         return leaves.given[spec[1]]
     if _is_of_function(kind):

@@ -97,8 +97,8 @@ def held_by(function: types.FunctionType) -> tuple[Any, Any, dict[str, Any], lis
     return function.__defaults__, function.__kwdefaults__, vars(function), cells
 
 
-def is_named(function: types.FunctionType) -> bool:
-    """Whether the names of a function and of its module lead to it."""
+def is_named(function: types.FunctionType | type) -> bool:
+    """Whether the names of a function or class and of its module lead to it."""
     name = function.__qualname__
     if function.__module__ is None or "<" in name:
         return False

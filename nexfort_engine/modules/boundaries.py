@@ -64,8 +64,6 @@ def uncapturable(module: nn.Module) -> str | None:
         at = f" on {path}" if path else ""
         if compiled_elsewhere(sub):
             return f"code of torch.compile{at}, which compiled it already"
-        if "parametrizations" in sub._modules:
-            return f"a parametrisation{at}"
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 # nn.Module's own machinery; `training` is an ordinary attribute that dropout reads
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
@@ -118,7 +119,10 @@ def structure(
 
 
 def class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Where a class is found. One that torch made for a module with parametrisations is called after its base."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    made = kind.__module__ == parametrize.__name__ and kind.__name__ not in vars(parametrize)
+    return f"{name}({class_name(kind.__bases__[0])})" if made else name
 
 
 def foreign(module: nn.Module) -> str | None:
@@ -137,8 +141,6 @@ def own_foreign(module: nn.Module, path: str = "") -> str | None:
     for table in HOOKS:
         if module.__dict__.get(table):
             return f"a forward hook{at}"
-    if "parametrizations" in module._modules:
-        return f"a parametrisation{at}"
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .traced_thread import before_traces
 
@@ -151,6 +152,8 @@ def unsupported(device_types: Callable[[], set[str]]) -> str | None:
         return "it runs inside a transform of torch.func, which compiled code does not follow"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode gradients are on, which compiled code does not compute"
+    if parametrize._cache_enabled:
+        return "parametrize.cached() is on, and compiled code would compute the weights that it keeps anew"
     if (name := _replaced_call()) is not None:
         return f"the call of all modules was replaced (torch.nn.Module.{name}), which compiled code would bypass"
     hooks = nn.modules.module

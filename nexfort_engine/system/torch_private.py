@@ -101,6 +101,7 @@ _NAMES: Mapping[str, str] = {
     """,
     "torch.ops._c10d_functional": "wait_tensor",
     "torch.overrides": "_get_current_function_mode _get_current_function_mode_stack _pop_mode_temporarily",
+    "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.utils._device": "DeviceContext",
     "torch.utils._python_dispatch": """
         TorchDispatchMode _disable_current_modes _get_current_dispatch_mode _get_current_dispatch_mode_stack

@@ -19,7 +19,7 @@ import pytest
 import torch
 from probe import Probe, T, block_of, x
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from nexfort_engine.capture import exporter
 from nexfort_engine.capture.exporter import capture, spec_key
@@ -212,14 +212,13 @@ def test_a_block_is_the_same_after_a_capture(fails: bool) -> None:
     assert type(block(x())) is torch.Tensor
 
 
-def test_a_parametrisation_keeps_a_block_from_being_captured() -> None:
+def test_a_parametrised_weight_is_computed_in_the_graph() -> None:
     block = block_of(lambda b, h: b.linear(h))
     parametrizations.weight_norm(block.linear).requires_grad_(False)
-    with pytest.raises(Refused, match="parametrisation on linear"):
-        Probe(block, x())
-    parametrize.remove_parametrizations(block.linear, "weight")
-    block.requires_grad_(False)
-    assert Probe(block, x()).agrees(x(3))
+    probe = Probe(block, x())
+    assert probe.agrees(x(3))
+    block.linear.parametrizations.weight.original0.mul_(3)
+    assert probe.agrees(x(2))
 
 
 def test_a_weight_that_is_no_plain_tensor_is_refused() -> None:

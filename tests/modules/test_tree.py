@@ -14,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from attribute_blocks import Block  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.nn.utils import parametrizations  # noqa: E402
 
 from nexfort_engine.modules.tree import WeightSlots, compiled_elsewhere, foreign, structure  # noqa: E402
 
@@ -62,7 +61,6 @@ def test_the_structure_knows_classes_and_shapes_and_no_values() -> None:
         (lambda b: b.inner.register_forward_hook(lambda *_: None), "forward hook on inner"),
         (lambda b: b.inner.linear.register_forward_pre_hook(lambda *_: None), "forward hook on inner.linear"),
         (lambda b: setattr(b.inner, "forward", lambda x: x), "replaced forward on inner"),
-        (lambda b: parametrizations.weight_norm(b.inner.linear), "parametrisation on inner.linear"),
     ],
 )
 def test_what_others_hung_on_a_block_is_named(change: Callable[[Any], Any], named: str) -> None:
