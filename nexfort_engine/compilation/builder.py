@@ -61,6 +61,7 @@ Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextMan
 # artefacts of one structure and call that a session makes, and that there are at all; past that something changes on
 # every run
 MOST_VARIANTS = 8
+MOST_SIZES = 4  # of those, for sizes that code loops over
 _MOST_STORED = 64
 _KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, without one that fits, for one kind of call of a region
@@ -220,6 +221,7 @@ class Builder:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
         Where a size of 1 was taken for a constant, each region gets one that takes more. So does a region that keeps
         frames in a list for what is of one frame: chunks of a video are of one or of more.
+        Blocks whose code loops over a size, such as a video's frames, get one for each of a few where no step waits.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
 
@@ -233,7 +235,11 @@ class Builder:
             return True
         if failure.narrow or (failure.wide and wanted.example.changes):
             return True
-        return self._table.is_block(wanted.region) and (first or self.state.report.calls == 0)
+        if not self._table.is_block(wanted.region):
+            return False
+        few = len(self.artefacts.get(wanted.primary, ())) < MOST_SIZES
+        waits = self.background is None or self.background.waits
+        return first or self.state.report.calls == 0 or (failure.fixed and few and not waits)
 
     def _make(self, wanted: Wanted, failure: GuardFailure | None) -> Binding | None:
         """One artefact of its own for this very call."""

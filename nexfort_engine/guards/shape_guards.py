@@ -192,6 +192,15 @@ class Conditions:
             for size, expected in zip(shape, captured, strict=False)  # ranks are for `broken`
         )
 
+    def fixed(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
+        """Whether a size of 2 or more was taken for a constant, as code that loops over it does, and is another now."""
+        both = zip(shapes, self.shapes, strict=True)
+        return any(
+            isinstance(expected, int) and expected > 1 and size != expected
+            for shape, captured in both
+            for size, expected in zip(shape, captured, strict=False)
+        )
+
     def wide(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
         """Whether a size is 1 or none where more was captured."""
         both = zip(shapes, self.shapes, strict=True)

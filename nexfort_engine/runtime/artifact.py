@@ -117,13 +117,14 @@ class GuardFailure:
     """Why an artefact may not serve a call.
 
     sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more. wide: the
-    call has a size of 1 where it was captured with more.
+    call has a size of 1 where it was captured with more. fixed: the code is for one size, and the call has another.
     """
 
     reason: str
     sizes: bool = False
     narrow: bool = False
     wide: bool = False
+    fixed: bool = False
     check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
 
 
@@ -187,7 +188,8 @@ class Artefact:
         if not reason:
             self._fits[key] = True
             return None
-        return GuardFailure(reason, True, self.conditions.narrow(shapes), self.conditions.wide(shapes), self.check)
+        told = self.conditions
+        return GuardFailure(reason, True, told.narrow(shapes), told.wide(shapes), told.fixed(shapes), self.check)
 
 
 class Binding:
