@@ -233,6 +233,8 @@ def test_it_speaks_the_language_of_the_user(chromium: Any, filled: ComfyServer) 
 
 
 def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
+    shown = {"path": "/home/you/ComfyUI/user/__cache/nexfort", "problem": None}  # the docs have its picture
+    page.route("**/nexfort/cache/place", lambda route: route.fulfill(json=shown))
     tab = browser.open_tab(page)
     entries = filled.get("/nexfort/cache")["entries"]
     sizes = {entry["id"]: entry["size"] for entry in entries}

@@ -134,7 +134,9 @@ def test_every_field_has_a_tooltip(page: Any, vue: bool) -> None:
             assert field["title"].startswith(wanted["options"])
             continue
         if vue:
-            page.locator("[data-node-id]").filter(has=badge).get_by_text(field["name"], exact=True).first.hover()
+            page.locator("[data-node-id]").filter(has=badge).get_by_text(field["name"], exact=True).first.hover(
+                force=True
+            )
             shown = page.locator(".p-tooltip")
         else:
             page.mouse.move(field["x"], field["y"])

@@ -130,6 +130,21 @@ def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfySe
     page.locator(REPORT).get_by_text("double_blocks.0: ").wait_for()
 
 
+def test_a_model_that_cannot_be_compiled_says_why(page: Any, server: ComfyServer) -> None:
+    browser.forget(server)
+    made = workflow()
+    (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
+    made["forward"] = {"class_type": "TestModelForward", "inputs": {"model": ours["inputs"]["model"]}}
+    ours["inputs"]["model"] = ["forward", 0]
+    browser.load(page, made)
+    page.locator(BADGE).wait_for()
+    assert run(page, 345) == "runs uncompiled"
+    page.locator(BADGE).click()
+    page.locator(REPORT).get_by_text("(whole module): its forward was replaced").wait_for()
+    page.keyboard.press("Escape")
+    browser.forget(server)  # the forward stays as long as the model
+
+
 def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyServer) -> None:
     with page_of(chromium, server) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import browser
-from PIL import Image, ImageChops
+from PIL import Image
 
 WIDE, SMALL = {"width": 1440, "height": 900}, browser.SMALL
 THEMES = ("dark", "light")
@@ -31,6 +31,11 @@ PLACE = """() => {
   canvas.setDirty(true, true)
   const { left, top } = canvas.canvas.getBoundingClientRect()
   return { x: left + 420 - 6, y: top + 220 - 36, width: node.size[0] + 12, height: node.size[1] + 48 }
+}"""
+# What the node says, and whether it is bypassed.
+SAID = """() => {
+  const node = window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  return `${node.mode} ${document.querySelector('.nexfort-badge').textContent}`
 }"""
 
 
@@ -92,7 +97,7 @@ class Sheets:
             for row in rows:
                 sheet.paste(row, (0, top))
                 top += row.height
-            sheet.quantize(64).save(Path(str(shots)) / f"states_{name}.png", optimize=True)
+            sheet.save(Path(str(shots)) / f"states_{name}.png", optimize=True)
 
 
 class Movie:
@@ -103,12 +108,15 @@ class Movie:
         self.frames: list[Image.Image] = []
         self.times: list[int] = []
         self._since = time.monotonic()
+        self._said: str | None = None
 
     def look(self) -> None:
-        """Take a frame, if it is another one than the last."""
-        frame, now = shot(self.page, self.around), time.monotonic()
-        if self.frames and ImageChops.difference(frame, self.frames[-1]).getbbox() is None:
+        """Take a frame, if the node says another thing than in the last."""
+        said, now = self.page.evaluate(SAID), time.monotonic()
+        if said == self._said:
             return
+        browser.settle(self.page)
+        frame, self._said = shot(self.page, self.around), said
         if self.frames:
             self.times.append(min(LONGEST, max(SHORTEST, round(1000 * (now - self._since)))))
         self.frames.append(frame)

@@ -66,6 +66,27 @@ class TestBlockForward(io.ComfyNode):
         return io.NodeOutput(model)
 
 
+class TestModelForward(io.ComfyNode):
+    """A model with another forward that never calls its own, so that nothing of it can be compiled."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="TestModelForward",
+            display_name="Test Model Forward",
+            category="testing",
+            inputs=[io.Model.Input("model")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type) -> io.NodeOutput:
+        """The model itself."""
+        model.model.diffusion_model.forward = lambda x, *args, **kwargs: x * 0.5
+        return io.NodeOutput(model)
+
+
 class TestNetwork(io.ComfyNode):
     """A tiny network of a family whose files ComfyUI can tell by their real widths alone."""
 
@@ -162,7 +183,10 @@ class TestingExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack."""
-        return [TestRandomConditioning, TestBlockForward, TestNetwork, TestSoundLatent, TestFrames, TestSound]
+        return [
+            *(TestRandomConditioning, TestBlockForward, TestModelForward),
+            *(TestNetwork, TestSoundLatent, TestFrames, TestSound),
+        ]
 
 
 async def comfy_entrypoint() -> TestingExtension:
