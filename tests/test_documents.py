@@ -77,6 +77,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [problem for target in found if (problem := wrong(page, target))] == []
 
 
+def test_how_to_install_is_within_the_first_lines_of_the_readme() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:15]
+    assert any("ComfyUI Manager" in line for line in first) and any("git clone" in line for line in first)
+
+
 def test_each_page_is_linked_from_another() -> None:
     linked = {
         (page.parent / target.partition("#")[0]).resolve()
