@@ -41,7 +41,8 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     model.wait_for()
     entries = filled.get("/nexfort/cache")["entries"]
     assert model.locator(".nexfort-toggle").inner_text().split() == ["▸", "tiny_flux_unet"]
-    assert model.locator(".nexfort-small").inner_text().startswith(f"O2 · {len(entries)} blocks · ")
+    told = model.locator(".nexfort-small").inner_text()
+    assert told.startswith(f"O2 · {len(entries)} blocks · ") and told.endswith(" · used today")
     assert not page.locator(f"{TAB} tbody tr").count(), "blocks are one click deeper"
     assert page.locator(f"{TAB} .nexfort-overview").inner_text() == f"Nexfort Compile Model: {said[-1]}"
     assert " of 8.0 GiB" in page.locator(f"{TAB} .nexfort-total").inner_text()

@@ -4,7 +4,7 @@
 
 import { app } from '../../scripts/app.js'
 import { nodesOfGraph, stateText } from './badge.js'
-import { button, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
+import { button, dayText, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
 import { copied } from './help.js'
 import { openReport } from './report.js'
 import { ask, change, toast } from './server.js'
@@ -240,7 +240,7 @@ function modelSection(model) {
   const head = element('button', { type: 'button', class: 'nexfort-toggle', click: toggle, 'aria-expanded': String(isOpen), 'data-key': `model-${key}` }, arrow, name)
   const pin = icon(pinned ? 'unpin' : 'pin', name, `pin-${key}`, !own.length, () => pinRows(own, !pinned))
   const remove = icon('delete', name, `delete-${key}`, !own.length, () => deleteModel(name, others, own))
-  const values = { mode: rows[0].mode || '?', count: rows.length, size: sizeText(model.size), used: momentText(model.used, language()) }
+  const values = { mode: rows[0].mode || '?', count: rows.length, size: sizeText(model.size), used: dayText(model.used, language()) }
   const parts = [text('cache.model', values), others.length ? text('cache.shared', { names: named(others) }) : '']
   const said = element('div', { class: 'nexfort-small' }, parts.filter(Boolean).join(' · '))
   const bar = element('div', { class: 'nexfort-head' }, head, element('span', { class: 'nexfort-actions' }, pin, remove))

@@ -66,6 +66,14 @@ export function momentText(text, locale) {
   return moment.toLocaleString(locale, { dateStyle: 'short', timeStyle: 'short' })
 }
 
+/** The day of a moment of the server as people say it: today, yesterday, 5 days ago. */
+export function dayText(text, locale) {
+  const moment = new Date(text)
+  if (Number.isNaN(moment.getTime())) return '?'
+  const day = (at) => Date.UTC(at.getFullYear(), at.getMonth(), at.getDate()) / 86_400_000
+  return new Intl.RelativeTimeFormat(locale, { numeric: 'auto' }).format(day(moment) - day(new Date()), 'day')
+}
+
 /** Give the user a file that is made here. */
 export function download(name, type, text) {
   const address = URL.createObjectURL(new Blob([text], { type }))

@@ -7,12 +7,16 @@ Workers that are done at once stand in the places of processes; test_worker_pool
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nexfort_engine.cache import compile_times
 from nexfort_engine.compilation import jobs
 from nexfort_engine.compilation.jobs import Job, lower_all
 from nexfort_engine.lowering import worker_pool
@@ -80,6 +84,31 @@ def test_who_watches_is_told_as_soon_as_one_is_ready(batch: Batch) -> None:
 
 def _noted(batch: Batch, event: Event) -> None:
     batch.events.append(f"{event.done} of {event.total}")
+
+
+def test_how_long_a_batch_took_is_remembered_by_its_work_and_told_of_the_next(batch: Batch, tmp_path: Path) -> None:
+    store: Any = SimpleNamespace(root=tmp_path)
+    told: list[Event] = []
+
+    def slow() -> Any:
+        time.sleep(0.01)
+        return SimpleNamespace(modules=[]), {}
+
+    for turn in range(2):
+        batch.jobs = [replace(job, store=store, finished=threading.Event(), seconds=0.0) for job in batch.jobs]
+        named = {job.name: {"family": "Flux", "mode": "O2", "kind": f"Kind{job.name}"} for job in batch.jobs}
+        batch.jobs = [replace(job, capture=slow, **named[job.name]) for job in batch.jobs]
+        with use_sink(told.append):
+            batch.run()
+        for _ in range(100):  # it is written beside what the batch is for
+            known = compile_times.read(tmp_path)
+            if len(known.get("Flux O2 cpu: Kinda, Kindb, Kindc", ())) == turn + 1:
+                break
+            time.sleep(0.05)
+        else:
+            raise AssertionError(f"it is not remembered: {known}")
+    lefts = [event.seconds_left for event in told if 0 < event.done < event.total]
+    assert len(lefts) > 2 and lefts[0] is None and lefts[-1] is not None, lefts
 
 
 class _Stopped(Exception):
