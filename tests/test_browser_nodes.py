@@ -137,7 +137,7 @@ def test_every_field_has_a_tooltip(page: Any, vue: bool) -> None:
             page.locator("[data-node-id]").filter(has=badge).get_by_text(field["name"], exact=True).first.hover(
                 force=True
             )
-            shown = page.locator(".p-tooltip")
+            shown = page.get_by_role("tooltip").or_(page.locator(".p-tooltip"))
         else:
             page.mouse.move(field["x"], field["y"])
             shown = page.locator(".node-tooltip")

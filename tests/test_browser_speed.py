@@ -140,10 +140,7 @@ def test_a_model_that_cannot_be_compiled_says_why(page: Any, server: ComfyServer
     page.locator(BADGE).wait_for()
     assert run(page, 345) == "runs uncompiled"
     page.locator(BADGE).click()
-    (report,) = [engine["report"] for engine in server.get("/nexfort/report")["engines"] if engine["nodes"]]
-    assert report["eager"] and not report["artefacts_compiled"], report
-    for row in report["eager"]:
-        page.locator(REPORT).get_by_text(f"{row['region']}: {row['reason']}").first.wait_for()
+    page.locator(REPORT).get_by_text("other code stands in the place of its own").wait_for()
     page.keyboard.press("Escape")
     browser.forget(server)  # the forward stays as long as the model
 

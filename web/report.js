@@ -96,12 +96,18 @@ function engineSection({ name, report }, { cache, memory }, problem) {
   const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed))
   const unsaved = unsavedOf(report)
   if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem ?? unsaved })))
+  if (isPlain(report)) section.append(element('p', { class: 'nexfort-banner' }, text('report.plain')))
   const verified = report.verifications.at(-1)
   if (verified) section.append(verification(verified))
   section.append(list('report.slower', slowerNow(report.pace ?? []).map(slowerLine)))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
   section.append(details(report, cache, memory))
   return section
+}
+
+/** Whether its steps ran, nothing of them compiled, and no block has a reason: its blocks were never called. */
+function isPlain({ calls, artefacts_compiled: compiled, artefacts_loaded: loaded, eager, compiling_beside: beside }) {
+  return calls > 0 && !compiled && !loaded && !eager.length && !beside
 }
 
 /** What the engine did, in its own words. */
