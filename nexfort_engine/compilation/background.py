@@ -4,12 +4,19 @@
 One thread of an engine at a time. It holds the lock of captures for as long as it makes something, as a step does that
 waits for its artefacts; a step of an engine that works this way never waits for that lock. It asks no host for a
 cancel: what is begun is finished and kept. No failure of it reaches a step, which runs eager with the reason.
+
+The interpreter would end the thread wherever it is, and inside code in C++ that aborts the process. So the thread is
+asked to stop before, between two artefacts.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import replace
@@ -28,9 +35,31 @@ log = logging.getLogger("nexfort")
 
 NOTE = "artefacts are made in the background; what begins before they are there runs eager"
 PHASE = "background"  # of its progress
+_PATIENCE = 3.0  # seconds in which a process that ends lets a capture come to its end
 _BESIDE = "{}, in the background"
 _ENDED = progress.Event(1, 1, 0.0, "Nexfort: compiled in the background; the next picture runs compiled", PHASE)
 _FAILED = progress.Event(1, 1, 0.0, "Nexfort: compiling in the background failed; see the report", PHASE)
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def stop_at_exit() -> None:
+    """End this thread, the background's, if the process is about to end. For places where nothing is half done."""
+    if _ending.is_set():
+        raise SystemExit
+
+
+@functools.cache
+def _watch_exit() -> None:
+    atexit.register(_end_all, os.getpid())
+
+
+def _end_all(process: int) -> None:
+    if os.getpid() == process:  # a forked child has no such thread
+        _ending.set()
+        for thread in list(_threads):
+            thread.join(_PATIENCE)
 
 
 class Background:
@@ -75,6 +104,8 @@ class Background:
             self.waits = True
             self._report.note(f"artefacts are made before steps, not in the background: {describe_error(error)}")
             return False
+        _threads.add(thread)
+        _watch_exit()
         self._thread, self.begun = thread, self.begun + 1
         self._report.note(NOTE)
         return True

@@ -39,7 +39,7 @@ from ..runtime.forward_context import ForwardContext, to_come
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
-from .background import Background
+from .background import Background, stop_at_exit
 from .eligibility import Eligibility
 from .handover import Handover
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
@@ -373,6 +373,8 @@ class Builder:
         """The host's cancel is of a step, and asking for it takes it back: the background leaves it alone."""
         if self.background is None or not self.background.here:
             self.state.hooks.cancel()
+        else:
+            stop_at_exit()
 
     def _capture(self, wanted: Wanted) -> tuple[Captured, dict[str, Any]]:
         region = wanted.region

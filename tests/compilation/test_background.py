@@ -18,6 +18,7 @@ from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_
 
 import nexfort_engine
 from nexfort_engine.cache.store import Store
+from nexfort_engine.compilation import background
 from nexfort_engine.compilation.background import NOTE, PHASE
 from nexfort_engine.compilation.builder import Builder
 from nexfort_engine.config.compile_config import CompileConfig
@@ -96,6 +97,25 @@ def test_steps_run_eager_until_all_is_there(gate: Gate, monkeypatch: pytest.Monk
     for call in ({"batch": 1}, {"batch": 3, "size": (8, 4), "length": 5}):
         assert tiny.same(**call) < 1e-4
     assert not tiny.report.since(mark)["artefacts"], "what the background made serves every size"
+
+
+def test_a_process_that_ends_has_it_stop_between_two_artefacts(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_ending", threading.Event())
+    monkeypatch.setattr(worker_pool, "count_for", lambda *_: 0)
+    tiny = subject()
+    tiny.run()
+    assert gate.began.wait(60)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "nexfort-background")
+    opener = threading.Timer(0.2, gate.opened.set)
+    opener.start()
+    background._end_all(os.getpid())
+    assert not thread.is_alive()
+    made = tiny.report.as_dict()["artefacts_compiled"]
+    assert made < 3, "what was begun is finished, and nothing more is begun"
+    background._ending.clear()
+    assert equal_bits(tiny.run(), tiny.eager_before)
+    finish(tiny, gate)
+    assert tiny.same() < 1e-4 and tiny.report.as_dict()["artefacts_compiled"] > 2
 
 
 def test_a_step_is_eager_to_its_end(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
