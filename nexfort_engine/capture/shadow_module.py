@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..guards.module_guards import METHOD
 from ..guards.option_recorder import MISSING
 from ..guards.scalar_inputs import Place, Strength, put
-from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_made, is_shim
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -154,10 +154,25 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
     return value
 
 
-@functools.cache
 def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
     """As `_recording_class`, for a module that carries code of others."""
+    if is_made(kind):
+        return _made_boundary_class.__wrapped__(kind)
+    return _made_boundary_class(kind)  # type: ignore[arg-type]  # classes are hashable
 
+
+def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a module class that reports attribute reads, those that find nothing among them.
+
+    One a class, but where torch made the class for one module: it holds the module, and what is kept would hold both.
+    """
+    if is_made(kind):
+        return _made_recording_class.__wrapped__(kind)
+    return _made_recording_class(kind)  # type: ignore[arg-type]  # classes are hashable
+
+
+@functools.cache
+def _made_boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_AT_BOUNDARY](self, kind, False, args, kwargs)
 
@@ -170,9 +185,7 @@ def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module class that reports attribute reads, those that find nothing among them."""
-
+def _made_recording_class(kind: type[nn.Module]) -> type[nn.Module]:
     def __getattribute__(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):

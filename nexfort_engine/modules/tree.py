@@ -121,8 +121,12 @@ def structure(
 def class_name(kind: type) -> str:
     """Where a class is found. One that torch made for a module with parametrisations is called after its base."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    made = kind.__module__ == parametrize.__name__ and kind.__name__ not in vars(parametrize)
-    return f"{name}({class_name(kind.__bases__[0])})" if made else name
+    return f"{name}({class_name(kind.__bases__[0])})" if is_made(kind) else name
+
+
+def is_made(kind: type) -> bool:
+    """Whether torch made a class for one module, whose weights it computes by other modules. The class holds both."""
+    return kind.__module__ == parametrize.__name__ and kind.__name__ not in vars(parametrize)
 
 
 def foreign(module: nn.Module) -> str | None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,3 +107,12 @@ def test_inside_cached_blocks_run_as_they_are_and_leave_nothing_there(pair: Pair
             pair.agrees(x())  # eager goes on with what it kept
             assert "cached()" in pair.reasons()
         assert not pair.agrees(x())["eager"]
+
+
+def test_nothing_keeps_a_network_alive_whose_classes_hold_its_layers(tmp_path: Path) -> None:
+    pair = Pair(Net(part=Normed), tmp_path)
+    pair.agrees(x())
+    weights = [weakref.ref(weight) for weight in pair.net.parameters()]
+    del pair
+    gc.collect()
+    assert not [weight for weight in weights if weight() is not None]
