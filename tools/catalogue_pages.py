@@ -66,7 +66,8 @@ _MEASUREMENTS = """
 
 *Default* holds where `options` does not name the option. "As torch has it" leaves the setting as the process has it.
 *Measured gain* is copied from `benchmarks/history.md` of the repository, with the GPU and the date. Milliseconds are
-those of a queued step in mode `O2` at 1024x1024, where the row says nothing else. A dash means that no cost is known.
+those of a queued step in mode `O2`, at the network's size in [benchmarks](benchmarks.md) where the row says no other. A
+dash means that no cost is known.
 """
 _HEAD = "| option | default | effect | cost | measured gain | devices | since |\n|---|---|---|---|---|---|---|\n"
 _LEGACY = """

@@ -273,7 +273,7 @@ _ROWS = (
         STANDARD,
         "Replays whole steps as CUDA graphs. The mode token `cudagraphs` switches it on with `jit`.",
         "SDXL 1024x1024 36.8 ms a step, 68.5 without under cudaMallocAsync (H200, 2026-11-22)",
-        "Memory: the activations of a step for each of the last four combinations of sizes.",
+        "Memory: about the activations of the largest step; graphs of the last four sizes share one pool.",
         "NVIDIA GPUs",
         rung="cudagraphs",
         shapes=False,
