@@ -28,7 +28,7 @@ SEEDS = {"comfy_unet": 21, "comfy_flux": 3, "comfy_wan": 30}  # of the walks, by
 # What can be done to Wan's can be done to Flux's too: that it is a video makes no other walk. A UNet's takes
 # minutes: it has the most kinds of blocks.
 WALKERS = ["comfy_flux", *(pytest.param(name, marks=pytest.mark.large) for name in ("comfy_unet", "comfy_wan"))]
-LENGTH = 30
+LENGTH = 60
 MOMENTS = ("undo", "all off", "unload", "load in part", "leave mid-prompt", "weights move", "new node", "other options")
 CHOICES = 40  # more than a family has knobs; the number is taken modulo theirs
 Step = tuple[str, int, int]
@@ -211,12 +211,12 @@ STEPS = st.tuples(st.sampled_from(KINDS), st.integers(0, CHOICES - 1), st.intege
 
 
 @pytest.mark.parametrize("name", WALKERS)
-def test_a_walk_of_thirty_operations(make_pair: Callable[[str], Pair], name: str) -> None:
+def test_a_walk_of_sixty_operations(make_pair: Callable[[str], Pair], name: str) -> None:
     done: list[Walk] = []
 
     @hypothesis.seed(SEEDS[name])
     @hypothesis.settings(
-        max_examples=2,  # the first is the simplest there is: thirty rests
+        max_examples=2,  # the first is the simplest there is: sixty rests
         database=None,
         phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         suppress_health_check=list(hypothesis.HealthCheck),
