@@ -25,7 +25,7 @@ from .cache.store import Store, default_root
 from .config.compile_config import CompileConfig
 from .engine import Engine
 from .modules.boundaries import OwnForward
-from .modules.tree import compiled_elsewhere, is_made, replaced_forward
+from .modules.tree import compiled_elsewhere, once_a_class, replaced_forward
 from .quant.quantized_linear import holds_quantised
 from .reporting.report import Report
 from .runtime.engine_state import Also, HostHooks
@@ -167,8 +167,7 @@ def wrap_methods(
     around: a decorator for those calls, for what a host wants to be true during each.
     again: wraps a copy of the module as this one is wrapped; without it the copy's engine knows no host.
     """
-    make: Any = _compiled_class.__wrapped__ if is_made(type(module)) else _compiled_class
-    kind = make(type(module), methods, around)
+    kind = _compiled_class(type(module), methods, around)
     wrapper = kind.__new__(kind)
     object.__setattr__(wrapper, "__dict__", module.__dict__)
     object.__setattr__(wrapper, "_nexfort_engine", engine)
@@ -176,7 +175,7 @@ def wrap_methods(
     return wrapper
 
 
-@functools.cache
+@once_a_class
 def _compiled_class(kind: type[nn.Module], methods: tuple[str, ...], around: Callable[..., Any] | None = None) -> Any:
     table: dict[str, Any] = {name: _through_engine(getattr(kind, name)) for name in methods if hasattr(kind, name)}
     if around is not None:

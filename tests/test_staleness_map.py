@@ -11,7 +11,7 @@ from recorded_locks import ROOT, assigned, statements
 from test_project import ENGINE, name_of, sources
 
 PAGE = ROOT / "docs" / "design" / "staleness_map.md"
-FUNCTIONS = ("functools.cache", "functools.lru_cache")
+FUNCTIONS = ("once_a_class", "functools.cache", "functools.lru_cache")
 HOLDERS = (
     "Recent",
     "WeakValueDictionary",

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..guards.module_guards import METHOD
 from ..guards.option_recorder import MISSING
 from ..guards.scalar_inputs import Place, Strength, put
-from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_made, is_shim
+from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim, once_a_class
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
@@ -62,7 +62,7 @@ class Shadow:
         copies: dict[int, nn.Module] = {}
         for path, sub in module.named_modules():
             make = _boundary_class if path in boundaries else _recording_class
-            kind = make(type(sub))  # type: ignore[arg-type]  # classes are hashable
+            kind = make(type(sub))
             copied = copies[id(sub)] = kind.__new__(kind)
             copied.__dict__[_MARK] = (self.reads, path)
         for sub in module.modules():
@@ -154,25 +154,10 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
     return value
 
 
+@once_a_class
 def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
     """As `_recording_class`, for a module that carries code of others."""
-    if is_made(kind):
-        return _made_boundary_class.__wrapped__(kind)
-    return _made_boundary_class(kind)  # type: ignore[arg-type]  # classes are hashable
 
-
-def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module class that reports attribute reads, those that find nothing among them.
-
-    One a class, but where torch made the class for one module: it holds the module, and what is kept would hold both.
-    """
-    if is_made(kind):
-        return _made_recording_class.__wrapped__(kind)
-    return _made_recording_class(kind)  # type: ignore[arg-type]  # classes are hashable
-
-
-@functools.cache
-def _made_boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_AT_BOUNDARY](self, kind, False, args, kwargs)
 
@@ -180,12 +165,14 @@ def _made_boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
         return self.__dict__[_AT_BOUNDARY](self, kind, True, args, kwargs)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    recording: Any = _recording_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    recording: Any = _recording_class(kind)
     return type(kind.__name__, (recording,), {"forward": forward, "__call__": call, **names})
 
 
-@functools.cache
-def _made_recording_class(kind: type[nn.Module]) -> type[nn.Module]:
+@once_a_class
+def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a module class that reports attribute reads, those that find nothing among them."""
+
     def __getattribute__(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 from ..modules.memory_format import Unsupported
-from ..modules.tree import PLAIN
+from ..modules.tree import PLAIN, class_name
 from .function_spec import is_named
 
 
@@ -21,7 +21,7 @@ class Member:
 
     def __init__(self, member: enum.Enum) -> None:
         kind = type(member)
-        where = f"{kind.__module__}.{kind.__qualname__}"
+        where = class_name(kind)
         if not is_named(kind):
             raise Unsupported(f"a member of {where}, which is not the class of that name")
         if kind.__members__.get(member.name or "") is not member:

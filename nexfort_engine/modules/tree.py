@@ -7,12 +7,13 @@ besides them is compared in `guards/module_guards.py`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import contains
 from typing import Any
@@ -155,6 +156,20 @@ def compiled_elsewhere(module: nn.Module) -> bool:
     # Another thread may be importing it (preload.py); then no module was wrapped by it yet.
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return wrapper is not None and isinstance(module, wrapper)
+
+
+def once_a_class(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have what is made of a class be made once, but where torch made the class for one module.
+
+    Such a class holds its module, so what is kept by it would hold the weights of models that are gone.
+    """
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def made(kind: type, *more: Any) -> Any:
+        return (make if is_made(kind) else cached)(kind, *more)
+
+    return made
 
 
 def mark_shim(function: Any, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import net_pairs  # noqa: E402
-from net_pairs import Pair  # noqa: E402
+from net_pairs import Net, Pair  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = torch.Tensor
@@ -106,22 +106,14 @@ CASES = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self, kind: type[Block]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([kind() for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, h: T) -> T:
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+def net_of(kind: type[Block]) -> Net:
+    return Net(WIDTH, lambda _: kind())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_step_gives_eager_s_numbers(case: str, tmp_path: Path) -> None:
     kind, hook = CASES[case]
-    pair = Pair(Net(kind), tmp_path)
+    pair = Pair(net_of(kind), tmp_path)
     eager = copy.deepcopy(pair.net)
     _hook(eager, hook)
     _hook(pair.net, hook)
@@ -132,14 +124,14 @@ def test_each_step_gives_eager_s_numbers(case: str, tmp_path: Path) -> None:
 
 
 def test_a_hook_around_a_plain_layer_leaves_the_block_compiled(tmp_path: Path) -> None:
-    pair = Pair(Net(Block), tmp_path)
+    pair = Pair(net_of(Block), tmp_path)
     _hook(pair.net, nothing)
     report = pair.agrees(torch.randn(3, WIDTH))
     assert report["artefacts_compiled"] and not pair.reasons()
 
 
 def test_a_step_with_a_hooked_layer_is_not_run_again_to_verify_it(tmp_path: Path) -> None:
-    pair, calls = Pair(Net(Block), tmp_path), list[int]()
+    pair, calls = Pair(net_of(Block), tmp_path), list[int]()
     pair.net.blocks[0].norm.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         pair.compiled(torch.randn(3, WIDTH))
@@ -157,7 +149,7 @@ def _hook(net: Any, hook: Callable[[Any], None]) -> None:
 
 def test_a_forward_that_a_hook_wraps_in_the_middle_of_a_step_stays(tmp_path: Path) -> None:
     """`functools.wraps` copies what the engine wrote on the forward that it put there for the step."""
-    pair = Pair(Net(Block), tmp_path)
+    pair = Pair(net_of(Block), tmp_path)
     eager = copy.deepcopy(pair.net)
 
     def wrap_the_second(net: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import net_pairs  # noqa: E402
-from net_pairs import Pair  # noqa: E402
+from net_pairs import Net, Pair  # noqa: E402
 from torch import nn  # noqa: E402
 
 T = torch.Tensor
@@ -120,16 +120,8 @@ class AsksTypes(Keeps):
 KINDS = (AsksTypes, Shared, Twice, Nested, Counts, ByThread, Queue, OnlyPuts)
 
 
-class Net(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([kind() for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, h: T) -> T:
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+def net_of(kind: type[nn.Module]) -> Net:
+    return Net(WIDTH, lambda _: kind())
 
 
 def kept_by(net: nn.Module) -> tuple[str, list[T]]:
@@ -156,7 +148,7 @@ def test_each_call_gives_eager_s_numbers_and_leaves_what_eager_leaves(
     kind: type[nn.Module], verified: int | None, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    pair = Pair(Net(kind).eval().requires_grad_(False), tmp_path)
+    pair = Pair(net_of(kind).eval().requires_grad_(False), tmp_path)
     eager = copy.deepcopy(pair.net)
     for step in range(5):
         h = torch.randn(3 + step % 2, WIDTH)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from dynamic_vram import Card, dynamic_vram
+from large_rows import few
 from loader_families import CONFIG, FAMILIES, FORMS, Family, file_of, loaded, lora_file, picture, with_lora
 from patchers import TOLERANCE, distance
 from pretended_graph import Graph, pretend
@@ -93,7 +94,7 @@ def _note(patch: pytest.MonkeyPatch, name: str, noted: list[str]) -> None:
 
 MOST = [("wan", "float8_e4m3fn")]
 EVERY = [(name, form) for name in FAMILIES for form in FORMS if name != "h3"]  # of which no step is a graph
-ROWS = [*MOST, *(pytest.param(*row, marks=pytest.mark.large) for row in EVERY if row not in MOST)]
+ROWS = few(EVERY, MOST)
 
 
 @pytest.mark.parametrize(("name", "form"), ROWS)

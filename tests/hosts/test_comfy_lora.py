@@ -38,8 +38,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_ca
 def _rows() -> list[Any]:
     """Every format on one family and one format on a few; the other pairs run by `make test-large`."""
     every = [(name, kind) for name in FAMILIES for kind in FORMATS]
-    few = [(name, kind) for name, kind in every if (kind == "lora" and name in FEW) or name == "comfy_flux"]
-    return [pytest.param(*row, marks=() if row in few else pytest.mark.large) for row in every]
+    return few(every, [row for row in every if row[0] == "comfy_flux" or (row[1] == "lora" and row[0] in FEW)])
 
 
 @pytest.mark.parametrize(("name", "kind"), _rows())
