@@ -8,6 +8,7 @@ scaled by fan-in: every input then matters, and an error in any layer shows in t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -192,10 +193,16 @@ def state_dict(backbone: Backbone, device: torch.device, keep: torch.device | No
 
     A processor takes minutes to draw what a GPU draws in a second, and draws other numbers.
     """
+    keep = keep or device
+    return {name: one.to(keep) for name, one in drawn(backbone, device)}
+
+
+def drawn(backbone: Backbone, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `state_dict` one after another, on `device`."""
     like = network(backbone).state_dict()
     torch.manual_seed(0)
-    keep = keep or device
-    return {name: _random(name, one, backbone.dtype, device).to(keep) for name, one in like.items()}
+    for name, one in like.items():
+        yield name, _random(name, one, backbone.dtype, device)
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .backbones import BACKBONES, Backbone, state_dict
+from .backbones import BACKBONES, Backbone, drawn
 
 _HALF = torch.bfloat16
 _ZIMAGE = {
@@ -180,45 +180,45 @@ FORMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def model_of(workload: Workload, device: torch.device, seed: int = 0) -> Any:
-    """The network as ComfyUI loads it. device: where the numbers are drawn; they are kept in main memory."""
+def weights_of(workload: Workload, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The state dict of the network's file, in main memory. device: where its numbers are drawn and quantised."""
     import comfy.memory_management
-    import comfy.sd
 
-    keep = torch.device("cpu")
     dynamic = getattr(comfy.memory_management, "aimdo_enabled", False)
     comfy.memory_management.aimdo_enabled = False  # layers that are made under it have no weights to take names from
+    weights: dict[str, torch.Tensor] = {}
     try:
-        weights = state_dict(workload.backbone, device, keep)
+        for name, one in drawn(workload.backbone, device):
+            plain = one.roll(seed, -1) if seed and one.ndim == 2 else one
+            made = _quantised(name, plain, workload) if workload.quant and _is_matrix(name, one, workload) else None
+            weights |= {key: value.cpu() for key, value in (made or {name: plain}).items()}
     finally:
         comfy.memory_management.aimdo_enabled = dynamic
-    if seed:
-        weights = {name: one.roll(seed, -1) if one.ndim == 2 else one for name, one in weights.items()}
-    if workload.quant:
-        _quantise(weights, workload, device)
-    return comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": workload.backbone.dtype})
+    return weights
 
 
-def _quantise(weights: dict[str, torch.Tensor], workload: Workload, device: torch.device) -> None:
-    """The matrices of blocks as ComfyUI's own files have them."""
+def model_of(workload: Workload, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The network as ComfyUI loads it from a file of these weights."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options={"dtype": workload.backbone.dtype})
+
+
+def _is_matrix(name: str, weight: torch.Tensor, workload: Workload) -> bool:
+    """Whether it is one of the large matrices of blocks, which files have quantised."""
+    in_block = name.endswith("weight") and ("blocks." in name or "layers." in name)
+    return in_block and weight.ndim == 2 and min(weight.shape) >= workload.least and weight.shape[1] % 256 == 0
+
+
+def _quantised(name: str, weight: torch.Tensor, workload: Workload) -> dict[str, torch.Tensor]:
+    """A matrix as ComfyUI's own files have it."""
     from comfy import quant_ops
 
     form, how, words = FORMS[workload.quant]
     layout = quant_ops.QUANT_ALGOS[form]["comfy_tensor_layout"]
     told = torch.tensor(list(json.dumps({"format": form, **words}).encode()), dtype=torch.uint8)
-    for name in _matrices(weights, workload):
-        plain = weights.pop(name).to(device)
-        if plain.shape[1] % 256:
-            weights[name] = plain.cpu()
-            continue
-        made = quant_ops.QuantizedTensor.from_float(plain, layout, **how).state_dict(name)
-        weights |= {key: value.cpu() for key, value in made.items()}
-        weights[name.removesuffix("weight") + "comfy_quant"] = told
-
-
-def _matrices(weights: Mapping[str, torch.Tensor], workload: Workload) -> list[str]:
-    blocks = [name for name in weights if name.endswith("weight") and ("blocks." in name or "layers." in name)]
-    return [name for name in blocks if weights[name].ndim == 2 and min(weights[name].shape) >= workload.least]
+    made = quant_ops.QuantizedTensor.from_float(weight, layout, **how).state_dict(name)
+    return {**made, name.removesuffix("weight") + "comfy_quant": told}
 
 
 def lora_of(model: Any, workload: Workload, seed: int, rank: int = 32) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ def rows_in_int8(
         sizes = (1, 1, inner) if part is None else part.shape
         steps = [0 if size == 1 else step for size, step in zip(sizes, arguments[name].stride(), strict=True)]
         arguments |= {f"{name}_batch": steps[0], f"{name}_token": steps[1]}
-    block = quantize_rows.block_of(inner)
+    block, rest = quantize_rows.blocks_of(inner)
     quantize[(batch * tokens,)](
         **arguments,
         out=out,
@@ -40,6 +40,7 @@ def rows_in_int8(
         GROUP=group,
         INNER=inner,
         BLOCK=block,
+        REST=rest,
         EPS=1e-6,
         WEIGHTED=False,
         BIASED=False,

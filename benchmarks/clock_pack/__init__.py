@@ -89,7 +89,8 @@ class ClockModel(_Node):
     def make(self, workload: str, number: int) -> tuple:
         """As ComfyUI's loader gives it."""
         with _drawing():
-            return (clock_workloads.model_of(clock_workloads.WORKLOADS[workload], _device(), number),)
+            row = clock_workloads.WORKLOADS[workload]
+            return (clock_workloads.model_of(row, clock_workloads.weights_of(row, _device(), number)),)
 
 
 class ClockFiles(_Node):

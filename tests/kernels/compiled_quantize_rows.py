@@ -17,8 +17,8 @@ CASES = (("layer_norm", 256, 3072, True), ("swiglu", 256, 10240, False), ("rms_n
 
 for (kind, group, inner, modulated), dtype in combined(CASES, ("fp16", "bf16")):
     for architecture in cards():
-        block = op.block_of(inner)
-        constants = {"KIND": op.KINDS[kind], "GROUP": group, "INNER": inner, "BLOCK": block, "EPS": 1e-6}
+        block, rest = op.blocks_of(inner)
+        constants = {"KIND": op.KINDS[kind], "GROUP": group, "INNER": inner, "BLOCK": block, "REST": rest, "EPS": 1e-6}
         constants |= {"WEIGHTED": kind == "rms_norm", "BIASED": False, "PLUS_ONE": bool(modulated)}
         constants |= dict.fromkeys(("FACTOR", "SHIFTED"), bool(modulated))
         kinds = {"out": "*i8", "scales": "*fp32", "tokens": "i32", **dict.fromkeys(constants, "constexpr")}

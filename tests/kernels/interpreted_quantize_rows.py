@@ -28,6 +28,7 @@ def launched(x: torch.Tensor, given: dict[str, torch.Tensor | None], how: dict[s
         part = tensors[name]
         steps = (0, 0) if part is None else [0 if n == 1 else s for n, s in zip(part.shape, part.stride(), strict=True)]
         arguments |= {f"{name}_batch": steps[0], f"{name}_token": steps[1]}
+    block, rest = op.blocks_of(inner)
     flags = {"WEIGHTED": "weight", "BIASED": "bias", "FACTOR": "factor", "SHIFTED": "shift"}
     quantize[(batch * tokens,)](
         **arguments,
@@ -37,7 +38,8 @@ def launched(x: torch.Tensor, given: dict[str, torch.Tensor | None], how: dict[s
         KIND=op.KINDS[how["kind"]],
         GROUP=how["group"],
         INNER=inner,
-        BLOCK=op.block_of(inner),
+        BLOCK=block,
+        REST=rest,
         EPS=how["eps"],
         PLUS_ONE=how["plus_one"],
         **{flag: tensors[name] is not None for flag, name in flags.items()},

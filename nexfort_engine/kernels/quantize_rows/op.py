@@ -29,6 +29,7 @@ LONGEST = 16384  # numbers of a row: a program holds one in registers
 # what is computed of the input first, by the number that the kernel has for it
 KINDS: Mapping[str, int] = {"": 0, "gelu_tanh": 1, "gelu": 2, "swiglu": 3, "rms_norm": 4, "layer_norm": 5}
 _LEAST_BLOCK = 256
+_MOST_OF_WHOLE = 0.8  # of the next power of 2, so that two blocks pay
 _SCHEMA = (
     "quantize_rows(Tensor x, Tensor? second, Tensor? weight, Tensor? bias, Tensor? factor, Tensor? shift, "
     "str kind, float eps, bool plus_one, int group) -> (Tensor, Tensor)"
@@ -150,9 +151,12 @@ def kernel(block: int) -> Any:
     return triton.autotune([triton.Config({}, num_warps=warps(block), num_stages=1)], key=[])(quantize)
 
 
-def block_of(inner: int) -> int:
-    """Numbers that a program has for rows of so many."""
-    return max(_LEAST_BLOCK, 1 << (inner - 1).bit_length())
+def blocks_of(inner: int) -> tuple[int, int]:
+    """Numbers of the two blocks of a program for rows of so many; the second is 0 where one block is hardly larger."""
+    whole = max(_LEAST_BLOCK, 1 << (inner - 1).bit_length())
+    main = whole // 2
+    rest = max(_LEAST_BLOCK, 1 << (inner - main - 1).bit_length()) if main < inner else whole
+    return (main, rest) if main >= _LEAST_BLOCK and main + rest <= _MOST_OF_WHOLE * whole else (whole, 0)
 
 
 def _lower(
@@ -186,13 +190,13 @@ def _lower(
         arguments[f"{name}_batch"], arguments[f"{name}_token"] = (0, 0) if part is None else _steps(part)
     for name, part in {"weight": weight, "bias": bias}.items():
         arguments[name] = parts["x"] if part is None else contiguous(part)
-    block = block_of(inner)
+    block, rest = blocks_of(inner)
     launch(
         kernel(block),
         [batch * tokens, 1, 1],
         ["out", "scales"],
         {**arguments, "out": out, "scales": scales, "tokens": tokens}
-        | {"KIND": KINDS[kind], "GROUP": group, "INNER": inner, "BLOCK": block, "EPS": eps}
+        | {"KIND": KINDS[kind], "GROUP": group, "INNER": inner, "BLOCK": block, "REST": rest, "EPS": eps}
         | {"WEIGHTED": weight is not None, "BIASED": bias is not None, "FACTOR": factor is not None}
         | {"PLUS_ONE": plus_one, "SHIFTED": shift is not None},
     )
