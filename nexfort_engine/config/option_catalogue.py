@@ -189,7 +189,7 @@ _ROWS = (
     ),
     OptionSpec(
         "fuse.int8_linear",
-        OFF,
+        STANDARD,
         "Computes int8 layers of ComfyUI's quantised files by kernels of its own, fused with the norm before them and "
         "the gate and residual behind.",
         "not measured, and so off: no card has timed the kernels beside ComfyUI's",

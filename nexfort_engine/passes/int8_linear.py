@@ -169,14 +169,17 @@ def _unfit(layer: Layer) -> str | None:
     rows = rows_of(x)
     if rows is None or rows < LEAST:
         return f"{rows} rows, for which the host has kernels" if rows is not None else "its rows depend on data"
-    if choice.MEASURED and choice.loses(_card(x.device), columns, inner):
+    if choice.loses(_card(x.device), columns, inner):
         return f"{columns}x{inner} was measured to be no faster on this card"
     return None
 
 
 def _card(device: torch.device) -> tuple[int, int]:
+    """The compute capability; (0, 0), of which nothing was measured, where there is no such card to ask."""
     from torch._inductor.runtime.hints import DeviceProperties
 
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0, 0
     return divmod(int(DeviceProperties.create(device).cc), 10)
 
 

@@ -91,12 +91,24 @@ def test_odd_scales_reach_their_own_numbers_alone(scale: float) -> None:
     assert torch.equal(found[1].nan_to_num(7, 8), torch.full((2,), 16 * scale).nan_to_num(7, 8))
 
 
-def test_a_layer_that_was_not_measured_gets_a_form_that_every_card_has() -> None:
+def test_a_layer_that_was_not_measured_gets_a_form_that_every_card_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = {(3840, 3840): choice.Measured(choice.FORMS[1], 1.0, 2.0), (64, 64): choice.Measured(choice.FORMS[2], 1, 2)}
+    monkeypatch.setattr(choice, "MEASURED", {(9, 0): fast})
     for card in ((8, 0), (9, 0), (12, 0)):
-        assert choice.form(card, 3840, 3840, few=False, up=False) == choice.FORMS[0]
-        assert choice.form(card, 3840, 3840, few=False, up=True) == choice.WITH_UP[0]
-        assert choice.form(card, 3840, 3840, few=True, up=False) == choice.FEW_ROWS
-        assert not choice.loses(card, 3840, 3840)
+        assert choice.form(card, 4096, 3840, few=False, up=False) == choice.FORMS[0]
+        assert choice.form(card, 4096, 3840, few=False, up=True) == choice.WITH_UP[0]
+        assert choice.form(card, 4096, 3840, few=True, up=False) == choice.FEW_ROWS
+        assert not choice.loses(card, 4096, 3840)
+
+
+def test_a_layer_that_was_not_measured_gets_the_form_of_all_that_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = ((3840, 3840), (10240, 3840))
+    monkeypatch.setattr(
+        choice, "MEASURED", {(9, 0): dict.fromkeys(layers, choice.Measured(choice.FORMS[1], 1.0, 2.0))}
+    )
+    assert choice.form((9, 0), 4096, 3840, few=False, up=False) == choice.FORMS[1]
+    assert choice.form((9, 0), 4096, 3840, few=False, up=True) == choice.WITH_UP[0]
+    assert choice.form((8, 0), 4096, 3840, few=False, up=False) == choice.FORMS[0]
 
 
 @pytest.mark.parametrize(("missing", "taken"), [(None, choice.GROUPED), ("torch is another", choice.FORMS[0])])

@@ -209,12 +209,13 @@ def test_what_was_measured_to_lose_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     assert int8_linears(graph_of("sandwich")) == 5
 
 
-def test_it_is_off_unless_asked_for() -> None:
+def test_it_is_on_for_gpus_unless_switched_off() -> None:
     for mode in ("O2", "O3", "max-autotune"):
-        assert not CompileConfig.parse(mode).lowering_options("cuda")["nexfort.int8_linear"]
-    asked = CompileConfig.parse({"mode": "O2", "options": {"fuse.int8_linear": True}})
-    assert asked.lowering_options("cuda")["nexfort.int8_linear"]
-    assert not asked.lowering_options("cpu")["nexfort.int8_linear"]
+        asked = CompileConfig.parse(mode)
+        assert asked.lowering_options("cuda")["nexfort.int8_linear"]
+        assert not asked.lowering_options("cpu")["nexfort.int8_linear"]
+    off = CompileConfig.parse({"mode": "O2", "options": {"fuse.int8_linear": False}})
+    assert not off.lowering_options("cuda")["nexfort.int8_linear"]
 
 
 @pytest.mark.parametrize(

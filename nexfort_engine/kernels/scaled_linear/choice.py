@@ -73,7 +73,15 @@ LARGER: Mapping[Capability, tuple[Form, ...]] = {
     (8, 0): (Form(128, 256, 128, 8, 3),),
 }
 # compute capability -> layer -> what was measured; a layer with `up` has its columns negative
-MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {}
+MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {
+    (9, 0): {
+        (11520, 3840): Measured(GROUPED, ours=318.2, host=515.3),
+        (3840, 3840): Measured(GROUPED, ours=141.5, host=224.1),
+        (10240, 3840): Measured(GROUPED, ours=293.6, host=448.1),
+        (-10240, 3840): Measured(GROUPED, ours=504.6, host=996.8),
+        (3840, 10240): Measured(GROUPED, ours=504.6, host=551.1),
+    },
+}
 
 
 def forms(card: Capability, *, up: bool = False) -> tuple[Form, ...]:
@@ -92,9 +100,12 @@ def form(card: Capability, columns: int, inner: int, *, few: bool, up: bool) -> 
     """The form of a layer: what was measured the fastest, or what should fill a card."""
     if few:
         return FEW_ROWS
-    found = measured(card, columns, inner, up=up)
-    taken = forms(card, up=up)[0] if found is None else found.form
-    return forms(card, up=up)[0] if taken.grouped and descriptors_missing(card) else taken
+    known, found = MEASURED.get(card, {}), measured(card, columns, inner, up=up)
+    # where every layer that was measured takes the same form, so does one that was not
+    alike = {one.form for layer, one in known.items() if (layer[0] < 0) == up}
+    plain = forms(card, up=up)[0]
+    taken = found.form if found is not None else alike.pop() if len(alike) == 1 else plain
+    return plain if taken.grouped and descriptors_missing(card) else taken
 
 
 def loses(card: Capability, columns: int, inner: int, *, up: bool = False) -> bool:
