@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ROOT / "nexfort_engine"
+Node = TypeVar("Node", ast.Call, ast.ExceptHandler)
 
 # The engine's packages from the bottom up, and the files that lie beside them; docs/design/overview.md says what
 # each is for. One imports from those below it and from itself, for types too.
@@ -63,10 +66,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(full module name, line) of every import in a file, also inside functions and of types alone."""
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -116,10 +124,9 @@ def rank(file: str) -> int:
     return RANK[file.partition("/")[0].removesuffix(".py")]
 
 
-@pytest.mark.parametrize("path", sources(ENGINE), ids=name_of)
-def test_imports_run_downwards(path: Path) -> None:
-    found = [f"line {line}: {other}" for other, line in upward(path).items()]
-    assert not found, f"{name_of(path)} imports from a package above"
+def test_imports_run_downwards() -> None:
+    found = [f"{name_of(path)}:{line}: {other}" for path in sources(ENGINE) for other, line in upward(path).items()]
+    assert not found, "imports from a package above"
 
 
 def in_rings() -> set[str]:
@@ -179,23 +186,23 @@ def test_names_from_before_the_packages_still_work() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", sources(ENGINE), ids=name_of)
-def test_only_hosts_know_a_host(path: Path) -> None:
-    if path.relative_to(ENGINE).parts[0] == "hosts":
-        return
-    known = [f"{name_of(path)}:{line}: {module}" for module, line in imports(path) if is_in(module, HOST_PACKAGES)]
-    assert not known
+def importing(packages: set[str], *paths: Path) -> list[str]:
+    """Where these files import something of these packages."""
+    found = [(path, *imported) for path in paths for imported in imports(path)]
+    return [f"{name_of(path)}:{line}: {module}" for path, module, line in found if is_in(module, packages)]
 
 
-@pytest.mark.parametrize("path", sources(ROOT / "nodes"), ids=name_of)
-def test_nodes_never_import_a_compiler(path: Path) -> None:
-    found = [f"{name_of(path)}:{line}: {module}" for module, line in imports(path) if is_in(module, COMPILERS)]
-    assert not found
+def test_only_hosts_know_a_host() -> None:
+    others = [path for path in sources(ENGINE) if path.relative_to(ENGINE).parts[0] != "hosts"]
+    assert not importing(HOST_PACKAGES, *others)
+
+
+def test_nodes_never_import_a_compiler() -> None:
+    assert not importing(COMPILERS, *sources(ROOT / "nodes"))
 
 
 def test_the_engine_never_imports_the_nodes() -> None:
-    found = [name_of(path) for path in sources(ENGINE) for module, _ in imports(path) if is_in(module, {"nodes"})]
-    assert not found
+    assert not importing({"nodes"}, *sources(ENGINE))
 
 
 LIGHT = """
@@ -251,11 +258,10 @@ def test_the_plugin_is_silent_without_comfyui(tmp_path: Path) -> None:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_each_file_says_its_licence_and_its_purpose(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert ast.get_docstring(ast.parse(text)), "the docstring says what the file is for"
+def test_each_file_says_its_licence_and_its_purpose() -> None:
+    first = "# SPDX-License-Identifier: Apache-2.0\n"
+    assert not [name_of(path) for path in sources() if not path.read_text(encoding="utf-8").startswith(first)]
+    assert not [name_of(path) for path in sources() if not ast.get_docstring(tree(path))], "what the file is for"
 
 
 def test_no_file_is_too_long() -> None:
@@ -263,24 +269,19 @@ def test_no_file_is_too_long() -> None:
     assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
-@pytest.mark.parametrize("path", sources(ENGINE, ROOT / "nodes", ROOT / "demo", ROOT / "tools"), ids=name_of)
-def test_no_code_is_made_from_text(path: Path) -> None:
-    calls = [
-        f"{node.func.id} in line {node.lineno}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
-    ]
-    assert not calls
+def in_code(kind: type[Node]) -> Iterator[tuple[str, Node]]:
+    """(place, node) of every node of a kind in what is not a test."""
+    for path in sources(ENGINE, ROOT / "nodes", ROOT / "demo", ROOT / "tools"):
+        yield from ((f"{name_of(path)}:{one.lineno}", one) for one in ast.walk(tree(path)) if isinstance(one, kind))
 
 
-@pytest.mark.parametrize("path", sources(ENGINE, ROOT / "nodes", ROOT / "demo", ROOT / "tools"), ids=name_of)
-def test_no_failure_is_swallowed_whole(path: Path) -> None:
-    bare = [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    ]
-    assert not bare, "name what is caught"
+def test_no_code_is_made_from_text() -> None:
+    calls = [(place, call.func.id) for place, call in in_code(ast.Call) if isinstance(call.func, ast.Name)]
+    assert not [call for call in calls if call[1] in ("eval", "exec")]
+
+
+def test_no_failure_is_swallowed_whole() -> None:
+    assert not [place for place, one in in_code(ast.ExceptHandler) if one.type is None], "name what is caught"
 
 
 def test_the_readme_answers_on_its_first_screen() -> None:
