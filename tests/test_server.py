@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
     """A server that remembers only the last prompt's results, so that a repeated seed is sampled again."""
+    with served.server(comfyui, base, cache, "--cache-classic") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def restarted(server: ComfyServer, comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
+    """A second server, which finds what the first one has compiled until then."""
     with served.server(comfyui, base, cache, "--cache-classic") as running:
         yield running
 
@@ -179,13 +185,13 @@ def test_the_same_seed_gives_the_same_bits(server: ComfyServer, base: Path) -> N
     assert numpy.array_equal(first, again)
 
 
-def test_a_restart_starts_warm(server: ComfyServer, comfyui: Path, base: Path, cache: Path) -> None:
+def test_a_restart_starts_warm(server: ComfyServer, base: Path, request: pytest.FixtureRequest) -> None:
     name = "sd15_compile_model_vae"
     before = server.run(served.tiny_workflow(name), timeout=300)
-    with served.server(comfyui, base, cache, "--cache-classic") as restarted:
-        after = restarted.run(served.tiny_workflow(name), timeout=300)
-        assert total(restarted, "artefacts_compiled") == 0
-        assert total(restarted, "artefacts_loaded") > 0
+    restarted = request.getfixturevalue("restarted")
+    after = restarted.run(served.tiny_workflow(name), timeout=300)
+    assert total(restarted, "artefacts_compiled") == 0
+    assert total(restarted, "artefacts_loaded") > 0
     assert numpy.array_equal(served.latent(base, after), served.latent(base, before))
     for image, expected in zip(served.images(base, after), served.images(base, before), strict=True):
         assert numpy.array_equal(image, expected)
@@ -357,21 +363,21 @@ def by_id(server: ComfyServer, ids: list[str]) -> dict[str, Any]:
     return dict(server.get("/nexfort/cache"))
 
 
-def test_prune_and_clear(server: ComfyServer, comfyui: Path, base: Path, cache: Path, tmp_path: Path) -> None:
+def test_prune_and_clear(server: ComfyServer, base: Path, request: pytest.FixtureRequest) -> None:
+    """The last test of this file: it leaves nothing in the cache."""
     server.run(served.tiny_workflow("flux_compile_model"), timeout=300)
-    with served.server(comfyui, base, tmp_path / "cache") as running:
-        empty = running.post("/nexfort/cache/prune", {"max_bytes": 0})
-        assert empty == {"removed": 0, "freed": 0, "count": 0, "size": 0}
-        shutil.copytree(cache / "entries", tmp_path / "cache" / "entries", dirs_exist_ok=True)
-        running.run(served.tiny_workflow("flux_compile_model"), timeout=300)
-        assert total(running, "artefacts_loaded") > 0 and total(running, "artefacts_compiled") == 0
-        full = running.get("/nexfort/cache")
-        room = 3 * full["size"]  # the copies that this server has loaded count as well
-        kept = running.post("/nexfort/cache/prune", {"max_bytes": room})
-        assert kept == {"removed": 0, "freed": 0, "count": full["count"], "size": full["size"]}
-        left = by_id(running, [entry["id"] for entry in full["entries"]])
-        gone = running.post("/nexfort/cache/clear", {"confirm": True})
-        assert gone == {"removed": left["count"], "freed": left["size"], "count": 0, "size": 0}
-        assert running.get("/nexfort/cache")["entries"] == []
-        # What is compiled in this process goes on working.
-        running.run(served.tiny_workflow("flux_compile_model", seed=5), timeout=300)
+    running = request.getfixturevalue("restarted")
+    running.run(served.tiny_workflow("flux_compile_model"), timeout=300)
+    assert total(running, "artefacts_loaded") > 0 and total(running, "artefacts_compiled") == 0
+    full = running.get("/nexfort/cache")
+    room = 4 * full["size"]  # the copies that both servers have loaded count as well
+    kept = running.post("/nexfort/cache/prune", {"max_bytes": room})
+    assert kept == {"removed": 0, "freed": 0, "count": full["count"], "size": full["size"]}
+    left = by_id(running, [entry["id"] for entry in full["entries"]])
+    gone = running.post("/nexfort/cache/clear", {"confirm": True})
+    assert gone == {"removed": left["count"], "freed": left["size"], "count": 0, "size": 0}
+    assert running.get("/nexfort/cache")["entries"] == []
+    empty = running.post("/nexfort/cache/prune", {"max_bytes": 0})
+    assert empty == {"removed": 0, "freed": 0, "count": 0, "size": 0}
+    # What is compiled in this process goes on working.
+    running.run(served.tiny_workflow("flux_compile_model", seed=5), timeout=300)

@@ -17,6 +17,7 @@ from imitated_comfyui import WORKFLOW, runs
 
 from nexfort_engine.cli import comfy_server, run_workflows
 from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
+from nexfort_engine.cli.missing_models import HEAD
 from nexfort_engine.hosts import comfy_install
 
 imitation = imitated_comfyui.imitation  # a fixture
@@ -273,6 +274,20 @@ def test_progress_text_arrives(server: ComfyServer, library: str, monkeypatch: p
     with run_workflows.listening(server, run_workflows.Console(said.append)):
         server.run(workflow, timeout=60)
     assert text in said, "what was said just before the end is waited for"
+
+
+@pytest.mark.comfy
+def test_a_run_without_its_models_lists_them(server: ComfyServer) -> None:
+    path = Path(comfy_server.__file__).parents[2] / "workflows" / "api" / "flux_plain.json"
+    said: list[str] = []
+    run = run_workflows.run_workflows(server, {"flux": json.loads(path.read_text(encoding="utf-8"))}, said.append)
+    text = "\n".join(said)
+    lines = [line for line in text.splitlines() if "https://" in line]
+    assert run.failed and HEAD in text and len(lines) == 4, text
+    assert all(line.startswith("  ") and "-> models/" in line for line in lines)
+    assert "Value not in list" not in text
+    (prompt,) = run.prompts
+    assert HEAD in prompt["error"]
 
 
 @pytest.mark.comfy

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,12 +11,11 @@ from pathlib import Path
 import pytest
 from bundle_parts import put
 from pages import ROOT
-from served import comfyui_or_skip
 
 from nexfort_engine import __version__
 from nexfort_engine.cache.store import Store
 from nexfort_engine.cli import run_workflows
-from nexfort_engine.cli.missing_models import HEAD, missing_models
+from nexfort_engine.cli.missing_models import missing_models
 from nexfort_engine.hosts.comfy_install import comfyui_cache
 
 BESIDE = ("NEXFORT_CACHE_DIR", "NEXFORT_CACHE_BASE", "TORCHINDUCTOR_CACHE_DIR", "COMFYUI_PATH")
@@ -157,21 +155,3 @@ def test_each_missing_model_is_a_line_with_its_link() -> None:
     assert line.startswith("flux1-dev.safetensors -> models/diffusion_models (node 12, UNETLoader)  https://")
     assert missing_models(refusal("folder\\own.safetensors")) == ["folder\\own.safetensors (node 12, UNETLoader)"]
     assert missing_models({**refusal("euler"), "3": {"class_type": "A", "errors": []}}) == [] == missing_models(None)
-
-
-@pytest.mark.comfy
-@pytest.mark.slow
-def test_a_run_without_its_models_lists_them(tmp_path: Path) -> None:
-    comfyui = comfyui_or_skip()
-    (tmp_path / "base" / "models").mkdir(parents=True)
-    workflow = ROOT / "workflows" / "api" / "flux_compile_model.json"
-    done = nexfort(
-        *("run", workflow, "--comfyui", comfyui, "--base-directory", tmp_path / "base", "--report", "report.json"),
-        home=tmp_path,
-    )
-    lines = [line for line in done.stdout.splitlines() if "https://" in line]
-    assert done.returncode == 1 and HEAD in done.stdout and len(lines) == 4, done.stdout + done.stderr
-    assert all(line.startswith("  ") and "-> models/" in line for line in lines)
-    assert "Value not in list" not in done.stdout
-    (prompt,) = json.loads((tmp_path / "report.json").read_text())["prompts"]
-    assert HEAD in prompt["error"]
