@@ -28,15 +28,25 @@ pytest.register_assert_rewrite(*(file.stem for file in (Path(__file__).parent / 
 THREADS = 1
 MOST_PROCESSES = 4
 SECONDS_BETWEEN = 120.0
-LONGEST = (  # files that take longest: where several run at once, none of these is left for the end
-    *("test_server.py", "contracts.py", "contracts_faults.py", "contracts_changes.py", "test_diffusers.py"),
-    *("test_browser.py", "test_changes.py", "test_lower_ahead.py", "test_comfy_patches.py", "test_comfy_prepack.py"),
-    *("test_comfy_quantised.py", "test_text_to_image.py", "test_browser_nodes.py", "test_browser_cache.py"),
-    *("test_comfy_offload.py", "test_comfy_given_back.py", "test_comfy_lora.py", "test_diffusers_quantize.py"),
-    *("test_comfy_controlnet.py", "test_handover.py", "test_worker_pool.py", "test_callbacks.py"),
-    *("test_diffusers_parallel.py", "test_diffusers_lora.py", "test_lower_convolutions.py", "test_old_names.py"),
-    *("test_diffusers_offload.py", "test_region.py", "test_invariant_cache.py", "test_store_faults.py"),
-    *("test_background.py", "test_warm.py", "test_browser_templates.py", "test_tuned_attention.py"),
+# Files that share what takes seconds to make, by how their paths below tests/ begin: one process runs all of a group.
+TOGETHER = {
+    "contracts": ("contracts", "test_changes.py"),  # compiled backbones
+    "web": ("web/",),  # a server
+    "kernels": ("kernels/",),  # processes that have imported Triton
+    "pairs": tuple(
+        f"hosts/test_comfy_{of}.py" for of in ("patches", "lora", "object_patches", "bad_patches", "lifecycles", "walk")
+    ),
+}
+LONGEST = (  # files and groups that take longest: where several processes run tests, none of these is left for the end
+    *("web", "contracts", "pairs", "test_server.py", "kernels", "hosts/test_comfy_given_back.py"),
+    *("hosts/test_diffusers.py", "lowering/test_lower_ahead.py", "hosts/test_comfy_prepack.py"),
+    *("hosts/test_comfy_quantised.py", "benchmarks/test_text_to_image.py"),
+    *("hosts/test_comfy_offload.py", "hosts/test_diffusers_quantize.py"),
+    *("hosts/test_comfy_controlnet.py", "compilation/test_handover.py", "lowering/test_worker_pool.py"),
+    *("guards/test_callbacks.py", "hosts/test_diffusers_parallel.py", "hosts/test_diffusers_lora.py"),
+    *("lowering/test_lower_convolutions.py", "test_old_names.py", "hosts/test_diffusers_offload.py"),
+    *("dispatch/test_region.py", "cudagraphs/test_invariant_cache.py", "cache/test_store_faults.py"),
+    *("compilation/test_background.py", "cli/test_warm.py", "passes/test_tuned_attention.py"),
 )
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "
@@ -219,8 +229,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` the contracts, which take longest, run in two processes: each backbone in one of them."""
-    from halves import half_of
+    """With `--dist loadfile` each process runs whole files, and whole groups of them."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
@@ -229,17 +238,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             config.option.loadscopereorder = False  # by number of tests; the longest files have few
 
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            backbone = test.partition("[")[2].partition("-")[0].rstrip("]")
-            return f"contracts {half_of(backbone)}" if Path(file).name.startswith("contracts") else file
+            return _group_of(Path(nodeid.partition("::")[0]))
 
     return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def _group_of(file: Path) -> str:
+    """The group of files that a file belongs to, or else its own path below tests/."""
+    path = file.as_posix().rpartition("tests/")[2]
+    return next((group for group, begin in TOGETHER.items() if path.startswith(begin)), path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped where there is none; the longest files come first, for whoever runs several."""
     place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    items.sort(key=lambda item: place.get(_group_of(item.path), len(place)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from backbones import BACKBONES, FOUR, make
-from halves import half_of
 from inputs import shuffled_calls
 from outside import unexplained
 from restarted import counting, digests
@@ -177,11 +176,10 @@ def test_twelve_blocks_need_what_two_need(tiny: Subject) -> None:
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.large)], ids=["four", "the others"])
-@pytest.mark.parametrize("half", [0, 1])  # those that conftest.py's scheduler has compiled in this process
 def test_second_process_compiles_nothing_and_gives_the_same_bits(
-    request: pytest.FixtureRequest, artefact_cache: Path, half: int, few: bool
+    request: pytest.FixtureRequest, artefact_cache: Path, few: bool
 ) -> None:
-    names_here = [name for name in installed(request) if half_of(name) == half and (name in FOUR) == few]
+    names_here = [name for name in installed(request) if (name in FOUR) == few]
     wanted = {name: digests(subject(name).tiny, subject(name).compiled) for name in names_here}
     assert all(len(set(found)) == len(found) for found in wanted.values()), "two calls of a backbone gave the same"
     environment = {**os.environ, "NEXFORT_CACHE_DIR": str(artefact_cache)}
@@ -189,7 +187,7 @@ def test_second_process_compiles_nothing_and_gives_the_same_bits(
         environment["COMFYUI_PATH"] = str(request.getfixturevalue("comfyui"))
     here, support = Path(__file__).parent, Path(__file__).with_name("support")
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (here.parent, here, support)))
-    control = ["--control"] if half == 0 and few else []  # once is enough: the hooks are the same
+    control = ["--control"] if few else []  # once is enough: the hooks are the same
     command = [sys.executable, str(support / "restarted.py"), *names_here, *control]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
