@@ -17,6 +17,9 @@ NEWEST_FRONT_END := 1.58.1
 FRONT_END ?=
 front_end = $(if $(1),NEXFORT_TEST_FRONT_END=$(CURDIR)/.venv/front-ends/$(1))
 
+# Where Python is told to keep no bytecode, each of hundreds of processes would compile all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-gpu test-large lint clean
 
 help:
