@@ -13,9 +13,6 @@ import pytest
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-# fixtures
-base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
-chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
 
 TAB, BADGE = browser.TAB, browser.BADGE
 MODELS, BLOCKS = 200, 14

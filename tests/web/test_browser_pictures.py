@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the face for the docs, each of a state that was really reached, and the moving one for the first page.
 
-`NEXFORT_TEST_SHOTS=web/docs/images make test-large ARGS=tests/test_browser_pictures.py` makes them anew.
+`NEXFORT_TEST_SHOTS=web/docs/images make test-large ARGS=tests/web/test_browser_pictures.py` makes them anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import browser
-import browser_pages
 import face_pictures
 import pytest
 import served
@@ -25,8 +24,6 @@ from PIL import Image
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.large]
-# fixtures
-base, comfyui, chromium = browser_pages.base, browser_pages.comfyui, browser_pages.chromium
 
 BADGE = browser.BADGE
 RUN, BYPASSED = 0, 4  # modes of the front end's nodes

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import browser
-import browser_pages
 import pytest
 import served
 from browser_pages import page_of
@@ -22,9 +21,6 @@ from browser_pages import page_of
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-# fixtures
-base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
-chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
 
 BADGE = browser.BADGE
 TAB = browser.TAB

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import browser
-import browser_pages
 import pytest
 import served
 from browser_pages import page_of
@@ -18,9 +17,6 @@ from nexfort_engine import __version__
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-# fixtures
-base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
-chromium, page = browser_pages.chromium, browser_pages.page
 
 BADGE, REPORT = browser.BADGE, browser.REPORT
 HEADLINE = ".nexfort-headline"
@@ -28,6 +24,24 @@ STEPS = 8
 RUN, BYPASSED = 0, 4  # modes of the front end's nodes
 SET_MODE = """mode => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel').mode = mode }"""
 WORDS = {"faster": "× faster, ", "alike": "about as fast: ", "slower": "slower here: "}
+
+
+@pytest.fixture(scope="module")
+def base(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this file alone, as are its cache and server: nothing was measured there."""
+    return served.base_folder(tmp_path_factory.mktemp("base"), comfyui, "flux_unet", "taesd_flux")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
+    root = str(browser.front_end_or_skip())
+    with served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", root) as running:
+        yield running
 
 
 def workflow() -> dict[str, Any]:

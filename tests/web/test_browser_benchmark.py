@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import browser
-import browser_pages
 import pytest
 import served
 from browser_pages import page_of
@@ -20,9 +20,6 @@ from nexfort_engine.cli import comfy_server
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-# fixtures
-base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
-chromium, filled, page = browser_pages.chromium, browser_pages.filled, browser_pages.page
 
 BADGE, REPORT = browser.BADGE, browser.REPORT
 DIALOG = ".nexfort-benchmark"
@@ -78,6 +75,7 @@ def inputs_of(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, filled: ComfyServer) -> None:
+    filled.post("/history", {"clear": True})  # or what a run takes would be known
     page.evaluate("() => window.app.graph.clear()")
     browser.run_command(page, "Nexfort.Benchmark")
     browser.wait_for_message(page, "The workflow has no Nexfort compile node")
@@ -167,9 +165,16 @@ def test_a_prompt_that_the_server_refuses_is_told(page: Any, filled: ComfyServer
 
 
 def test_a_server_that_restarts_in_the_middle_is_told(
-    chromium: Any, comfyui: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chromium: Any,
+    filled: ComfyServer,
+    comfyui: Path,
+    base: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tmp_path.chmod(0o700)
+    shutil.copytree(cache / "entries", tmp_path / "entries")
     arguments = ("--cache-classic", "--front-end-root", str(browser.front_end_or_skip()))
     with served.server(comfyui, base, tmp_path, *arguments) as first, page_of(chromium, first) as page:
         open_with(page, 60, steps=2000)

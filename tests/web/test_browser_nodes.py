@@ -10,14 +10,10 @@ import json
 from typing import Any
 
 import browser
-import browser_pages
 import pytest
 import served
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-# fixtures
-base, cache, comfyui, server = browser_pages.base, browser_pages.cache, browser_pages.comfyui, browser_pages.server
-chromium, page = browser_pages.chromium, browser_pages.page
 
 BADGE = browser.BADGE
 MODES_OF = """() => window.app.graph.nodes.filter((node) => node.comfyClass === 'NexfortCompileModel')

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import browser
-import browser_pages
 import pytest
-import served
 import workflow_blueprint
 import workflow_pictures
 import workflow_templates
@@ -18,7 +14,6 @@ import workflow_templates
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-comfyui, chromium, page = browser_pages.comfyui, browser_pages.chromium, browser_pages.page  # fixtures
 
 TITLES = [one.title for one in workflow_templates.TEMPLATES]
 LEAST_SCALE = 0.7
@@ -38,17 +33,6 @@ QUEUED = """async () => {
   const { output } = await window.app.graphToPrompt()
   return Object.values(output).map((node) => node.class_type).sort()
 }"""
-
-
-@pytest.fixture(scope="module")
-def server(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """A server whose lists of files have all that the templates name."""
-    folder = tmp_path_factory.mktemp("templates")
-    base = served.base_folder(folder, comfyui)
-    served.picture(base)
-    served.name_only(base, (one.graph() for one in workflow_templates.TEMPLATES))
-    with served.server(comfyui, base, folder / "cache", "--front-end-root", str(browser.front_end_or_skip())) as made:
-        yield made
 
 
 @pytest.mark.parametrize(
