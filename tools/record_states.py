@@ -3,7 +3,8 @@
 
 NAME is a workflow of workflows/api that has a row in tests/support/served.py, whose files are made with random weights.
 It runs compiled, uncompiled and compiled again, after a first compile that teaches how long one takes. The file is for
-`NEXFORT_TEST_STATES`, by which tests/web/test_browser_pictures.py draws the moving picture of a machine without a browser.
+`NEXFORT_TEST_STATES`: with it tests/web/test_browser_pictures.py draws the moving picture of a machine without a
+browser.
 """
 
 from __future__ import annotations
