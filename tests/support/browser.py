@@ -102,6 +102,10 @@ CUT_OFF = """selector => [...document.querySelectorAll(`${selector}, ${selector}
   return width > 0 && (left < -1 || right > innerWidth + 1 || (block && hidden))
 }).map((one) => `${one.tagName} ${one.className}: ${one.textContent.slice(0, 60)}`)"""
 READY = "() => window.app?.extensionManager"
+AS_AT_FIRST = """async (settings) => {
+  const { setting } = window.app.extensionManager
+  for (const [id, value] of Object.entries(settings)) if (setting.get(id) !== value) await setting.set(id, value)
+}"""
 
 
 def front_end_or_skip() -> Path:
@@ -201,6 +205,14 @@ def menu(page: Any) -> Any:
 def wait_for_message(page: Any, words: str) -> None:
     """Wait for a message of the front end, which newer ones hold a second time for screen readers."""
     page.get_by_text(words).first.wait_for()
+
+
+def begin_anew(page: Any) -> None:
+    """An empty canvas and the settings of SETTINGS on a page that another test has used, with nothing open over it."""
+    page.keyboard.press("Escape")
+    page.evaluate(AS_AT_FIRST, SETTINGS)
+    page.evaluate("() => window.app.graph.clear()")
+    settle(page)
 
 
 def reload(page: Any) -> None:

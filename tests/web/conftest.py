@@ -64,6 +64,13 @@ def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> 
         yield opened
 
 
+@pytest.fixture(scope="module")
+def kept(chromium: Any, server: ComfyServer) -> Iterator[Any]:
+    """One page for all tests of a file that run nothing: to open one takes as long as most of them."""
+    with page_of(chromium, server) as opened:
+        yield opened
+
+
 @pytest.fixture
 def filled(server: ComfyServer) -> ComfyServer:
     """The server after a compiled prompt, so that cache and report hold something."""

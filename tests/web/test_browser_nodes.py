@@ -26,6 +26,12 @@ SAVED = """async () => {
 }"""
 
 
+@pytest.fixture
+def page(kept: Any) -> Any:
+    browser.begin_anew(kept)
+    return kept
+
+
 # ---- search ------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +105,7 @@ def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
     page.locator(browser.REPORT).wait_for()
 
 
-# The fields of the compile node with where each is in the window, on the canvas.
+# Brings the compile node into the middle; its fields with where each is in the window, on the canvas.
 FIELDS = """() => {
   const { canvas, graph } = window.app
   const node = graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
@@ -153,6 +159,8 @@ def test_the_options_field_completes_words_and_says_what_is_wrong(page: Any, vue
     browser.load(page, served.tiny_workflow("flux_compile_model"))
     badge = page.locator(BADGE)
     badge.wait_for()
+    page.evaluate(FIELDS)
+    browser.settle(page)
     node = page.locator("[data-node-id]").filter(has=badge) if vue else page
     field = (node.get_by_role("textbox") if vue else page.get_by_placeholder("options")).locator("visible=true").first
     field.wait_for()

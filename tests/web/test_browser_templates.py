@@ -35,6 +35,12 @@ QUEUED = """async () => {
 }"""
 
 
+@pytest.fixture
+def page(kept: Any) -> Any:
+    browser.begin_anew(kept)
+    return kept
+
+
 @pytest.mark.parametrize(
     "title", [one if one in TITLES[:1] else pytest.param(one, marks=pytest.mark.large) for one in TITLES]
 )
