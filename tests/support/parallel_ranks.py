@@ -131,8 +131,11 @@ def _calls(pipe: Any, sizes: int) -> list[dict[str, Any]]:
     return [{"size": size, "length": lengths[i % 3]} for i, size in enumerate(pipe.family.sizes[:sizes])]
 
 
-def families(names: list[str], first: str, heads: int | None = None) -> dict[str, Any]:
-    """Each compiled and parallel, beside its eager self that is as parallel. first: what is done first."""
+def families(names: list[str], first: str, heads: int | None = None, odd: Any = None) -> dict[str, Any]:
+    """Each compiled and parallel, beside its eager self that is as parallel. first: what is done first.
+
+    odd: size and length of one more call, which diffusers cannot split.
+    """
     from subjects import distance, graphs_as_they_are
 
     import nexfort_engine
@@ -161,6 +164,7 @@ def families(names: list[str], first: str, heads: int | None = None) -> dict[str
             regions = engine_of(ours.transformer).regions
             rows["speak"] = sum(any(one.artefact.groups for one in region.bindings) for region in regions)
             rows["eager"] = [f"{row['region']}: {row['reason']}" for row in report.as_dict()["eager"]]
+            rows["refused"] = [_said(pipe, *odd) for pipe in (eager, ours)] if odd else []
             told[name] = rows
     return told
 
@@ -251,14 +255,17 @@ def refused(names: list[str], size: list[int], length: int, heads: int | None = 
             for pipe in (eager, ours):
                 _parallel(pipe.transformer, world)
             ours = nexfort_engine.compile_pipe(ours)
-            told[name] = []
-            for pipe in (eager, ours):
-                try:
-                    pipe(size=tuple(size), length=length)
-                    told[name].append("")
-                except Exception as error:
-                    told[name].append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            told[name] = [_said(pipe, size, length) for pipe in (eager, ours)]
     return told
+
+
+def _said(pipe: Any, size: list[int], length: int) -> str:
+    """What a network raises in a call, "" where it raises nothing."""
+    try:
+        pipe(size=tuple(size), length=length)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 if __name__ == "__main__":
