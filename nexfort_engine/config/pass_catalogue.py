@@ -130,7 +130,7 @@ PASSES: tuple[PassSpec, ...] = (
         },
     ),
     PassSpec("rotary", "fuse.rotary", "rotary:rotaries"),
-    PassSpec("fp8_input", "fuse.fp8_input", "fp8_input:fp8_inputs", needs="fp8"),
+    PassSpec("fp8_input", "fuse.fp8_input", "fp8_input:fp8_inputs", needs="fp8", measured=HOPPER),
     PassSpec("int8_linear", "fuse.int8_linear", "int8_linear:int8_linears", needs="int8_files", measured=HOPPER),
     PassSpec(
         "broadcast",

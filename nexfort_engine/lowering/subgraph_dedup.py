@@ -121,7 +121,7 @@ class _Cutter:
         """All pieces and how they are called; None where a size is in no input by itself."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         symbols = _symbols(inputs)
-        if not _free_symbols(node for calls in self.segments for node in calls[0]) <= symbols.keys():
+        if not _free_symbols((node for calls in self.segments for node in calls[0]), strides=False) <= symbols.keys():
             return None
         numbers = {node: i for i, node in enumerate(inputs)}  # of the values
         used = sorted(symbols, key=str)
@@ -132,7 +132,8 @@ class _Cutter:
             if not gives and not any(map(writes, calls[0])):
                 continue  # nobody reads it
             takes = _taken(calls)
-            own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]), key=str)
+            # strides of an input that is a part of another tensor have symbols of their own, which nothing computes with
+            own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]) & symbols.keys(), key=str)
             self.pieces.append(_piece(calls, takes, {symbol: symbols[symbol][2] for symbol in own}, gives))
             for time, nodes in enumerate(calls):
                 taken = [numbers[given[time]] for given in takes] + [sizes[symbol] for symbol in own]
@@ -186,7 +187,7 @@ def _symbols(inputs: Nodes) -> dict[Any, tuple[int, int, torch.SymInt]]:
     return found
 
 
-def _free_symbols(nodes: Any) -> set[Any]:
+def _free_symbols(nodes: Any, *, strides: bool = True) -> set[Any]:
     """The symbols in sizes and strides of values, and in sizes that calls are given."""
     found: set[Any] = set()
 
@@ -195,7 +196,7 @@ def _free_symbols(nodes: Any) -> set[Any]:
             for part in value:
                 look(part)
         elif isinstance(value, torch.Tensor):
-            look([*value.shape, *value.stride(), value.storage_offset()])
+            look([*value.shape, *((*value.stride(), value.storage_offset()) if strides else ())])
         elif isinstance(value, torch.SymInt):
             found.update(value.node.expr.free_symbols)
 

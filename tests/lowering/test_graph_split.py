@@ -114,6 +114,27 @@ def test_parts_do_what_the_whole_does_to_their_inputs_too(probe: Probe) -> None:
         assert [x.stride() for x in found] == [x.stride() for x in wanted]
 
 
+def sliced(batch: int = 1, image: int = 24, text: int = 7) -> tuple[torch.Tensor, ...]:
+    """As `call`, with an image that is the end of a longer tensor: its strides and offset are numbers of their own."""
+    found, *rest = call(batch, image, text)
+    return torch.cat([found, found], 1)[:, image:], *rest
+
+
+def test_a_part_takes_an_input_whose_strides_are_no_size(tmp_path: Path) -> None:
+    probe = Probe(made(Pair), *sliced())
+    parts = part(probe.captured.graph, least=8)
+    assert parts is not None and len(parts.pieces) >= 2
+    payload = tmp_path / "payload"
+    inductor.lower(probe.captured, payload, CompileConfig.parse("O2").lowering_options("cpu") | {"nexfort.fold": True})
+    code = inductor.load(payload, {}, [])
+    for size in [(1, 24, 7), (1, 64, 5)]:
+        ours, theirs = sliced(*size), sliced(*size)
+        found = code([*probe.weights, *ours])
+        wanted = probe.captured.graph(*probe.weights, *theirs)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_cut_is_crossed_by_what_libraries_gave_or_took(probe: Probe) -> None:
     parts = part(probe.captured.graph, least=8)
     assert parts is not None

@@ -122,8 +122,9 @@ def test_operators_stay_that_are_called_otherwise(scale: Any, device: str, reaso
     assert reason in told and str(graph.graph).count("quantize_fp8") > 0
 
 
-def test_it_is_off_unless_asked_for() -> None:
-    assert not CompileConfig.parse("O3").lowering_options("cuda")["nexfort.fp8_input"]
-    asked = CompileConfig.parse({"mode": "O2", "options": {"fuse.fp8_input": True}})
+def test_it_is_on_for_gpus_unless_switched_off() -> None:
+    asked = CompileConfig.parse("O2")
     assert asked.lowering_options("cuda")["nexfort.fp8_input"]
     assert not asked.lowering_options("cpu")["nexfort.fp8_input"]
+    off = CompileConfig.parse({"mode": "O2", "options": {"fuse.fp8_input": False}})
+    assert not off.lowering_options("cuda")["nexfort.fp8_input"]

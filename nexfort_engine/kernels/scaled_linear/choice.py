@@ -75,11 +75,22 @@ LARGER: Mapping[Capability, tuple[Form, ...]] = {
 # compute capability -> layer -> what was measured; a layer with `up` has its columns negative
 MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {
     (9, 0): {
+        # on an H200
         (11520, 3840): Measured(GROUPED, ours=318.2, host=515.3),
         (3840, 3840): Measured(GROUPED, ours=141.5, host=224.1),
         (10240, 3840): Measured(GROUPED, ours=293.6, host=448.1),
         (-10240, 3840): Measured(GROUPED, ours=504.6, host=996.8),
         (3840, 10240): Measured(GROUPED, ours=504.6, host=551.1),
+        # the rest on an H100, with a faster kernel for the input
+        (3072, 3072): Measured(GROUPED, ours=84.3, host=163.3),
+        (12288, 3072): Measured(GROUPED, ours=258.7, host=443.8),
+        (3072, 12288): Measured(GROUPED, ours=316.1, host=515.5),
+        (5120, 5120): Measured(GROUPED, ours=202.2, host=363.3),
+        (13824, 5120): Measured(GROUPED, ours=466.6, host=802.6),
+        (5120, 13824): Measured(GROUPED, ours=557.0, host=849.3),
+        (9216, 3072): Measured(GROUPED, ours=212.0, host=350.6),
+        (21504, 3072): Measured(GROUPED, ours=436.0, host=716.5),
+        (3072, 15360): Measured(GROUPED, ours=437.0, host=641.4),
     },
 }
 
