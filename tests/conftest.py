@@ -38,15 +38,17 @@ TOGETHER = {
     ),
 }
 LONGEST = (  # files and groups that take longest: where several processes run tests, none of these is left for the end
-    *("web", "contracts", "pairs", "test_server.py", "kernels", "hosts/test_comfy_given_back.py"),
-    *("hosts/test_diffusers.py", "lowering/test_lower_ahead.py", "hosts/test_comfy_prepack.py"),
-    *("hosts/test_comfy_quantised.py", "benchmarks/test_text_to_image.py"),
-    *("hosts/test_comfy_offload.py", "hosts/test_diffusers_quantize.py"),
-    *("hosts/test_comfy_controlnet.py", "compilation/test_handover.py", "lowering/test_worker_pool.py"),
-    *("guards/test_callbacks.py", "hosts/test_diffusers_parallel.py", "hosts/test_diffusers_lora.py"),
-    *("lowering/test_lower_convolutions.py", "test_old_names.py", "hosts/test_diffusers_offload.py"),
-    *("dispatch/test_region.py", "cudagraphs/test_invariant_cache.py", "cache/test_store_faults.py"),
-    *("compilation/test_background.py", "cli/test_warm.py", "passes/test_tuned_attention.py"),
+    *("web", "contracts", "pairs", "test_server.py", "kernels", "lowering/test_lower_ahead.py"),
+    *("hosts/test_comfy_given_back.py", "hosts/test_comfy_quantised.py", "hosts/test_diffusers.py"),
+    *("hosts/test_comfy_controlnet.py", "lowering/test_worker_pool.py", "lowering/test_subgraph_dedup.py"),
+    *("test_server_templates.py", "test_server_background.py", "test_server_controlnet.py", "test_server_routes.py"),
+    *("hosts/test_diffusers_parallel.py", "benchmarks/test_text_to_image.py", "cli/test_warm.py"),
+    *("compilation/test_handover.py", "cudagraphs/test_invariant_cache.py", "hosts/test_diffusers_quantize.py"),
+    *("hosts/test_lower_blocks_of_comfy.py", "hosts/test_comfy.py", "hosts/test_comfy_prepack_graphs.py"),
+    *("cli/test_comfy_server.py", "test_old_names.py", "test_bad_cache.py", "nodes/test_workflows.py"),
+    *("hosts/test_comfy_invariant_cache.py", "hosts/test_comfy_loader.py", "lowering/test_graph_split.py"),
+    *("lowering/test_lower_convolutions.py", "lowering/test_lower_int8.py", "lowering/test_interleaved_loads.py"),
+    *("cache/test_store_faults.py", "capture/test_operator_sizes.py", "compilation/test_background.py"),
 )
 HOW_TO_GIVE_ONE = (
     "set COMFYUI_PATH to the root of one (git clone https://github.com/comfyanonymous/ComfyUI), or install one "

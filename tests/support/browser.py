@@ -209,7 +209,10 @@ def wait_for_message(page: Any, words: str) -> None:
 
 def begin_anew(page: Any) -> None:
     """An empty canvas and the settings of SETTINGS on a page that another test has used, with nothing open over it."""
+    page.unroute_all()
     page.keyboard.press("Escape")
+    if page.locator(TAB).is_visible():
+        tab_button(page).click()
     page.evaluate(AS_AT_FIRST, SETTINGS)
     page.evaluate("() => window.app.graph.clear()")
     settle(page)

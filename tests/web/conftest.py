@@ -66,7 +66,7 @@ def page(chromium: Any, server: ComfyServer, request: pytest.FixtureRequest) -> 
 
 @pytest.fixture(scope="module")
 def kept(chromium: Any, server: ComfyServer) -> Iterator[Any]:
-    """One page for all tests of a file that run nothing: to open one takes as long as most of them."""
+    """One page for all tests of a file that begins each anew: to open one takes as long as most of them."""
     with page_of(chromium, server) as opened:
         yield opened
 

@@ -28,6 +28,12 @@ REPORT = browser.REPORT
 WAITING, COMPILED, WARM = "not run yet", "compiled just now", "ready from cache"
 
 
+@pytest.fixture
+def page(kept: Any) -> Any:
+    browser.begin_anew(kept)
+    return kept
+
+
 # ---- the badge and the report ------------------------------------------------------------------------------
 
 
