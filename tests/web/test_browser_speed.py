@@ -44,6 +44,12 @@ def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
         yield running
 
 
+@pytest.fixture
+def page(kept: Any) -> Any:
+    browser.begin_anew(kept)
+    return kept
+
+
 def workflow() -> dict[str, Any]:
     """The tiny workflow with as many steps as a measurement wants."""
     made = served.tiny_workflow("flux_compile_model", seed=300)
