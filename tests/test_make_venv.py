@@ -87,11 +87,48 @@ def test_it_installs_once_and_again_when_a_requirement_changed(
     assert json.loads((tmp_path / "nexfort-test.json").read_text())
 
 
+def test_another_torch_has_an_environment_of_its_own_and_what_fits_it(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(tool, "ensure_venv", lambda venv: venv.mkdir(parents=True, exist_ok=True) or Path("python"))
+    monkeypatch.setattr(tool, "_comfyui_requirements", lambda: None)
+    monkeypatch.setattr(tool, "_run", lambda command, failure: ran.append(command))
+    monkeypatch.setattr(tool, "_make_torchaudio_import", lambda python: None)
+    for version in ("2.15.0", "2.15.0", "2.14.1"):
+        assert tool.main(["test", "--venv", str(tmp_path), "--torch", version]) == 0
+    assert len(ran) == 2, "it installs once for each"
+    folder = tmp_path / "torch-2.15.0"
+    held = (folder / "constraints.txt").read_text().splitlines()
+    assert ran[0][ran[0].index("--constraint") + 1] == str(folder / "constraints.txt")
+    assert held[0] == "torch==2.15.0" and not any(row.startswith(("torchvision", "torchaudio")) for row in held)
+    of_the_project = tool.CONSTRAINTS.read_text().splitlines()
+    assert held[1:] == [row for row in of_the_project if not row.startswith(("#", "torch"))]
+    assert (folder / "nexfort-test.json").is_file() and not (tmp_path / "nexfort-test.json").exists()
+
+
+@pytest.mark.parametrize("cuda", ["13.0", "13.2"])
+def test_a_torchaudio_for_another_cuda_loses_its_compiled_part(tool: ModuleType, tmp_path: Path, cuda: str) -> None:
+    package = tmp_path / "torchaudio"
+    (package / "lib").mkdir(parents=True)
+    package.joinpath("__init__.py").write_text(
+        "from pathlib import Path\n"
+        f"if {cuda != '13.0'} and list(Path(__file__).parent.glob('lib/_torchaudio.*')):\n"
+        "    raise RuntimeError('torch and torchaudio were compiled with different CUDA versions')\n"
+    )
+    built = package / "lib" / "_torchaudio.abi3.so"
+    built.touch()
+    python = fake_python(tmp_path, "python", "")
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    tool._make_torchaudio_import(python)
+    assert built.exists() == (cuda == "13.0")
+
+
 def test_another_front_end_goes_into_a_folder_of_its_own_once(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(tool, "install", lambda venv, purpose: None)
+    monkeypatch.setattr(tool, "install", lambda venv, purpose, torch: None)
     monkeypatch.setattr(tool, "_run", lambda command, failure: ran.append(command))
     folder = tmp_path / "front-ends" / "1.58.1"
     for place in (None, folder / "comfyui_frontend_package" / "static"):

@@ -3,8 +3,9 @@
 
 Runs before anything is installed, so it needs nothing but Python. Packages come from whatever index pip is set up for,
 held to constraints.txt. If this machine has a ComfyUI, its own requirements are installed too; it is never changed.
-A second call with the same requirements does nothing. `--front-end VERSION` puts another version of ComfyUI's front end
-beside the environment's own, into `.venv/front-ends/VERSION`.
+A second call with the same requirements does nothing. `--torch VERSION` makes an environment with that torch instead,
+`.venv/torch-VERSION`. `--front-end VERSION` puts another version of ComfyUI's front end beside the environment's own,
+into its `front-ends/VERSION`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ REQUIREMENTS = {
     "lint": ROOT / "tools" / "requirements-lint.txt",
 }
 FRONT_END = "comfyui-frontend-package"
+OF_TORCH = ("torch", "torchvision", "torchaudio")  # the rows of constraints.txt that another torch does without
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.10", "python3", "python")
 OLDEST = (3, 10)
 # A Python without its headers cannot build what Inductor writes for a CPU, so one that has them is preferred.
@@ -87,23 +89,55 @@ def ensure_venv(venv: Path) -> Path:
     return python
 
 
-def install(venv: Path, purpose: str) -> None:
-    """Installs the requirements of `purpose`, and those of a ComfyUI, unless that was done already."""
+def install(venv: Path, purpose: str, torch: str | None = None) -> None:
+    """Installs the requirements of `purpose`, and those of a ComfyUI, unless that was done already.
+
+    torch: a version to take instead of the one in constraints.txt, with the torchvision and torchaudio that pip finds
+    to fit it.
+    """
     python = ensure_venv(venv)
     comfyui = _comfyui_requirements()
     files = [REQUIREMENTS[purpose]] if comfyui is None or purpose == "lint" else [REQUIREMENTS[purpose], comfyui]
     stamp = venv / f"nexfort-{purpose}.json"
-    wanted = _fingerprint([*files, *REQUIREMENTS.values(), CONSTRAINTS])
+    constraints = CONSTRAINTS if torch is None else _constraints_with(torch, venv)
+    wanted = _fingerprint([*files, *REQUIREMENTS.values(), constraints])
     if _read(stamp) == wanted:
         return
     command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     for file in files:
         _say(f"installing {file} (the first time takes a few minutes)")
         _run(
-            [*command, "--constraint", str(CONSTRAINTS), "--requirement", str(file)],
+            [*command, "--constraint", str(constraints), "--requirement", str(file)],
             f"installing {file} failed; pip says why above. Set right what it says and run the same command again",
         )
+    if torch is not None:
+        _make_torchaudio_import(python)
     stamp.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+
+
+def _constraints_with(torch: str, venv: Path) -> Path:
+    """The rows of constraints.txt with another torch, as a file in the environment."""
+    rows = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    kept = [row for row in rows if not row.startswith("#") and row.partition("==")[0] not in OF_TORCH]
+    file = venv / "constraints.txt"
+    file.write_text("\n".join([f"torch=={torch}", *kept, ""]), encoding="utf-8")
+    return file
+
+
+def _make_torchaudio_import(python: Path) -> None:
+    """Leaves out torchaudio's compiled part where it was built for another CUDA than torch.
+
+    torchaudio 2.11, the newest, refuses to be imported there, and ComfyUI does not start without it. What is written in
+    Python does without the compiled part.
+    """
+    done = subprocess.run([python, "-c", "import torchaudio"], capture_output=True, text=True, check=False)
+    if done.returncode == 0 or "different CUDA versions" not in done.stderr:
+        return
+    find = "import importlib.util; print(importlib.util.find_spec('torchaudio').submodule_search_locations[0])"
+    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True)
+    for file in Path(found.stdout.strip(), "lib").glob("_torchaudio.*"):
+        _say(f"leaving out {file}: torchaudio was built for another CUDA than torch")
+        file.unlink()
 
 
 def install_front_end(venv: Path, version: str) -> Path:
@@ -161,11 +195,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the virtual environment of this project.")
     parser.add_argument("purpose", choices=sorted(REQUIREMENTS))
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--torch", metavar="VERSION", help="make an environment with this torch, inside the usual one")
     parser.add_argument("--front-end", metavar="VERSION", help="a version of ComfyUI's front end to put beside")
     options = parser.parse_args(arguments)
     venv = options.venv.absolute()
+    if options.torch:
+        venv /= f"torch-{options.torch}"
     try:
-        install(venv, options.purpose)
+        install(venv, options.purpose, options.torch or None)
         if options.front_end:
             install_front_end(venv, options.front_end)
     except SetupError as problem:
