@@ -19,18 +19,20 @@ from torch import nn
 
 from ..cache.key import environment_parts, primary_key
 from ..cache.sidecar import recall, remember
+from ..capture.types import LOCK
 from ..lowering.preload import wait_for_import
 from ..lowering.vec_isa_cache import cpp_compiler
 from ..modules.boundaries import first_carrier
 from ..reporting.report import first_line
 from ..reporting.resource_shortages import PASSING, describe_error
-from ..system.compiler_processes import bounded, hung
+from ..system.compiler_processes import bounded, cancel, hung
 from ..system.process_settings import named_user
 
 OLDEST = (2, 11)
 REFERENCE = (2, 11)
 _PASSED = "selfchecks.json"
 _MOST_PASSED = 64  # versions of the engine come and go
+_WATCH = 0.1  # seconds between two looks at the host's cancel
 
 
 class NotNow(Exception):
@@ -85,12 +87,25 @@ def _checked(device_type: str, folder: Path | None) -> str | None:
         passed = _passed(folder)
         if here in passed:
             return None
-    problem = run(device_type)
-    if problem:
-        return f"the self-check of torch {torch.__version__} on {device_type} failed: {problem}"
-    if folder is not None:
-        remember(folder, _PASSED, [*passed, here][-_MOST_PASSED:])
-    return None
+    _take_lock()  # it captures and lowers, and two that do so at once break each other
+    try:
+        if folder is not None and here in (passed := _passed(folder)):
+            return None  # another thread made it meanwhile
+        problem = run(device_type)
+        if problem:
+            return f"the self-check of torch {torch.__version__} on {device_type} failed: {problem}"
+        if folder is not None:
+            remember(folder, _PASSED, [*passed, here][-_MOST_PASSED:])
+        return None
+    finally:
+        LOCK.release()
+
+
+def _take_lock() -> None:
+    """Take LOCK, and look for the host's cancel meanwhile."""
+    while not LOCK.acquire(timeout=_WATCH):
+        if (stop := cancel.get()) is not None:
+            stop()
 
 
 def _passed(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from subjects import graphs_as_they_are
 
 from nexfort_engine.capture import exporter
+from nexfort_engine.capture.types import LOCK
 from nexfort_engine.compilation import selfcheck, support
 from nexfort_engine.lowering import inductor, preload
+from nexfort_engine.system import compiler_processes
 from nexfort_engine.system.process_settings import snapshot
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -143,6 +146,41 @@ def test_a_pass_is_remembered_and_a_failure_is_not(
     assert in_a_new_process() is None
     monkeypatch.setattr(support, "cpp_compiler", lambda: ("/another/c++", 1.0))
     assert "another compiler" in str(in_a_new_process())
+
+
+def test_threads_make_it_one_after_another_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Captures of two threads break each other, and so they do for the rest of the process."""
+    made: list[int] = []
+
+    def run(device_type: str) -> None:
+        made.append(1)
+        assert not elsewhere(LOCK.acquire, blocking=False), "another thread could capture"
+
+    def elsewhere(call: Callable[..., Any], **given: Any) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call, **given).result()
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setattr(selfcheck, "run", run)
+    with ThreadPoolExecutor(4) as threads:
+        with LOCK:
+            asked = [threads.submit(support.reason_for, "cpu", tmp_path) for _ in range(4)]
+            assert not wait(asked, 0.3).done and not made
+        assert [one.result(60) for one in asked] == [None] * 4
+    assert made == [1]
+
+
+def test_a_host_may_cancel_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    def asks() -> None:
+        compiler_processes.cancel.set(stop)
+        support.reason_for("cpu")
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    with ThreadPoolExecutor(1) as thread, LOCK, pytest.raises(KeyboardInterrupt):
+        thread.submit(asks).result(60)
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
