@@ -9,6 +9,7 @@ from them.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -74,3 +75,35 @@ def _filled(size: Any, env: Any) -> Any:
     if expr.is_number or expr.is_positive or free_unbacked_symbols(expr):
         return None
     return sympy.Eq(expr, 0) if size.node.hint == 0 else sympy.Ge(expr, 1)
+
+
+def chosen_for_two(program: torch.export.ExportedProgram, env: Any, noted: list[Any]) -> list[Any]:
+    """That sizes are at least 2, where it is this that tells which of two is the greater. noted: what was asked.
+
+    `max(0, 2 - h.shape[2])` is 0 to torch, and lowered code leaves out what so many frames would hold.
+    """
+    from torch.utils._sympy.functions import Max, Min
+
+    exprs = [size.node.expr for node in program.graph.nodes for size in _symbolic(node.meta.get("val"))]
+    exprs += [expr for expr in noted if hasattr(expr, "atoms")]  # a question may be a plain bool
+    atoms = {atom: None for expr in exprs for atom in sorted(expr.atoms(Max, Min), key=str)}
+    pairs = [env.replace(one - other) for atom in atoms for one, other in combinations(atom.args, 2)]
+    return [relation for pair in pairs for relation in _two_for(pair, env)]
+
+
+def _two_for(difference: Any, env: Any) -> list[Any]:
+    """That its symbols are as large as torch takes them for, where that alone says which sign it has."""
+    import sympy
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    taken = {symbol: env.var_to_range[symbol] for symbol in difference.free_symbols if symbol in env.var_to_range}
+    ours = {symbol: ValueRanges(1, r.upper) if r.lower > 1 else r for symbol, r in taken.items()}
+    by_torch, by_us = (bound_sympy(difference, ranges) for ranges in (taken, ours))
+    if not (by_torch.lower >= 0 or by_torch.upper <= 0) or by_us.lower >= 0 or by_us.upper <= 0:
+        return []
+    return [sympy.Ge(symbol, r.lower) for symbol, r in sorted(taken.items(), key=str) if r.lower > 1]
+
+
+def _symbolic(value: Any) -> list[torch.SymInt]:
+    """The sizes of a value that are symbols, or the value itself."""
+    return [size for size in (value, *_sizes(value)) if isinstance(size, torch.SymInt)]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..guards.option_recorder import Refused
 from ..guards.shape_guards import Conditions, Dim
 from ..system.process_settings import replaced
-from .operator_sizes import taken_for_granted
+from .operator_sizes import chosen_for_two, taken_for_granted
 from .whole_numbers import Numbers
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")  # with a separator: torchvision is another package
@@ -64,11 +64,11 @@ def noted(scales: bool = True) -> Iterator[list[tuple[Any, Any, Any]]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(ShapeEnv, "evaluate_expr", evaluate_expr))
         if choose is not None:
-            stack.enter_context(replaced(export, "_tensor_min_max", _unasked(choose, scales)))
+            stack.enter_context(replaced(export, "_tensor_min_max", _unasked(choose, scales, answers)))
         yield answers
 
 
-def _unasked(choose: Callable[..., Any], scales: bool) -> Callable[..., Any]:
+def _unasked(choose: Callable[..., Any], scales: bool, noted: list[tuple[Any, Any, Any]]) -> Callable[..., Any]:
     """`max` and `min` as export has them, that give an expression for any count of sizes, or of quotients of them.
 
     Export's do so for two whole numbers and else ask which is greater, which would be a condition: diffusers compares
@@ -84,7 +84,10 @@ def _unasked(choose: Callable[..., Any], scales: bool) -> Callable[..., Any]:
         if kwargs or not kinds & {torch.SymInt, torch.SymFloat} or not kinds <= _NUMBERS:
             return choose(*args, real_callable=real_callable, tensor_callable=tensor_callable, **kwargs)
         if kinds <= _WHOLE or (scales and not kinds & _WHOLE):
-            return functools.reduce(torch.sym_max if tensor_callable is torch.maximum else torch.sym_min, several)
+            found = functools.reduce(torch.sym_max if tensor_callable is torch.maximum else torch.sym_min, several)
+            if isinstance(found, torch.SymInt):
+                noted.append((found.node.shape_env, found.node.expr, None))  # for `chosen_for_two`
+            return found
         return real_callable(*args)
 
     return chosen
@@ -169,17 +172,24 @@ def settle(program: torch.export.ExportedProgram) -> None:
     """
     env = _shape_env(program)
     # the environment is frozen after a trace, and says so, yet what is asked of a symbol alone replaces it (torch 2.11)
-    while env is not None and any(map(env.evaluate_expr, _told(env))):
-        pass
+    asked: set[Any] = set()
+    while env is not None and (told := [expr for expr in _told(env) if expr not in asked]):
+        asked.update(told)
+        for expr in told:
+            env.evaluate_expr(expr)
 
 
 def _told(env: Any) -> list[Any]:
     """Symbol == number, for symbols that are none yet."""
     import sympy
+    from torch.utils._sympy.functions import FloorDiv, Mod
 
     equalities = _equalities(env)
     known = {expr.lhs: expr.rhs for expr in equalities if expr.rhs.is_Integer and not expr.lhs.is_Symbol}
-    found = [expr.subs(known) for expr in equalities if expr.has(*known)] if known else []
+    # torch 2.14 and newer ask whether something is left over, where older ones ask whether t is 6 times its sixth
+    whole = {of.args: n for of, n in known.items() if isinstance(of, FloorDiv) and known.get(Mod(*of.args)) == 0}
+    found = [sympy.Eq(size, by * n) for (size, by), n in whole.items()]
+    found += [expr.subs(known) for expr in equalities if expr.has(*known)] if known else []
     return [expr for expr in found if isinstance(expr, sympy.Eq) and expr.lhs.is_Symbol and expr.rhs.is_Integer]
 
 
@@ -212,7 +222,9 @@ def conditions_of(
             high = int(bound.upper) if getattr(bound.upper, "is_Integer", False) and bound.upper < 2**62 else None
             least = _asked_least(bound) if str(symbol) in data else _least(env, symbol, bound)
             ranges[str(symbol)] = [least, high]
-        guards = _guards(env, relations(env, answers) + taken_for_granted(program, env))
+        asked = [expr for one, expr, _ in answers if one is env]
+        taken = taken_for_granted(program, env) + chosen_for_two(program, env, asked)
+        guards = _guards(env, relations(env, answers) + taken)
     conditions = Conditions(shapes, values, ranges, guards)
     if conditions.unbound():
         raise Refused(f"the sizes of its inputs depend on each other in a way that cannot be checked: {shapes}")

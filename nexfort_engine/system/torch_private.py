@@ -108,10 +108,11 @@ _NAMES: Mapping[str, str] = {
         _pop_mode_temporarily is_traceable_wrapper_subclass
     """,
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map_only",
-    "torch.utils._sympy.functions": "CeilDiv FloorDiv Max Min ModularIndexing",
+    "torch.utils._sympy.functions": "CeilDiv FloorDiv Max Min Mod ModularIndexing",
     "torch.utils._sympy.interp": "sympy_interp",
     "torch.utils._sympy.printers": "PythonPrinter",
     "torch.utils._sympy.reference": "PythonReferenceAnalysis",
+    "torch.utils._sympy.value_ranges": "ValueRanges bound_sympy",
     "torch.utils._triton": "has_triton",
     "triton.experimental.gluon._runtime": "GluonASTSource",
     "triton.experimental.gluon.language._core": "shared_memory_descriptor.reinterpret",

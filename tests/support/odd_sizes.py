@@ -98,6 +98,23 @@ class Parts(nn.Module):
         return torch.cat([self.linear(first), rest, x[:, : x.shape[1] // 2].softmax(1)], 1)
 
 
+class Filled(nn.Module):
+    """Tokens with as many before them as they are too few, as videos are made longer."""
+
+    sizes = (2, 3, 7)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def call(self, batch: int, length: int, kept: int) -> tuple[Any, ...]:
+        return numbers(batch, length, 8), numbers(batch, kept, 8)
+
+    def forward(self, x: T, kept: T) -> T:
+        missing = x.new_ones(x.shape[0], max(0, 2 - x.shape[1]), 8)
+        return torch.cat([missing, self.linear(x), kept.sum(1, True) / max(kept.shape[1], 2)], 1)
+
+
 def numbers(*sizes: int) -> T:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
 
@@ -147,4 +164,4 @@ def _sizes(block: Any, sizes: tuple[int, ...]) -> tuple[list[Any], list[int]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({kind.__name__: compared(kind) for kind in (Attention, Halving, Shrinking, Parts)}))
+    print(json.dumps({kind.__name__: compared(kind) for kind in (Attention, Halving, Shrinking, Parts, Filled)}))
