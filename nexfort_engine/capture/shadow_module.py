@@ -84,11 +84,23 @@ class Shadow:
                 table[name] = value
 
     def settle(self) -> None:
-        """Its code has run. An attribute that was missing, and that it made itself, is made again: no read of that."""
+        """Its code has run. What it made itself is made again: that is no read.
+
+        So is an attribute that was missing and is there now, and one that holds a size of the call.
+        """
+        for place in [place for place, value in self.reads.items() if _holds_size(value)]:
+            del self.reads[place]
         for path, name in [place for place, value in self.reads.items() if value is MISSING]:
             made = self._copies[path]
             if name in made.__dict__ or name in made._buffers or name in made._parameters or name in made._modules:
                 del self.reads[path, name]
+
+
+def _holds_size(value: Any) -> bool:
+    """Whether a value is a number of the trace, or a plain container with one."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_holds_size, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def path_of(copied: nn.Module) -> str:

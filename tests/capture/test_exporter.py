@@ -398,3 +398,20 @@ def test_the_manifest_is_text_and_comes_back_as_it_was() -> None:
     flat = Flat()
     flatten_call((x(3), (5, 6), {"scale": 2.0}), {}, flat)
     assert again.guard_failure(flat) is None
+
+
+class PadsOddImages(nn.Module):
+    """Gives a layer of its own a size of the call, as the downsampling of T2I adapters does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 3, 1), nn.AvgPool2d(2)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.pool.padding = [h.shape[2] % 2, h.shape[3] % 2]  # type: ignore[assignment]
+        return self.conv(self.pool(h))
+
+
+def test_an_attribute_that_is_made_of_the_sizes_of_a_call_is_no_state_of_the_block() -> None:
+    probe = Probe(PadsOddImages(), torch.randn(2, 3, 8, 6))
+    assert probe.agrees(torch.randn(1, 3, 4, 10))
