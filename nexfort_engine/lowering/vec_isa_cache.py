@@ -102,7 +102,8 @@ def _failures() -> Iterator[list[Exception]]:
         stack.enter_context(replaced(CppBuilder, "build", noted(CppBuilder.build)))
         asked = getattr(cpu_vec_isa, "subprocess", None)  # of `bounded`; another torch may load it in other ways
         if asked is not None:
-            loading = SimpleNamespace(**{**vars(subprocess), "check_call": noted(asked.check_call)})
+            starts = {name: noted(getattr(asked, name)) for name in ("check_call", "run")}  # torch 2.14 and newer: run
+            loading = SimpleNamespace(**{**vars(subprocess), **starts})
             stack.enter_context(replaced(cpu_vec_isa, "subprocess", loading))
         yield found
 

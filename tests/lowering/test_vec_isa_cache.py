@@ -57,7 +57,8 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]
     """Whether a processor has certain instructions, asked anew each time, as a new process with a cache asks it."""
     monkeypatch.setattr(vec_isa_cache, "_folder", tmp_path / "cache")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setattr(compiler_processes._BOUNDED, "check_call", lambda *_, **__: 0)  # to load what was built
+    for starts in ("check_call", "run"):  # to load what was built; which of them torch takes depends on its version
+        monkeypatch.setattr(compiler_processes._BOUNDED, starts, lambda *_, **__: 0)
 
     def asked() -> bool:
         with vec_isa_cache.remembered_probes():
@@ -75,6 +76,18 @@ def test_a_probe_that_the_system_refuses_is_no_answer(
         with pytest.raises(OSError, match=r"No space|unavailable|ended"):
             probe()
     monkeypatch.setattr(CppBuilder, "build", lambda _: None)
+    assert probe(), "it is asked again"
+
+
+def test_nor_is_one_whose_library_the_system_does_not_let_load(
+    probe: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CppBuilder, "build", lambda _: None)
+    with monkeypatch.context() as patch:
+        for starts in ("check_call", "run"):
+            patch.setattr(compiler_processes._BOUNDED, starts, ended)
+        with pytest.raises(OSError, match="ended"):
+            probe()
     assert probe(), "it is asked again"
 
 
