@@ -348,7 +348,21 @@ def test_what_the_machine_cannot_multiply_falls_back_as_in_eager(pair: Callable[
     assert distance(wanted, before) > TOLERANCE, "its inputs are quantised too"
     assert distance(sample(clone), wanted) < TOLERANCE
     found = eager_since(clone, mark)
+    if _multiplies_fp8():
+        assert not found
+        pytest.skip(f"torch {torch.__version__} multiplies fp8 on a CPU, so that nothing has to fall back")
     assert {row["region"] for row in found} == {"double_blocks.0"} and "artefact failed" in found[0]["reason"], found
+
+
+def _multiplies_fp8() -> bool:
+    from comfy_kitchen.tensor import fp8
+
+    numbers, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    try:
+        fp8._fp8_scaled_mm(numbers, numbers.t(), scale, scale, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float16])

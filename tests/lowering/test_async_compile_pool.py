@@ -81,7 +81,7 @@ def test_torchs_own_is_found_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
     kind = torch._inductor.async_compile.AsyncCompile
     kind.process_pool.cache_clear()
     assert async_compile_pool._pool() is None and not kind.process_pool.cache_info().currsize, "one was started"
-    own = type("Own", (), {"process": None, "pending_futures": {}})()
+    own = type("Own", (), {"process": None, "pending_futures": {}, "shutdown": lambda _: None})()
     monkeypatch.setattr(torch._inductor.async_compile, "_pool_set", set())
     monkeypatch.setattr(torch._inductor.async_compile, "SubprocPool", lambda *_, **__: own)
     monkeypatch.setattr(torch._inductor.async_compile, "get_compile_threads", lambda: 2)
