@@ -97,8 +97,11 @@ class Shadow:
 
 
 def _holds_size(value: Any) -> bool:
-    """Whether a value is a number of the trace, or a plain container with one."""
-    if isinstance(value, (list, tuple, dict)):
+    """Whether a value is a number of the trace, or a plain container with one.
+
+    Not one that records what is read of it: a look into it would be a read.
+    """
+    if type(value) in (list, tuple, dict):
         return any(map(_holds_size, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 

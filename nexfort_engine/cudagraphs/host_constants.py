@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._python_dispatch import _pop_mode_temporarily as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from ..system.process_settings import uncompiled_under_modes
+
 MASKS = (torch.bool, torch.uint8)
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
@@ -77,17 +79,18 @@ class Constants(Watch, TorchDispatchMode):
         self.reason: str | None = None
         self._stirred = 0  # operators that took or gave something in main memory, or of which nothing is known
         self._held: dict[int, Any] = {}  # the storages, held on to, or another would have the place of one that is gone
-        self._literals = ExitStack()
+        self._scopes = ExitStack()
 
     def __enter__(self) -> Any:
-        self._literals.enter_context(_Literals(self))
+        self._scopes.enter_context(uncompiled_under_modes())
+        self._scopes.enter_context(_Literals(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            self._literals.close()
+            self._scopes.close()
 
     def note(self, reason: str) -> None:
         """Keep a reason, if it is the first."""

@@ -329,6 +329,25 @@ def rare_full_collections() -> Iterator[None]:
         HELD["full_collections"].leave(ticket)
 
 
+@contextmanager
+def uncompiled_under_modes() -> Iterator[None]:
+    """Inside the block what torch.compile made runs as it was written, in every thread.
+
+    Under a mode that watches operators it does so anyway. But torch 2.14 and newer raise there, where the whole graph
+    was asked for, which `flex_attention` does of itself.
+    """
+    import torch
+
+    if not hasattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count"):
+        yield
+        return
+    ticket = HELD["uncompiled"].enter(True)
+    try:
+        yield
+    finally:
+        HELD["uncompiled"].leave(ticket)
+
+
 def snapshot(*, compiler: bool = False) -> dict[str, object]:
     """All process-wide settings that the engine could touch, as comparable plain values.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches of the process that several threads may hold at once: cuDNN's, TF32's, the garbage collector's.
+"""Switches of the process that several threads may hold at once: cuDNN's, TF32's, those of compiling and of garbage.
 
 Set through `process_settings.py` only.
 """
@@ -128,8 +128,30 @@ def _write_full_collections(value: bool | tuple[int, int, int]) -> None:
         gc.set_threshold(young, middle, max(full, RARE))
 
 
+class _Uncompiled:
+    """Whether what torch.compile made runs as it was written."""
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+
+    def read(self) -> bool:
+        return self._stance is not None
+
+    def write(self, value: bool) -> None:
+        import torch
+
+        if value and self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+        elif not value and self._stance is not None:
+            stance, self._stance = self._stance, None
+            stance.__exit__(None, None, None)  # to what its user had set
+
+
+_uncompiled = _Uncompiled()
+
 HELD = {
     "collection": Held(gc.isenabled, _write_collection),
+    "uncompiled": Held(_uncompiled.read, _uncompiled.write),
     "full_collections": Held(gc.get_threshold, _write_full_collections),
     "conv_benchmark": Held(_read_cudnn, _write_cudnn),
     "matmul_allow_tf32": Held(_read_tf32, _write_tf32),

@@ -33,6 +33,7 @@ _NAMES: Mapping[str, str] = {
         _len_torch_dispatch_stack _len_torch_function_stack _select_conv_backend _set_fp32_precision_setter
         _set_sdp_priority_order _storage_Use_Count
     """,
+    "torch._C._dynamo.eval_frame": "set_fullgraph_compiled_frame_count",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo": "config eval_frame",
     "torch._export.non_strict_utils": "_tensor_min_max",
@@ -147,6 +148,8 @@ _ATTRIBUTES: Mapping[str, str] = {
 
 # names that some of the versions do not have; the code that uses them does without there
 _NOT_IN: Mapping[str, tuple[str, ...]] = {
+    # it says that torch.compile raises where nothing was compiled of a whole graph
+    "torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count": ("2.11.0",),
     # torch finds out itself what a kernel writes to
     "torch._higher_order_ops.triton_kernel_wrap.identify_mutated_tensors": ("2.14.1", "2.15.0"),
     # named `reinterpret` there; `kernels/gluon_names.py` asks which one there is

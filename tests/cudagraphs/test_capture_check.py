@@ -96,6 +96,21 @@ def test_an_operator_that_is_a_program_is_run_and_named() -> None:
     assert found.shape == q.shape and check.reason is not None
 
 
+def test_functions_of_torch_compile_run_inside_and_are_compiled_afterwards_as_their_user_wants() -> None:
+    from torch._dynamo import eval_frame
+
+    double, x = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True), torch.randn(4)
+    for stance in ("default", "eager_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            with CaptureCheck() as one, CaptureCheck() as other:
+                found = double(x)
+            assert torch.equal(found, x * 2)
+            assert one.reason is None and other.reason is None and eval_frame._stance.stance == stance
+            with pytest.raises(ZeroDivisionError), CaptureCheck():
+                double(1 / 0)
+            assert eval_frame._stance.stance == stance
+
+
 def test_operators_of_others_are_known_where_they_are_not_watched_again() -> None:
     @torch.library.custom_op("nexfort_tests::of_others", mutates_args=())
     def of_others(x: torch.Tensor) -> torch.Tensor:
