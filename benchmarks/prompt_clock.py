@@ -31,7 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nexfort_engine.cli.comfy_server import ComfyServer
+from nexfort_engine.cli.comfy_server import ComfyServer, failure
+from nexfort_engine.hosts.comfy_install import ComfyError
 
 from .rows import Row, append_rows, commit, distance
 from .soak_server import find
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSV = ROOT / "benchmarks" / "prompt_clock.csv"
 WAYS = ("eager", "core", "nexfort", "noise")
 _LONGEST = 900.0  # seconds of one prompt
+_FAILED = "execution_error"  # ComfyUI's name of the message
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,13 @@ class Server:
         )  # fmt: skip
 
     def run(self, prompt: Prompt) -> Ran:
-        """Run a prompt. Raises ComfyError where a node fails."""
+        """Run a prompt. Raises ComfyError where a node fails, with the node's own traceback."""
         self._count += 1
         file = self._folder / f"{self.way}-{self.running.pid}-{self._count}.pt"
-        history = self.running.run(prompt.workflow(self.way, file), _LONGEST)
+        history = self.running.wait(self.running.queue(prompt.workflow(self.way, file)), _LONGEST)
+        if (reason := failure(history)) is not None:
+            told = [data.get("traceback", []) for kind, data in history["status"]["messages"] if kind == _FAILED]
+            raise ComfyError("\n".join([reason, *(line for lines in told for line in lines)]))
         at = {kind: data["timestamp"] / 1e3 for kind, data in history["status"]["messages"] if "timestamp" in data}
         told = history["outputs"]["keep"]
         parts, before = dict[str, float](), at["execution_start"]

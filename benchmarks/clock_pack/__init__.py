@@ -113,13 +113,23 @@ class ClockText(_Node):
     def make(self, clip: Any, tokens: int, seed: int) -> tuple:
         """A conditioning, as CLIPTextEncode gives it for a text of so many tokens."""
         draw = torch.Generator().manual_seed(seed)
-        numbers = torch.randint(100, 30000, (tokens,), generator=draw).tolist()
-        given = {}
-        for name, (row, *_) in clip.tokenize("").items():
-            places = [(number, 1.0) for number in numbers]
-            padded = len(row) > 2  # to the length that the encoder has, between its first and its last token
-            given[name] = [[row[0], *places, *row[1 + tokens :]][: len(row)] if padded else places]
+        places = [(number, 1.0) for number in torch.randint(100, 30000, (tokens,), generator=draw).tolist()]
+        empty, other = clip.tokenize(""), clip.tokenize("a horse in the rain")
+        given = {name: [_filled(rows[0], other[name][0], places)] for name, rows in empty.items()}
         return (clip.encode_from_tokens_scheduled(given),)
+
+
+def _filled(empty: list[Any], other: list[Any], places: list[Any]) -> list[Any]:
+    """The tokens of an empty text with others where a text stands. other: the tokens of any text.
+
+    Encoders of a fixed length keep it. RuntimeError where the tokenizer has no vocabulary.
+    """
+    pairs = enumerate(zip(empty, other, strict=False))
+    at = next((i for i, (one, two) in pairs if one[0] != two[0]), min(len(empty), len(other)))
+    if at == max(len(empty), len(other)):
+        raise RuntimeError("the tokenizer gives the same for every text; are its files there?")
+    filled = [*empty[:at], *places, *empty[at:]]
+    return filled[: len(empty)] if len(empty) == len(other) else filled
 
 
 class ClockLora(_Node):

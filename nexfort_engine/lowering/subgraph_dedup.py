@@ -132,7 +132,7 @@ class _Cutter:
             if not gives and not any(map(writes, calls[0])):
                 continue  # nobody reads it
             takes = _taken(calls)
-            # strides of an input that is a part of another tensor have symbols of their own, which nothing computes with
+            # strides of an input that is a part of another tensor have symbols of their own: nothing computes with them
             own = sorted(_free_symbols([*calls[0], *(parts[0] for parts in takes)]) & symbols.keys(), key=str)
             self.pieces.append(_piece(calls, takes, {symbol: symbols[symbol][2] for symbol in own}, gives))
             for time, nodes in enumerate(calls):

@@ -103,9 +103,7 @@ def test_a_layer_that_was_not_measured_gets_a_form_that_every_card_has(monkeypat
 
 def test_a_layer_that_was_not_measured_gets_the_form_of_all_that_were(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = ((3840, 3840), (10240, 3840))
-    monkeypatch.setattr(
-        choice, "MEASURED", {(9, 0): dict.fromkeys(layers, choice.Measured(choice.FORMS[1], 1.0, 2.0))}
-    )
+    monkeypatch.setattr(choice, "MEASURED", {(9, 0): dict.fromkeys(layers, choice.Measured(choice.FORMS[1], 1.0, 2.0))})
     assert choice.form((9, 0), 4096, 3840, few=False, up=False) == choice.FORMS[1]
     assert choice.form((9, 0), 4096, 3840, few=False, up=True) == choice.WITH_UP[0]
     assert choice.form((8, 0), 4096, 3840, few=False, up=False) == choice.FORMS[0]
