@@ -37,15 +37,16 @@ TOGETHER = {
     "pairs": tuple(
         f"hosts/test_comfy_{of}.py" for of in ("patches", "lora", "object_patches", "bad_patches", "lifecycles", "walk")
     ),
+    "kept": tuple(f"hosts/test_comfy_{of}" for of in ("given_back", "prepack", "offload")),  # lowered with kept weights
 }
 LONGEST = (  # files and groups that take longest: where several processes run tests, none of these is left for the end
     *("web", "contracts", "pairs", "test_server.py", "kernels", "lowering/test_lower_ahead.py"),
-    *("hosts/test_comfy_given_back.py", "hosts/test_comfy_quantised.py", "hosts/test_diffusers.py"),
+    *("kept", "hosts/test_comfy_quantised.py", "hosts/test_diffusers.py"),
     *("hosts/test_comfy_controlnet.py", "lowering/test_worker_pool.py", "lowering/test_subgraph_dedup.py"),
     *("test_server_templates.py", "test_server_background.py", "test_server_controlnet.py", "test_server_routes.py"),
     *("hosts/test_diffusers_parallel.py", "benchmarks/test_text_to_image.py", "cli/test_warm.py"),
     *("compilation/test_handover.py", "cudagraphs/test_invariant_cache.py", "hosts/test_diffusers_quantize.py"),
-    *("hosts/test_lower_blocks_of_comfy.py", "hosts/test_comfy.py", "hosts/test_comfy_prepack_graphs.py"),
+    *("hosts/test_lower_blocks_of_comfy.py", "hosts/test_comfy.py"),
     *("cli/test_comfy_server.py", "test_old_names.py", "test_bad_cache.py", "nodes/test_workflows.py"),
     *("hosts/test_comfy_invariant_cache.py", "hosts/test_comfy_loader.py", "lowering/test_graph_split.py"),
     *("lowering/test_lower_convolutions.py", "lowering/test_lower_int8.py", "lowering/test_interleaved_loads.py"),
