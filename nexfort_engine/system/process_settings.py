@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from .shared_settings import HELD
@@ -88,6 +88,14 @@ def scoped_env(**values: str | os.PathLike[str] | None) -> Iterator[None]:
             _put_env(name, old)
 
 
+def _numbers_stay_numbers() -> AbstractContextManager[None]:
+    from torch.fx.passes import _tensorify_python_scalars as turning
+
+    if hasattr(turning, "_is_tensorify_enabled"):  # torch 2.14: it reads the variable once, for all that compile
+        return replaced(turning, "_is_tensorify_enabled", lambda: False)
+    return scoped_env(TENSORIFY_PYTHON_SCALARS="0")
+
+
 @contextmanager
 def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, object] | None = None) -> Iterator[None]:
     """Let Inductor work inside `cache_dir` with `options` (names of its config), then undo all of it.
@@ -103,7 +111,7 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
         stack.enter_context(scoped_env(TORCHINDUCTOR_CACHE_DIR=cache_dir, TRITON_CACHE_DIR=None, TORCH_WARM_POOL="0"))
         # A pass for numbers that a graph is given (no capture has such inputs) fails, as of torch 2.11, on one made of
         # a size that no node of the graph gives, such as the scale that enlarges all frames of a video but the first.
-        stack.enter_context(scoped_env(TENSORIFY_PYTHON_SCALARS="0"))
+        stack.enter_context(_numbers_stay_numbers())
         inductor_config, functorch_config = _compiler_configs()
         # Inductor's compiler processes, where it starts some, are not told its settings. A kernel of kernels/ that they
         # compiled otherwise would be compiled again by each process that loads it: three seconds for one in Gluon.

@@ -93,6 +93,7 @@ _NAMES: Mapping[str, str] = {
     "torch.fx._symbolic_trace": "_Patcher.patch_method",
     "torch.fx.experimental.symbolic_shapes": "ShapeEnv._maybe_evaluate_static",
     "torch.fx._graph_pickler": "GraphPickler.dumps GraphPickler.loads Options",
+    "torch.fx.passes": "_tensorify_python_scalars._is_tensorify_enabled",
     "torch.nn.modules.conv": "_ConvNd",
     "torch.nn.modules.module": "_global_buffer_registration_hooks _global_forward_hooks _global_forward_pre_hooks",
     "torch.ops.aten": """
@@ -150,6 +151,7 @@ _ATTRIBUTES: Mapping[str, str] = {
 _NOT_IN: Mapping[str, tuple[str, ...]] = {
     # it says that torch.compile raises where nothing was compiled of a whole graph
     "torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count": ("2.11.0",),
+    "torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled": ("2.11.0",),
     # torch finds out itself what a kernel writes to
     "torch._higher_order_ops.triton_kernel_wrap.identify_mutated_tensors": ("2.14.1", "2.15.0"),
     # named `reinterpret` there; `kernels/gluon_names.py` asks which one there is

@@ -365,3 +365,12 @@ def test_a_trace_goes_on_where_torch_lacks_what_is_exchanged(monkeypatch):
     with process_settings.tracing_scope():
         pass
     assert not hasattr(torch._C, "_select_conv_backend")
+
+
+def test_numbers_stay_numbers_inside_and_are_tensors_to_other_code_afterwards(tmp_path: Path) -> None:
+    from torch.fx.passes import _tensorify_python_scalars as turning
+
+    asked = getattr(turning, "_is_tensorify_enabled", None)  # of torch 2.14 and newer; others look at the variable
+    with process_settings.inductor_scope(tmp_path):
+        assert not turning._is_tensorify_enabled() if asked else os.environ["TENSORIFY_PYTHON_SCALARS"] == "0"
+    assert "TENSORIFY_PYTHON_SCALARS" not in os.environ and (asked is None or turning._is_tensorify_enabled())
