@@ -403,8 +403,11 @@ class Builder:
             info["attention"] = low_precision_attention.describe_plan(captured.graph)
         notes = callback_sites.describe_sites(captured.sites)
         for rewrite in (rotary, fp8_input, int8_linear):
-            if options.get(f"nexfort.{rewrite.__name__.rpartition('.')[2]}"):
+            name = rewrite.__name__.rpartition(".")[2]
+            if options.get(f"nexfort.{name}"):
                 notes += [f"in {region.kind} {reason}" for reason in rewrite.left(captured.graph)]
+            elif name in self.finder.inactive and rewrite.calls(captured.graph):
+                notes.append(f"in {region.kind} fuse.{name} is not active: {self.finder.inactive[name]}")
         if notes:
             info["notes"] = notes
         return captured, manifest_of(captured, region.kind, driver, info)

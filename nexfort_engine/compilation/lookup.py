@@ -71,6 +71,7 @@ class Finder:
         self.state = state
         self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
+        self.inactive: dict[str, str] = {}  # passes for layers of a host's package that cannot run here, and why
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, GuardFailure | None]:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
@@ -222,7 +223,9 @@ class Finder:
         for name, missing in (("int8_linear", _int8_layers_missing), ("fp8_input", lambda: matmul.missing("cuda"))):
             if options[f"nexfort.{name}"] and (reason := missing()):
                 options[f"nexfort.{name}"] = False
-                note(f"fuse.{name} is not active: {reason}")
+                self.inactive[name] = reason
+                if config.option(f"fuse.{name}"):
+                    note(f"fuse.{name} is not active: {reason}")
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options

@@ -58,6 +58,11 @@ def _key(part: Any) -> Any:
     return part.target, tuple(map(str, part.args[1:])), str(part.kwargs), *map(_key, part.args[:1])
 
 
+def calls(module: GraphModule) -> bool:
+    """Whether a graph has such operators."""
+    return any(name_of(node) == _NAME for node in module.graph.nodes)
+
+
 def left(module: GraphModule) -> list[str]:
     """Of such operators that stay, what people are told."""
     stay = [_reason(node) for node in module.graph.nodes if name_of(node) == _NAME]

@@ -76,6 +76,11 @@ def plan(module: GraphModule) -> list[Layer]:
     return [replace(layer, reason=_odd(layer) or _unfit(layer)) for layer in found]
 
 
+def calls(module: GraphModule) -> bool:
+    """Whether a graph has such operators."""
+    return any(name_of(node) == _NAME for node in module.graph.nodes)
+
+
 def left(module: GraphModule) -> list[str]:
     """Of the layers that stay the host's, what people are told."""
     stay = [layer.reason for layer in plan(module) if layer.reason is not None]

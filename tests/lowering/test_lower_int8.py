@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 pytest.importorskip("comfy_kitchen", reason="the operators are of a package that ComfyUI requires")
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
-from int8_blocks import BLOCKS, captured, grouped
+from int8_blocks import BLOCKS, captured, plain
 from large_rows import few
 from lowering_ahead import LoweredOnDemand, code_of, kernels_of, lowered_ahead
 
@@ -25,7 +25,7 @@ OPTIONS = CompileConfig.parse({"mode": "O2", "options": ASKED}).lowering_options
 
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    return LoweredOnDemand(tmp_path_factory.mktemp("int8"), OPTIONS, captured)
+    return LoweredOnDemand(tmp_path_factory.mktemp("int8"), OPTIONS, plain)
 
 
 @pytest.mark.parametrize("kind", few(BLOCKS.keys(), ("gated",)))
@@ -55,7 +55,7 @@ def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payload
 @pytest.mark.parametrize("kind", ["sandwich"])
 def test_products_in_groups_of_warps_are_lowered_too(kind: str, tmp_path: Path) -> None:
     """As where they were measured to be the fastest: with descriptors, for which the launch has memory."""
-    payload = lowered_ahead(tmp_path, [kind], OPTIONS, grouped)[kind]
+    payload = lowered_ahead(tmp_path, [kind], OPTIONS, captured)[kind]
     names = [kernel["name"] for kernel in kernels_of(payload)]
     assert "multiply_in_groups" in names and not [name for name in names if name.rpartition("_")[0] == "multiply"]
     assert "warpgroup_mma(" in code_of(payload)

@@ -169,10 +169,10 @@ def captured(kind: str) -> Captured:
     )
 
 
-def grouped(kind: str) -> Captured:
-    """The same, whose products are by the kernel in Gluon in the worker that lowers it."""
+def plain(kind: str) -> Captured:
+    """The same, whose products are by the kernel in Triton in the worker that lowers it."""
     found = captured(kind)
-    found.modules.append("grouped_products")
+    found.modules.append("plain_products")
     return found
 
 

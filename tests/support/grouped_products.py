@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Imported in a worker: products in 8 bits are by the kernel in Gluon. No test lives here."""
-
-from __future__ import annotations
-
-from nexfort_engine.kernels.scaled_linear import choice
-
-choice.form = lambda *_, **__: choice.GROUPED
