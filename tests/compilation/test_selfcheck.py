@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 
 @pytest.fixture(autouse=True)
-def fresh_support() -> Iterator[None]:
+def fresh_support(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(support, "_passed", inspect.unwrap(support._passed))  # not what conftest.py found out
     support.reason_for.cache_clear()
     yield
     support.reason_for.cache_clear()
