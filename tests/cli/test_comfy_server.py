@@ -13,7 +13,7 @@ from typing import Any
 
 import imitated_comfyui
 import pytest
-from imitated_comfyui import WORKFLOW, runs
+from imitated_comfyui import WORKFLOW, ends
 
 from nexfort_engine.cli import comfy_server, run_workflows
 from nexfort_engine.cli.comfy_server import ComfyError, ComfyServer
@@ -44,7 +44,7 @@ def test_a_server_is_started_asked_and_stopped(imitation: Path, tmp_path: Path) 
     assert {"--cpu", "--use-pytorch-cross-attention", "--disable-auto-launch"} <= set(given)
     assert not Path(given[given.index("--front-end-root") + 1]).exists(), "scratch files are gone"
     if sys.platform.startswith("linux"):
-        assert not runs(child), "what the server started is stopped too"
+        assert ends(child), "what the server started is stopped too"
     server.stop()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def imitation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(comfy_server, "has_accelerator", lambda *_: False)
     return root
+
+
+def ends(pid: int, within: float = 10.0) -> bool:
+    """Whether a process that was killed is gone so many seconds later: it ends when the system next runs it."""
+    until = time.monotonic() + within
+    while runs(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not runs(pid)
 
 
 def runs(pid: int) -> bool:
