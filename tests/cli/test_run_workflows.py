@@ -14,7 +14,7 @@ from typing import Any
 
 import imitated_comfyui
 import pytest
-from imitated_comfyui import WORKFLOW, runs
+from imitated_comfyui import WORKFLOW, ends
 
 from nexfort_engine.cli import comfy_server, run_workflows
 from nexfort_engine.cli.comfy_server import ComfyServer
@@ -106,4 +106,4 @@ def test_an_ended_run_command_stops_its_server(imitation: Path, tmp_path: Path, 
     process.communicate(timeout=30)
     assert process.returncode not in (0, None) and child
     if sys.platform.startswith("linux"):
-        assert not runs(child)
+        assert ends(child)
