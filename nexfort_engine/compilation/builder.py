@@ -30,6 +30,7 @@ from ..guards.call_spec import Flat
 from ..guards.option_recorder import Refused
 from ..lowering.vec_isa_cache import remember_in
 from ..passes import fp8_input, int8_linear, low_precision, low_precision_attention, rotary
+from ..passes.prologue_match import calls_of
 from ..quant import matmul
 from ..reporting.report import named
 from ..reporting.resource_shortages import describe_error
@@ -406,7 +407,7 @@ class Builder:
             name = rewrite.__name__.rpartition(".")[2]
             if options.get(f"nexfort.{name}"):
                 notes += [f"in {region.kind} {reason}" for reason in rewrite.left(captured.graph)]
-            elif name in self.finder.inactive and rewrite.calls(captured.graph):
+            elif name in self.finder.inactive and calls_of(captured.graph, rewrite.NAME):
                 notes.append(f"in {region.kind} fuse.{name} is not active: {self.finder.inactive[name]}")
         if notes:
             info["notes"] = notes

@@ -18,10 +18,10 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fixed, replace
-from .prologue_match import name_of
+from .prologue_match import calls_of
 
 aten = torch.ops.aten
-_NAME = "comfy_kitchen::quantize_fp8"
+NAME = "comfy_kitchen::quantize_fp8"
 _ALIKE = (aten.reshape.default, aten.view.default, aten.ones.default, aten.full.default)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,8 +31,8 @@ def fp8_inputs(module: GraphModule) -> int:
     """Write such operators as `narrowed` has it, one for those of equal inputs; gives how many."""
     found, tracer, aliases = 0, GraphAppendingTracer(module.graph), Aliases(module.graph)
     made: dict[Any, Node] = {}
-    for node in list(module.graph.nodes):
-        if name_of(node) != _NAME or _reason(node) is not None:
+    for node in calls_of(module, NAME):
+        if _reason(node) is not None:
             continue
         stays = not any(map(aliases.is_written, (node, *node.args[:2])))
         what = (*map(_key, node.args[:2]), node.meta["val"].dtype) if stays else node
@@ -58,15 +58,10 @@ def _key(part: Any) -> Any:
     return part.target, tuple(map(str, part.args[1:])), str(part.kwargs), *map(_key, part.args[:1])
 
 
-def calls(module: GraphModule) -> bool:
-    """Whether a graph has such operators."""
-    return any(name_of(node) == _NAME for node in module.graph.nodes)
-
-
 def left(module: GraphModule) -> list[str]:
     """Of such operators that stay, what people are told."""
-    stay = [_reason(node) for node in module.graph.nodes if name_of(node) == _NAME]
-    return [f"{_NAME} is not fused: {reason}" for reason in dict.fromkeys(stay) if reason is not None]
+    stay = [_reason(node) for node in calls_of(module, NAME)]
+    return [f"{NAME} is not fused: {reason}" for reason in dict.fromkeys(stay) if reason is not None]
 
 
 def narrowed(x: Any, scale: Any, *, dtype: torch.dtype) -> Any:

@@ -25,11 +25,11 @@ from ..kernels.quantize_rows import op as quantize_rows
 from ..kernels.scaled_linear import choice
 from ..kernels.scaled_linear import op as scaled_linear
 from .epilogue_match import Epilogue, epilogue, swiglu
-from .prologue_match import Prologue, name_of, prologue, readers
+from .prologue_match import Prologue, calls_of, prologue, readers
 
 aten = torch.ops.aten
 LEAST = 32  # rows at the captured call: the host has kernels for fewer
-_NAME = "comfy_kitchen::int8_linear"
+NAME = "comfy_kitchen::int8_linear"
 _DEVICE = "cuda"  # elsewhere the operators are what they are written for
 _TENSORS = ("x", "weight", "weight_scale")
 _KNOWN = {*_TENSORS, "bias", "output_dtype_code", "convrot", "convrot_groupsize", "input_act"}
@@ -72,19 +72,14 @@ class _Group:
 
 def plan(module: GraphModule) -> list[Layer]:
     """The layers in int8 of a graph, with a reason for those that stay."""
-    found = [Layer(node, _given(node)) for node in module.graph.nodes if name_of(node) == _NAME]
+    found = [Layer(node, _given(node)) for node in calls_of(module, NAME)]
     return [replace(layer, reason=_odd(layer) or _unfit(layer)) for layer in found]
-
-
-def calls(module: GraphModule) -> bool:
-    """Whether a graph has such operators."""
-    return any(name_of(node) == _NAME for node in module.graph.nodes)
 
 
 def left(module: GraphModule) -> list[str]:
     """Of the layers that stay the host's, what people are told."""
     stay = [layer.reason for layer in plan(module) if layer.reason is not None]
-    return [f"a layer in int8 stays {_NAME}: {reason}" for reason in dict.fromkeys(stay)]
+    return [f"a layer in int8 stays {NAME}: {reason}" for reason in dict.fromkeys(stay)]
 
 
 def int8_linears(module: GraphModule) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..graph.alias_analysis import Aliases
@@ -50,6 +50,11 @@ def name_of(node: Any) -> str:
     """The operator that a node calls, by its name; nothing for what calls none."""
     schema = getattr(node.target, "_schema", None) if getattr(node, "op", "") == "call_function" else None
     return schema.name if schema is not None else ""
+
+
+def calls_of(module: GraphModule, name: str) -> list[Any]:
+    """The nodes that call the operator of this name."""
+    return [node for node in module.graph.nodes if name_of(node) == name]
 
 
 def readers(node: Node) -> list[Node]:

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import browser
+import served
 
 from nexfort_engine.cli.comfy_server import ComfyServer
+
+
+def front_end_server(comfyui: Path, base: Path, cache: Path, *arguments: str, **how: Any) -> Any:
+    """`served.server` with ComfyUI's real front end."""
+    root = str(browser.front_end_or_skip())
+    return served.server(comfyui, base, cache, *arguments, "--front-end-root", root, **how)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import browser
 import pytest
 import served
 import workflow_templates
-from browser_pages import page_of
+from browser_pages import front_end_server, page_of
 
 from nexfort_engine.cli.comfy_server import ComfyServer
 
@@ -45,8 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
     """A server with ComfyUI's real front end."""
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", root) as running:
+    with front_end_server(comfyui, base, cache, "--cache-classic") as running:
         yield running
 
 

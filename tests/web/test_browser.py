@@ -16,7 +16,7 @@ from typing import Any
 import browser
 import pytest
 import served
-from browser_pages import page_of
+from browser_pages import front_end_server, page_of
 
 from nexfort_engine.cli.comfy_server import ComfyServer
 
@@ -264,8 +264,7 @@ def test_after_a_restart(
     chromium: Any, filled: ComfyServer, comfyui: Path, base: Path, cache: Path, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o700)
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, tmp_path, "--front-end-root", root) as server:
+    with front_end_server(comfyui, base, tmp_path) as server:
         fill = lambda: shutil.copytree(cache / "entries", tmp_path / "entries", dirs_exist_ok=True)  # noqa: E731
         fill()
         with page_of(chromium, server) as page:

@@ -13,7 +13,7 @@ from typing import Any
 import browser
 import pytest
 import served
-from browser_pages import page_of
+from browser_pages import front_end_server, page_of
 
 from nexfort_engine.cache import benchmark_record, speed_record
 from nexfort_engine.cli import comfy_server
@@ -211,9 +211,8 @@ def test_it_waits_for_what_is_compiled_in_the_background(
     chromium: Any, comfyui: Path, base: Path, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o700)
-    root = str(browser.front_end_or_skip())
     with (
-        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
+        front_end_server(comfyui, base, tmp_path, waits=False) as running,
         page_of(chromium, running) as page,
     ):
         open_with(page, 80)

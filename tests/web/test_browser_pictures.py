@@ -17,7 +17,7 @@ import browser
 import face_pictures
 import pytest
 import served
-from browser_pages import page_of
+from browser_pages import front_end_server, page_of
 from face_pictures import Movie, Sheets
 from PIL import Image
 
@@ -76,7 +76,7 @@ def open_workflow(page: Any, made: dict[str, Any]) -> None:
 
 def started(comfyui: Path, base: Path, cache: Path, **variables: str) -> ComfyServer:
     cache.mkdir(mode=0o700, exist_ok=True)
-    made = served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", str(browser.front_end_or_skip()))
+    made = front_end_server(comfyui, base, cache, "--cache-classic")
     made.env.update(variables)
     return made
 
@@ -117,8 +117,7 @@ def test_each_state_has_its_pictures(chromium: Any, comfyui: Path, base: Path, t
         sheets.add(page, "disabled")
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder", encoding="utf-8")
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, blocked, "--front-end-root", root) as server, page_of(chromium, server) as page:
+    with front_end_server(comfyui, base, blocked) as server, page_of(chromium, server) as page:
         open_workflow(page, workflow())
         run(page, 908)
         sheets.add(page, "unsaved")

@@ -11,7 +11,7 @@ from typing import Any
 import browser
 import pytest
 import served
-from browser_pages import page_of
+from browser_pages import front_end_server, page_of
 
 from nexfort_engine import __version__
 from nexfort_engine.cli.comfy_server import ComfyServer
@@ -39,8 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, cache, "--cache-classic", "--front-end-root", root) as running:
+    with front_end_server(comfyui, base, cache, "--cache-classic") as running:
         yield running
 
 
@@ -48,6 +47,15 @@ def server(comfyui: Path, base: Path, cache: Path) -> Iterator[ComfyServer]:
 def page(kept: Any) -> Any:
     browser.begin_anew(kept)
     return kept
+
+
+def behind(kind: str) -> dict[str, Any]:
+    """That workflow with a node of this kind before ours."""
+    made = workflow()
+    (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
+    made["forward"] = {"class_type": kind, "inputs": {"model": ours["inputs"]["model"]}}
+    ours["inputs"]["model"] = ["forward", 0]
+    return made
 
 
 def workflow() -> dict[str, Any]:
@@ -101,8 +109,7 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         assert headline.get_attribute("data-verdict") == verdict(row) and "(bypassed, " in headline.inner_text()
         assert page.locator(".nexfort-picture").count() == 2, "pictures that were not bypassed"
         browser.in_both_themes(page, REPORT, "speed")
-    root = str(browser.front_end_or_skip())
-    with served.server(comfyui, base, cache, "--front-end-root", root) as again, page_of(chromium, again) as page:
+    with front_end_server(comfyui, base, cache) as again, page_of(chromium, again) as page:
         browser.load(page, workflow())
         page.locator(BADGE).wait_for()
         said = run(page, 304)
@@ -138,11 +145,7 @@ def test_a_compile_is_counted_with_a_bar_on_the_node(page: Any, server: ComfySer
 
 
 def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfyServer) -> None:
-    made = workflow()
-    (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
-    made["forward"] = {"class_type": "TestBlockForward", "inputs": {"model": ours["inputs"]["model"]}}
-    ours["inputs"]["model"] = ["forward", 0]
-    browser.load(page, made)
+    browser.load(page, behind("TestBlockForward"))
     page.locator(BADGE).wait_for()
     said = run(page, 341)
     assert said.endswith(", 1 block uncompiled"), said
@@ -152,11 +155,7 @@ def test_a_block_that_another_pack_changes_is_told_of(page: Any, server: ComfySe
 
 def test_a_model_that_cannot_be_compiled_says_why(page: Any, server: ComfyServer) -> None:
     browser.forget(server)
-    made = workflow()
-    (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
-    made["forward"] = {"class_type": "TestModelForward", "inputs": {"model": ours["inputs"]["model"]}}
-    ours["inputs"]["model"] = ["forward", 0]
-    browser.load(page, made)
+    browser.load(page, behind("TestModelForward"))
     page.locator(BADGE).wait_for()
     assert run(page, 345) == "runs uncompiled"
     page.locator(BADGE).click()
@@ -190,9 +189,8 @@ def test_the_first_picture_does_not_wait_and_the_badge_says_why(
     chromium: Any, comfyui: Path, base: Path, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o700)
-    root = str(browser.front_end_or_skip())
     with (
-        served.server(comfyui, base, tmp_path, "--front-end-root", root, waits=False) as running,
+        front_end_server(comfyui, base, tmp_path, waits=False) as running,
         page_of(chromium, running) as page,
     ):
         page.evaluate(browser.RECORD)
@@ -217,7 +215,7 @@ def started(
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder", encoding="utf-8")
     folder = tmp_path if variable else blocked
-    made = served.server(comfyui, base, folder, "--front-end-root", str(browser.front_end_or_skip()))
+    made = front_end_server(comfyui, base, folder)
     made.env.update({variable: "1"} if variable else {})
     with made as running:
         yield running, end

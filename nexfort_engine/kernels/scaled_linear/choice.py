@@ -115,7 +115,8 @@ def form(card: Capability, columns: int, inner: int, *, few: bool, up: bool) -> 
     # where every layer that was measured takes the same form, so does one that was not
     alike = {one.form for layer, one in known.items() if (layer[0] < 0) == up}
     plain = forms(card, up=up)[0]
-    taken = found.form if found is not None else alike.pop() if len(alike) == 1 else plain
+    usual = alike.pop() if len(alike) == 1 else plain
+    taken = usual if found is None else found.form
     return plain if taken.grouped and descriptors_missing(card) else taken
 
 
