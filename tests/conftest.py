@@ -161,12 +161,14 @@ def _self_check_made(artefact_cache: Path) -> Iterator[None]:
 def _one_cache(artefact_cache: Path) -> Iterator[None]:
     """A file whose fixtures put the tests' cache back in another order than they took it away is told so.
 
-    So is one whose steps leave Python's garbage collector in another way.
+    So is one whose steps leave Python's garbage collector in another way, or whose traces leave modes behind.
     """
     collected = gc.get_threshold()
     yield
     assert os.environ.get("NEXFORT_CACHE_DIR") == str(artefact_cache), "a test of this file left another cache"
     assert gc.get_threshold() == collected, "a step of this file ended, and what was begun for it did not"
+    ops = sys.modules.get("torch._ops")
+    assert ops is None or not ops._len_torch_dispatch_stack_pre_dispatch(), "a trace ended, and its modes did not"
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ def numbers_held(module: nn.Module) -> Numbers:
     """The lists and dictionaries of a module tree that hold no tensors, with what is in them."""
     found: Numbers = []
     for sub in module.modules():
-        for name, value in sub.__dict__.items():
+        for name, value in list(sub.__dict__.items()):
             if type(value) in (list, dict) and name not in INTERNAL:
                 items = items_of(value)
                 if items and all(type(part) in PLAIN for part in _parts(items)):

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._python_dispatch import _pop_mode_temporarily as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
@@ -295,9 +295,15 @@ class _Literals(Watch, TorchFunctionMode):
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside the block this thread's operators are nobody's: what is made there is no part of the step."""
-    own = isinstance(_get_current_function_mode(), _Literals)
-    with _disable_current_modes(), _pop_mode_temporarily() if own else nullcontext():
+    """Inside the block this thread's operators are nobody's: what is made there is no part of the step.
+
+    Torch's own context for it takes away the modes of a trace in another thread as well.
+    """
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_dispatch_stack()):
+            stack.enter_context(_pop_dispatch_mode())
+        if isinstance(_get_current_function_mode(), _Literals):
+            stack.enter_context(_pop_mode_temporarily())
         yield
 
 

@@ -31,7 +31,7 @@ class ModuleFingerprint:
         found = [
             (sub.__dict__, name, value)
             for sub in outside
-            for name, value in sub.__dict__.items()
+            for name, value in list(sub.__dict__.items())
             if name not in INTERNAL and name != "forward"
         ]
         self._plain = _slots([row for row in found if type(row[2]) in PLAIN])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import nn
@@ -22,6 +23,7 @@ class RegionTable:
     def __init__(self, state: EngineState, make: Callable[[RegionSpec], Region], *, whole: bool) -> None:
         """make: a region. whole: the backbone is called through its forward alone, so it may be one region."""
         self._state, self._make, self._may_be_whole = state, make, whole
+        self._finding = threading.Lock()
         self._by_module: dict[int, Region] | None = None
         self._placed: list[tuple[RegionSpec, Region]] = []
         self._seats: Seats | None = None  # where their blocks are in the backbone
@@ -65,9 +67,13 @@ class RegionTable:
         self._by_module = None
 
     def _found(self) -> dict[int, Region]:
-        if self._by_module is None:
-            self._by_module = self._find()
-        return self._by_module
+        found = self._by_module
+        if found is None:
+            with self._finding:  # threads that begin together share the regions
+                found = self._by_module
+                if found is None:
+                    found = self._by_module = self._find()
+        return found
 
     def _find(self) -> dict[int, Region]:
         root, report = self._state.root, self._state.report

@@ -120,7 +120,7 @@ def places(module: nn.Module) -> list[Place]:
     return [
         (path, name, keys)
         for path, sub in module.named_modules()
-        for name, value in sub.__dict__.items()
+        for name, value in list(sub.__dict__.items())
         if name not in machinery
         for keys in _keys_in(value, _DEPTH)
     ]

@@ -34,6 +34,7 @@ from ..system import torch_modes
 from ..system.compiler_processes import bounded
 from ..system.device_timer import by_the_device
 from ..system.process_settings import inductor_scope, replaced, told_to_log
+from ..system.traced_thread import own_pre_dispatch_modes
 from .async_compile_pool import watched
 from .graph_split import part
 from .interleaved_loads import pairs_read_once
@@ -85,7 +86,7 @@ def lower_graph(
     """
     with _plainly(payload):
         own, options = split(options)
-        with torch_modes.applied(own.get("modes") or {}):  # type: ignore[arg-type]
+        with torch_modes.applied(own.get("modes") or {}), own_pre_dispatch_modes():  # type: ignore[arg-type]
             _lower_graph(graph, constants, payload, options, own, lasting, each)
 
 

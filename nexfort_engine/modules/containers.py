@@ -25,7 +25,7 @@ class OwnContainers:
         self._places = [
             (path, name, sub.__dict__)
             for path, sub in module.named_modules()
-            for name, value in sub.__dict__.items()
+            for name, value in list(sub.__dict__.items())
             if type(value) in _KINDS and name not in INTERNAL and not name.startswith("_nexfort")
         ]
 
@@ -84,7 +84,7 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     inner: list[tuple[Any, list[Any]]] = []
     for sub in root.modules():
         for table in (sub.__dict__, sub._buffers):
-            names = [k for k, v in table.items() if _is_state(v) and k not in besides and k not in INTERNAL]
+            names = [k for k, v in list(table.items()) if _is_state(v) and k not in besides and k not in INTERNAL]
             before.append((table, set(table), [(k, table[k], items_of(table[k])) for k in names]))
             inner += [one for k in names for one in _below(table[k])]
     try:

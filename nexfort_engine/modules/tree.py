@@ -81,7 +81,7 @@ def tensors_of(module: nn.Module, besides: Collection[str] = ()) -> Iterator[tup
     """The tensors of one module: the dictionary that each lies in, its name there, itself."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
     for table in tables:
-        for name, value in table.items():
+        for name, value in list(table.items()):  # a block's `forward` comes and goes with other threads' steps
             # by name first: what is asked of a class takes four times as long, and most are torch's own
             if name not in INTERNAL and issubclass(type(value), torch.Tensor) and name not in besides:
                 yield table, name, value

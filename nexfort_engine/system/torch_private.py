@@ -122,6 +122,7 @@ _NAMES: Mapping[str, str] = {
 
 # attributes of objects, and names that the engine has as text alone, by the class or module that has them
 _ATTRIBUTES: Mapping[str, str] = {
+    "torch._ops": "_mode_stack_state_for_pre_dispatch",
     "torch": "_subclasses _utils",
     "torch.Tensor": "_use_count",
     "torch.UntypedStorage": "_cdata",

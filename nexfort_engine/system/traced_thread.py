@@ -3,8 +3,10 @@
 
 A trace stands in `nn.Module.__call__` and `__getattr__`, and says of the process that it compiles. In another thread,
 which runs a model meanwhile, each call of a module would go through the trace, which writes out the module's name and
-all below it. And a host that is told that it compiles takes other ways: ComfyUI looks for no cancel then. As of torch
-2.11 neither is kept to a thread.
+all below it. And a host that is told that it compiles takes other ways: ComfyUI looks for no cancel then. The modes
+under which it traces lie in one list for all threads: a thread that prints a tensor or compiles something takes them
+away for a moment, and puts them back when the trace may be over, so that no later trace works. As of torch 2.11 none of
+these is kept to a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 _made: set[types.CodeType] = set()  # of the functions that stand in the place of others while a thread traces
@@ -87,3 +89,67 @@ def kept_to_its_thread() -> Iterator[None]:
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, changed(getattr(owner, name)))
         yield
+
+
+# ---- the modes under which a trace runs ------------------------------------------------------------------------------
+
+
+class _PreDispatchModes:
+    """Stands for torch's list of pre-dispatch modes: these threads have one each, all others have torch's."""
+
+    def __init__(self, torchs: Any) -> None:
+        self.torchs, self.own = torchs, dict[int, Any]()
+
+    def _here(self) -> Any:
+        return self.own.get(get_ident(), self.torchs)
+
+    def set(self, index: int, mode: Any) -> None:
+        self._here().set(index, mode)
+
+    def get(self, index: int) -> Any:
+        return self._here().get(index)
+
+    def count(self) -> int:
+        return int(self._here().count())
+
+    @property
+    def _schema_check_mode(self) -> Any:
+        return self._here()._schema_check_mode
+
+    @_schema_check_mode.setter
+    def _schema_check_mode(self, mode: Any) -> None:
+        self._here()._schema_check_mode = mode
+
+
+_exchanging = Lock()
+
+
+@contextmanager
+def own_pre_dispatch_modes() -> Iterator[None]:
+    """Inside the block no other thread can take away this thread's pre-dispatch modes, nor can it take theirs.
+
+    It begins without any. Nothing is left of what the block leaves behind.
+    """
+    from torch import _ops
+
+    ops: Any = _ops
+    if not hasattr(ops, "_mode_stack_state_for_pre_dispatch"):  # another torch
+        yield
+        return
+    thread = get_ident()
+    with _exchanging:
+        modes = ops._mode_stack_state_for_pre_dispatch
+        if not isinstance(modes, _PreDispatchModes):
+            modes = ops._mode_stack_state_for_pre_dispatch = _PreDispatchModes(modes)
+        outer = modes.own.get(thread)
+        modes.own[thread] = type(modes.torchs)()
+    try:
+        yield
+    finally:
+        with _exchanging:
+            if outer is not None:
+                modes.own[thread] = outer
+            else:
+                del modes.own[thread]
+            if not modes.own:
+                ops._mode_stack_state_for_pre_dispatch = modes.torchs
