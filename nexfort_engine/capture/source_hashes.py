@@ -15,9 +15,9 @@ import inspect
 import os
 import sys
 import sysconfig
-import threading
 import types
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .code_monitor import CodeMonitor
+
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
 _ENGINE = os.path.join(Path(__file__).parent.parent, "")
 _STDLIB = sysconfig.get_path("stdlib")
+_NO_FILES = ("<frozen", "<eval_with_key")  # code that was in no file: Python's own, and graphs as fx writes them
 # what torch's tracing itself runs through; torch's own version is in the key
 _TRACERS = ("sympy", "mpmath", "numpy", "networkx", "triton", "typing_extensions", "optree", "_distutils_hack")
 
@@ -51,31 +54,40 @@ def _registering_module(name: str) -> str:
 
 @contextlib.contextmanager
 def walked() -> Iterator[set[types.CodeType]]:
-    """Collect all Python code that this thread runs inside the block.
+    """Collect all code of the host that this thread runs inside the block; see is_host_code.
 
     The stack traces in a graph name frames called `forward` only; a helper would be missed.
     """
-    codes: set[types.CodeType] = set()
-    if sys.version_info >= (3, 12):
-        notes = _monitored(codes)
-    else:
-        notes = _counted(codes) if sys.getprofile() is None else _profiled(codes)
-    with notes:
-        yield codes
+    codes = set[types.CodeType]()
+    with ExitStack() as stack:
+        found = stack.enter_context(_monitor().walk()) if sys.version_info >= (3, 12) else None
+        if found is None:
+            found = stack.enter_context(_profiled() if sys.getprofile() or sys.version_info >= (3, 12) else _counted())
+        try:
+            yield codes
+        finally:
+            stack.close()
+            codes.update(filter(is_host_code, found))
+
+
+@functools.cache
+def _monitor() -> CodeMonitor:
+    return CodeMonitor((_TORCH, _ENGINE, *_NO_FILES), is_host_code)
 
 
 @contextlib.contextmanager
-def _counted(codes: set[types.CodeType]) -> Iterator[None]:
+def _counted() -> Iterator[set[types.CodeType]]:
     """For Python before 3.12, by the profiler that is written in C: a note in Python at each call, return and call of
     a builtin makes a capture take two (3.11) to three (3.10) times as long. It can go with Python 3.11.
 
     It takes the place of another profiler of this thread without putting it back, so there must be none.
     """
+    codes = set[types.CodeType]()
     calls = cProfile.Profile(subcalls=False, builtins=False)
     with _TorchUncounted(calls):
         calls.enable()
         try:
-            yield
+            yield codes
         finally:
             calls.disable()
             codes.update(entry.code for entry in calls.getstats() if not isinstance(entry.code, str))
@@ -101,8 +113,9 @@ class _TorchUncounted(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _profiled(codes: set[types.CodeType]) -> Iterator[None]:
+def _profiled() -> Iterator[set[types.CodeType]]:
     """Where another profiler or debuggers are in the way: slow, and it puts back what it found."""
+    codes = set[types.CodeType]()
 
     def note(frame: Any, event: str, _arg: Any) -> None:
         if event == "call":
@@ -111,38 +124,9 @@ def _profiled(codes: set[types.CodeType]) -> Iterator[None]:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        yield
+        yield codes
     finally:
         sys.setprofile(before)
-
-
-@contextlib.contextmanager
-def _monitored(codes: set[types.CodeType]) -> Iterator[None]:
-    """For Python 3.12 and newer: each function is reported once and costs nothing after that."""
-    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
-    tool = next((i for i in (4, 3) if monitoring.get_tool(i) is None), None)
-    if tool is None:  # both free numbers are taken by debuggers
-        with _profiled(codes):
-            yield
-        return
-    thread = threading.get_ident()
-
-    def note(code: Any, _offset: int) -> Any:
-        if threading.get_ident() != thread:
-            return None
-        codes.add(code)
-        return monitoring.DISABLE
-
-    monitoring.use_tool_id(tool, "nexfort")
-    try:
-        monitoring.register_callback(tool, monitoring.events.PY_START, note)
-        monitoring.restart_events()  # what an earlier capture switched off
-        monitoring.set_events(tool, monitoring.events.PY_START)
-        yield
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.register_callback(tool, monitoring.events.PY_START, None)
-        monitoring.free_tool_id(tool)
 
 
 def hashes(codes: set[types.CodeType], block: nn.Module) -> dict[str, str]:
@@ -169,7 +153,7 @@ def is_host_code(code: types.CodeType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_host_file(file: str) -> bool:
     if file.startswith("<"):
-        return not file.startswith(("<frozen", "<eval_with_key"))
+        return not file.startswith(_NO_FILES)
     return not file.startswith(_ENGINE) and _is_host(_module_of(file) or "", file)
 
 
