@@ -158,11 +158,13 @@ async function measure(prompt, dialog) {
     })
     dialog.stop = () => reject(new Error(text('benchmark.stopped')))
   })
+  ended.catch(() => {}) // it may be stopped before anybody waits for it
   for (const [name, listener] of listeners) api.addEventListener(name, listener)
   try {
     const queued = await api.queuePrompt(0, prompt)
     id = queued.prompt_id
     dialog.running = id
+    if (dialog.stopped) await withdraw(id)
     for (const [detail, finish] of early) if (detail.prompt_id === id) finish(detail)
     await ended
   } finally {
@@ -170,6 +172,12 @@ async function measure(prompt, dialog) {
     for (const [name, listener] of listeners) api.removeEventListener(name, listener)
   }
   return { ...perStep(seen.filter((event) => event.prompt_id === id)), picture }
+}
+
+/** Take a prompt back, whether it waits or runs. */
+async function withdraw(id) {
+  await api.deleteItem('queue', id)
+  await api.interrupt(id)
 }
 
 /** What a server that was away knows of a prompt: "done", "queued", or "gone" where it was started anew. */
@@ -207,7 +215,7 @@ function openDialog() {
   node.addEventListener('close', () => {
     dialog.stopped = true
     dialog.stop()
-    if (dialog.running) api.interrupt(dialog.running)
+    if (dialog.running) withdraw(dialog.running)
   })
   node.showModal()
   return dialog

@@ -154,6 +154,22 @@ def test_two_tabs_do_not_run_one_at_once(page: Any, filled: ComfyServer) -> None
     page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
 
 
+def test_what_is_closed_before_its_prompt_is_queued_takes_the_prompt_back(page: Any, filled: ComfyServer) -> None:
+    open_with(page, 45, steps=2000)
+    held: list[Any] = []
+    page.route(
+        "**/api/prompt", lambda route: held.append(route) if route.request.method == "POST" else route.continue_()
+    )
+    with page.expect_request("**/api/prompt"):
+        start(page)
+    page.keyboard.press("Escape")
+    page.locator(DIALOG).wait_for(state="detached")
+    with page.expect_response("**/api/interrupt"):
+        held[0].continue_()
+    wait_until_it_runs(filled, False)
+    page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
+
+
 def test_a_prompt_that_the_server_refuses_is_told(page: Any, filled: ComfyServer) -> None:
     open_with(page, 50)
     page.evaluate(
