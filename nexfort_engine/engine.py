@@ -277,10 +277,9 @@ class Engine:
         self.state.known.watched.look()
         session.begin(wary=self.table.sets_names or session.others_around or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
-        if due and (others_speak() or first_carrier(self.root) is not None):
+        if due and (reason := self._why_unverified()):
             due = False
-            who = "other processes would wait" if others_speak() else "code of others on layers would run more often"
-            self.report.note(f"no step is verified: {who} while this one runs it again")
+            self.report.note(f"no step is verified: {reason} while this one runs it again")
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
         if session.asked is not None:
@@ -315,6 +314,11 @@ class Engine:
             self.state.hold_twice()  # eager code asked the host for all weights
         self.memory.hold_once()
         return result
+
+    def _why_unverified(self) -> str | None:
+        if others_speak():
+            return "other processes would wait"
+        return "code of others on layers would run more often" if first_carrier(self.root) is not None else None
 
     def _kept(self, args: Any, kwargs: Any, session: ForwardContext) -> tuple[Any, Any, bool, list[Any]] | None:
         """Arguments for a verification after the step, which may change its own; whether it may be a graph, and names.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -191,8 +192,8 @@ def test_a_server_that_restarts_in_the_middle_is_told(
 ) -> None:
     tmp_path.chmod(0o700)
     shutil.copytree(cache / "entries", tmp_path / "entries")
-    arguments = ("--cache-classic", "--front-end-root", str(browser.front_end_or_skip()))
-    with served.server(comfyui, base, tmp_path, *arguments) as first, page_of(chromium, first) as page:
+    server = functools.partial(front_end_server, comfyui, base, tmp_path, "--cache-classic")
+    with server() as first, page_of(chromium, first) as page:
         open_with(page, 60, steps=2000)
         before = page.evaluate("() => JSON.stringify(window.app.graph.serialize().nodes.map((one) => one.type))")
         start(page)
@@ -202,7 +203,7 @@ def test_a_server_that_restarts_in_the_middle_is_told(
         first.stop()
         said = page.locator(DIALOG).get_by_role("status")
         said.filter(has_text="The server does not answer.").wait_for()
-        with served.server(comfyui, base, tmp_path, *arguments):
+        with server():
             said.filter(has_text="The server was restarted in the middle, after 0 of 6 runs.").wait_for()
             after = page.evaluate("() => JSON.stringify(window.app.graph.serialize().nodes.map((one) => one.type))")
             assert after == before, "the workflow is as it was"
