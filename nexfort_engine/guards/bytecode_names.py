@@ -139,6 +139,8 @@ class _Reader:
                 self._follow(number, base)
             elif op.name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
                 self._note_changed(number, above=1)
+            elif op.name == "STORE_SLICE":  # of Python 3.12 and newer
+                self._note_changed(number, above=2)
             elif op.name in ("STORE_ATTR", "DELETE_ATTR"):
                 self._note_changed(number, above=0)
         stored = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
