@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import compilers, pipelines
+from benchmarks import compilers, pipelines, processes
 from benchmarks.generation import Result, begin_peak, generate, peak_gib
 from benchmarks.likeness import as_text, likeness
 from benchmarks.unusable import Unusable
@@ -124,6 +124,8 @@ def device_and_dtype(args: Any) -> tuple[torch.device, torch.dtype]:
         raise Unusable(f"--device is {args.device!r}; expected cuda, cuda:1 or cpu") from error
     if device.type not in ("cuda", "cpu") or (device.type == "cuda" and not cuda):
         raise Unusable(f"--device is {args.device!r}, and this machine has {'CUDA' if cuda else 'no CUDA device'}")
+    if getattr(args, "parallel", None):
+        device = processes.own_device(device)
     if args.dtype:
         return device, DTYPES[args.dtype]
     if device.type == "cpu":
@@ -149,6 +151,9 @@ class Measured:
             torch.backends.cudnn.allow_tf32 = False
         self.source = pipelines.load(args, self.device, dtype)
         pipe = self.source.pipe
+        parallel = processes.parse(args.parallel) if getattr(args, "parallel", None) else {}
+        if parallel:
+            processes.split(pipe, parallel)
         pipe.set_progress_bar_config(disable=True)
         pipelines.check_keywords(pipe, keywords)
         self.size = (args.height or self.source.size[0], args.width or self.source.size[1])
@@ -162,6 +167,7 @@ class Measured:
             **{"model": args.model, "device": _device_name(self.device), "torch": torch.__version__},
             **{"dtype": str(dtype).removeprefix("torch."), "size": list(self.size), "steps": args.steps},
             **{"batch": args.batch, "seed": args.seed, "compiler": args.compiler},
+            "parallel": parallel,
             **{"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__},
             "config": config.as_dict() if config is not None else {},
         }
@@ -238,7 +244,7 @@ class Measured:
     def compare(self, result: Result) -> None:
         """How near the result is to eager's of the same seed, and to --reference."""
         ours = result.kept()
-        if self.args.save_result:
+        if self.args.save_result and processes.is_first():
             torch.save(ours, self.args.save_result)
         if self.args.reference:
             self._compared("reference", ours, torch.load(self.args.reference, weights_only=True))
@@ -272,7 +278,7 @@ class Measured:
             if self.args.compiler == "nexfort":
                 made = again["warmup_made"]
                 say(f"Artefacts: {made['compiled']} compiled, {made['loaded']} loaded")
-        if self.args.json:
+        if self.args.json and processes.is_first():
             Path(self.args.json).expanduser().write_text(json.dumps(self.found, indent=1), encoding="utf-8")
 
 
@@ -293,6 +299,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def say(text: str) -> None:
-    """One line for people; at once, because the next one may take minutes."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """One line for people; at once, because the next one may take minutes. Of several processes one speaks."""
+    if processes.is_first():
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sixteen = f"one run at each of 16 sizes, of {RESOLUTIONS}"
     add_switch(parser, "--run_multiple_resolutions", False, sixteen)
     add_switch(parser, "--run_rare_resolutions", False, f"one run at {RARE_RESOLUTION[0]}x{RARE_RESOLUTION[1]}")
+    add("--parallel", metavar="KIND:N", help="split over N processes of torchrun: ulysses:2, ring:2 or both")
     add("--only-main", action="store_true", help=argparse.SUPPRESS)  # what a second process for --cached-warmup does
     add_shared_flags(parser)
     args = parser.parse_args(argv)
@@ -59,10 +61,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
     """All that can be wrong with the command line alone. Returns the keywords for the pipeline's call."""
+    from benchmarks import processes
     from benchmarks.measured import check_shared_flags, check_writable
     from benchmarks.pipelines import check_model
 
     keywords = check_shared_flags(args)
+    if args.parallel:
+        for flag in ("cached_warmup", "quantize", "controlnet"):
+            if getattr(args, flag):
+                raise Unusable(f"--parallel is given with --{flag.replace('_', '-')}; expected one of them")
+        processes.check(processes.parse(args.parallel), "benchmarks/text_to_image.py")
     if args.control_image and not args.controlnet:
         raise Unusable("--control-image is given without --controlnet; expected both or neither")
     if args.controlnet and args.controlnet != "random":
@@ -82,16 +90,29 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
     try:
-        run(args, check(args), arguments)
+        keywords = check(args)
+        with _processes(args):
+            run(args, keywords, arguments)
     except Unusable as error:
         sys.stderr.write(f"text_to_image: {error}\n")
         return 2
     return 0
 
 
+def _processes(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Where several processes make a picture, they speak with each other inside the block."""
+    if not args.parallel:
+        return nullcontext()
+    from benchmarks import processes
+    from benchmarks.measured import device_and_dtype
+
+    return processes.group(device_and_dtype(args)[0].type)
+
+
 def run(args: argparse.Namespace, keywords: dict[str, Any], arguments: list[str]) -> None:
     """Everything after the checks of the command line. Raises Unusable before the first generation."""
     from benchmarks.measured import Measured
+    from benchmarks.processes import is_first
 
     measured = Measured(args, keywords)
     measured.call.update(_call(args, measured.size))
@@ -99,9 +120,9 @@ def run(args: argparse.Namespace, keywords: dict[str, Any], arguments: list[str]
     measured.warm_up()
     result = measured.measure()
     picture = result.pictures[0]
-    if args.output_image:
+    if args.output_image and is_first():
         picture.save(Path(args.output_image).expanduser())
-    if args.print_output:
+    if args.print_output and is_first():
         _show(picture)
     if not args.only_main:
         sizes = [(h, w) for h in RESOLUTIONS for w in RESOLUTIONS] if args.run_multiple_resolutions else []

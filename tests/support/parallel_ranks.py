@@ -259,6 +259,18 @@ def refused(names: list[str], size: list[int], length: int, heads: int | None = 
     return told
 
 
+def benchmark(flags: list[str]) -> dict[str, Any]:
+    """text_to_image.py with these flags, as torchrun starts it."""
+    import torch
+    from subjects import graphs_as_they_are
+
+    from benchmarks import text_to_image
+
+    torch.accelerator.device_count = lambda: 1  # as in `_group`
+    with graphs_as_they_are():
+        return {"code": text_to_image.main(flags)}
+
+
 def _said(pipe: Any, size: list[int], length: int) -> str:
     """What a network raises in a call, "" where it raises nothing."""
     try:
