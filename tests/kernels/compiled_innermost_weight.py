@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-import triton
-from cards import cards
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from collections.abc import Iterator
+
+from ahead import Case, amd, cards, run
 
 from nexfort_engine.kernels.channels_last_weight import op as channels_last_weight
-from nexfort_engine.kernels.channels_last_weight import triton_kernel as kernels
+from nexfort_engine.kernels.channels_last_weight.triton_kernel import lay_innermost
 
-for architecture in cards():
-    for dtype, places in (("fp16", 9), ("bf16", 3), ("fp32", 49)):
-        types = {"weight": f"*{dtype}", "laid": f"*{dtype}", "channels": "i32"}
-        sizes = channels_last_weight.blocks(places)
-        signature = {name: types.get(name, "constexpr") for name in kernels.lay_innermost.arg_names}
-        source = ASTSource(kernels.lay_innermost, signature, sizes)
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4})
-        assert made.asm["cubin"] and f".target sm_{architecture}" in made.asm["ptx"]
+
+def cases(every: bool) -> Iterator[Case]:
+    for card in (*cards(every), *amd(every)):
+        for dtype, places in (("fp16", 9), ("bf16", 3), ("fp32", 49)):
+            kinds = {"weight": f"*{dtype}", "laid": f"*{dtype}", "channels": "i32"}
+            sizes = channels_last_weight.blocks(places)
+            yield Case(lay_innermost, card, kinds, sizes, even=(), options={"num_warps": 4})
+
+
+if __name__ == "__main__":
+    run(cases)
