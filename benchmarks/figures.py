@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import chart, clock_table, ladder_table, old_table, ratios
+from benchmarks import chart, clock_table, kernels_ahead, ladder_table, old_table, ratios
 
 ROOT = ratios.ROOT
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
@@ -22,6 +22,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ratios": lambda: f"{ratios.table()}\n\n{ratios.taken()}",
     "steps": lambda: clock_table.table(clock_table.newest()),
     "low-precision": ratios.low_precision,
+    "kernels": lambda: kernels_ahead.table(kernels_ahead.read()),
     "ladder": lambda: ladder_table.table(ladder_table.newest(ratios.read())),
     "old-engine": lambda: old_table.table(old_table.read(old_table.PUBLISHED), old_table.read(old_table.RESULTS)),
 }

@@ -55,7 +55,7 @@ class Case:
         source = form(self.kernel, signature, dict(self.constants), known)
         made = triton.compile(source, target=self._target(), options=dict(self.options or {}))
         if isinstance(self.card, str):
-            assert made.asm["hsaco"] and f"--{self.card}" in made.asm["amdgcn"]
+            assert made.asm["hsaco"] and self.card in made.asm["amdgcn"]
         else:
             assert made.asm["cubin"] and f".target sm_{self.card}" in made.asm["ptx"]
         if self.check is not None:
