@@ -48,6 +48,10 @@ NETWORKS = {
             (1024, 1024), **{**_SIMPLE, "cfg": 4.0},
         ),
         Backbone(
+            "qwen-edit", "comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel", _QWEN, _HALF, (256, 3584),
+            (1024, 1024), **_SIMPLE,
+        ),
+        Backbone(
             "krea2", "comfy.ldm.krea2.model", "SingleStreamDiT", _KREA, _HALF, (128, 30720), (1024, 1024), **_SIMPLE
         ),
         Backbone(
@@ -76,7 +80,8 @@ class Encoder:
 class Workload:
     """One row. quant: form of the matrices of blocks. networks: how many of the network sample in turn.
 
-    ratio: pixels of a side per latent. frames_ratio: frames per latent frame. tokens: of the prompt.
+    ratio: pixels of a side per latent. frames_ratio: frames per latent frame. tokens: of the prompt. references:
+    pictures of the same size that the prompt refers to.
     """
 
     name: str
@@ -90,6 +95,7 @@ class Workload:
     lora: bool = False
     networks: int = 1
     tokens: int = 64
+    references: int = 0
     least: int = 1024  # of both sides of a matrix that is quantised or has a LoRA
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -101,8 +107,26 @@ class Workload:
     def latent(self, height: int, width: int) -> torch.Tensor:
         """Zeros of the latent's shape for so many pixels, on the CPU."""
         frames = self.backbone.frames
-        time = ((frames - 1) // self.frames_ratio + 1,) if frames else (1,) if self.network == "qwen" else ()
+        time = (
+            ((frames - 1) // self.frames_ratio + 1,)
+            if frames
+            else (1,)
+            if self.backbone.cls == NETWORKS["qwen"].cls
+            else ()
+        )
         return torch.zeros(1, self.backbone.channels, *time, height // self.ratio, width // self.ratio)
+
+    def reference(self, height: int, width: int, seed: int) -> torch.Tensor:
+        """Random numbers that stand for the latent of a picture, on the CPU."""
+        latent = self.latent(height, width)
+        return torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+
+    def conditioning(self, generator: torch.Generator) -> list[Any]:
+        """A ComfyUI CONDITIONING of random values for the network's own size."""
+        found = self.backbone.conditioning(generator)
+        if self.references:
+            found[0][1]["reference_latents"] = [self.reference(*self.backbone.size, n) for n in range(self.references)]
+        return found
 
 
 _DD = {
@@ -154,6 +178,7 @@ WORKLOADS = {
         Workload("zimage-int8", "zimage", _QWEN3_4B, lambda: _image_vae(16), 8, quant="int8_convrot"),
         Workload("zimage-int8-lora", "zimage", _QWEN3_4B, lambda: _image_vae(16), 8, quant="int8_convrot", lora=True),
         Workload("qwen-int8", "qwen", _QWEN_VL, _wan_vae, 8, quant="int8_convrot", tokens=128),
+        Workload("qwen-edit-int8", "qwen-edit", _QWEN_VL, _wan_vae, 4, quant="int8_convrot", tokens=128, references=1),
         Workload("krea2-fp8", "krea2", _KREA_VL, _wan_vae, 8, quant="fp8", tokens=128),
         Workload("klein9b-fp8", "klein9b", _QWEN3_8B, _flux2_vae, 4, ratio=16, quant="fp8", tokens=256),
         Workload("wan22-fp8-lora", "wan14b", _UMT5, _wan_vae, 4, quant="fp8", lora=True, networks=2, tokens=128),

@@ -73,6 +73,12 @@ class Prompt:
             "text": _node("ClockMark", value=["prompt", 0], name="text"),
             "empty": _node("ClockLatent", workload=self.workload, height=self.height, width=self.width),
         }
+        for place in range(row.references):
+            sized = {"height": self.height, "width": self.width, "seed": self.text + place}
+            nodes[f"reference{place}"] = _node("ClockReference", workload=self.workload, **sized)
+            told, picture = nodes["text"]["inputs"]["value"], [f"reference{place}", 0]
+            nodes[f"edited{place}"] = _node("ReferenceLatent", conditioning=told, latent=picture)
+            nodes["text"]["inputs"]["value"] = [f"edited{place}", 0]
         latent = ["empty", 0]
         for place in range(row.networks):
             model = self._model(nodes, way, place)

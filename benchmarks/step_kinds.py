@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file, kinds = lora_of(ways[0].patcher, row, 1), _watched()
     own = row.backbone
     inputs = SimpleNamespace(
-        latent=row.latent, conditioning=own.conditioning, cfg=own.cfg, scheduler=own.scheduler, size=own.size
+        latent=row.latent, conditioning=row.conditioning, cfg=own.cfg, scheduler=own.scheduler, size=own.size
     )
     sampling, steps = Sampling(inputs, ""), args.steps or row.steps
     for what, strength in PICTURES[args.pictures]:

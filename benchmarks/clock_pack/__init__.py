@@ -155,6 +155,17 @@ class ClockLora(_Node):
         return (comfy.sd.load_lora_for_models(model, None, self._files[key], strength, 0)[0],)
 
 
+class ClockReference(_Node):
+    """The latent of a picture that a prompt of a workload refers to."""
+
+    RETURN_TYPES = ("LATENT",)
+    TAKES = {"workload": _TEXT, "height": _WHOLE, "width": _WHOLE, "seed": _WHOLE}  # noqa: RUF012
+
+    def make(self, workload: str, height: int, width: int, seed: int) -> tuple:
+        """Random numbers."""
+        return ({"samples": clock_workloads.WORKLOADS[workload].reference(height, width, seed)},)
+
+
 class ClockLatent(_Node):
     """An empty latent of a workload."""
 
@@ -194,5 +205,7 @@ class ClockKeep(_Node):
         return {"ui": told}
 
 
-_NODES: list[Callable[..., Any]] = [ClockModel, ClockFiles, ClockText, ClockLora, ClockLatent, ClockMark, ClockKeep]
+_NODES: list[Callable[..., Any]] = [
+    *(ClockModel, ClockFiles, ClockText, ClockReference, ClockLora, ClockLatent, ClockMark, ClockKeep)
+]
 NODE_CLASS_MAPPINGS = {kind.__name__: kind for kind in _NODES}

@@ -51,6 +51,7 @@ def test_a_prompt_is_whole(name: str, way: str) -> None:
     kinds = [node["class_type"] for node in nodes.values()]
     assert kinds.count("NexfortCompileModel") == (row.networks if way == "nexfort" else 0)
     assert kinds.count("TorchCompileModel") == (row.networks if way == "core" else 0)
+    assert kinds.count("ReferenceLatent") == kinds.count("ClockReference") == row.references
     assert kinds.count("ClockLora") == (row.networks if row.lora else 0)
     spans = [n["inputs"] for n in nodes.values() if n["class_type"] == "KSamplerAdvanced"]
     ran = [step for one in spans for step in range(one["start_at_step"], one["end_at_step"])]
