@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def _compile(case: Any, said: Any) -> None:
     try:
         case.compiled()
     except BaseException as error:
-        said.write(f"{type(error).__name__}: {error}")
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        said.write(f"{type(error).__name__}: {str(error) or line}")
         said.flush()
     finally:
         os._exit(0)

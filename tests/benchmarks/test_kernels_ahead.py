@@ -107,10 +107,14 @@ def test_a_form_that_fails_is_told_and_ends_nothing() -> None:
     def raising() -> Any:
         raise ValueError("out of\n  shared memory")
 
+    def doubtful() -> Any:
+        raise AssertionError
+
     def case(compiled: Any) -> Any:
         return SimpleNamespace(compiled=compiled)
 
     assert kernels_ahead.why_not(case(raising)) == "ValueError: out of shared memory"
+    assert kernels_ahead.why_not(case(doubtful)) == "AssertionError: raise AssertionError"
     killed = kernels_ahead.why_not(case(lambda: os.kill(os.getpid(), signal.SIGKILL)))
     assert killed == "the compiler ended with SIGKILL"
     assert kernels_ahead.why_not(case(lambda: None)) == ""
