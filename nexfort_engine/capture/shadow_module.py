@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..guards.module_guards import METHOD
-from ..guards.option_recorder import MISSING
+from ..guards.module_keys import OfTree, holds_module, is_by_identity, is_module, places
+from ..guards.option_recorder import MISSING, Refused
 from ..guards.scalar_inputs import Place, Strength, put
 from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim, once_a_class
 
@@ -76,12 +77,28 @@ class Shadow:
             for name in [name for name, value in own.items() if value is ABSENT]:
                 del own[name]
         self._copies = {copy.__dict__[_MARK][1]: copy for copy in copies.values()}
+        self._places = places(module).values()
         self.module = copies[id(module)]
         for (path, name, keys), strength in (strengths or {}).items():
             put(self.module.get_submodule(path).__dict__[name], keys, strength)
         if weights is not None:
             for (table, name), value in zip(WeightSlots(self.module, (), boundaries).slots, weights, strict=True):
                 table[name] = value
+
+    def named(self, key: Any) -> Any:
+        """A key with the names of the modules that it is made of. Raises Refused for one without a name."""
+        if type(key) is tuple:
+            return tuple(map(self.named, key))
+        if not is_module(key):
+            return key
+        kind, mark = type(key), key.__dict__.get(_MARK)
+        if not is_by_identity(kind):
+            raise Refused(f"it uses a {kind.__qualname__} as a key, which says itself what it is equal to")
+        if mark is None:
+            raise Refused(f"it uses a {kind.__qualname__} as a key that is none of its own modules")
+        if mark[1] not in self._places:
+            raise Refused(f"it uses a {kind.__qualname__} as a key that is one of its modules at two places")
+        return OfTree(mark[1])
 
     def settle(self) -> None:
         """Its code has run. What it made itself is made again: that is no read.
@@ -158,7 +175,7 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
     if type(value) in (list, tuple, set):  # containers of its own: code may keep what it computed in them
         return type(value)(_mapped(item, copies, depth - 1) for item in value)
     if type(value) is dict:
-        return {key: _mapped(item, copies, depth - 1) for key, item in value.items()}
+        return {_mapped_key(key, copies): _mapped(item, copies, depth - 1) for key, item in value.items()}
     if type(value) in _CONTAINERS:  # what a trace puts in must not be found there afterwards
         return copy.copy(value)
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
@@ -167,6 +184,13 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
         function, args, words = (_mapped(part, copies, depth - 1) for part in (value.func, value.args, value.keywords))
         return functools.partial(function, *args, **words)
     return value
+
+
+def _mapped_key(key: Any, copies: dict[int, nn.Module]) -> Any:
+    """A key with the copies in the place of the modules that it is made of."""
+    if type(key) is tuple and holds_module(key):
+        return tuple(_mapped_key(part, copies) for part in key)
+    return copies.get(id(key), key) if is_module(key) else key
 
 
 @once_a_class

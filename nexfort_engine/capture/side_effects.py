@@ -24,7 +24,12 @@ from .source_hashes import is_host_code
 
 CHANGES_GIVEN = "it changes a list or an object that it is given"
 KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
-MAY_CHANGE = (CHANGES_GIVEN, KEEPS)  # what the capture of a block says that is then captured as one that changes lists
+HOLDS_BY_MODULES = "it holds a mapping whose keys are modules"
+MAY_CHANGE = (
+    CHANGES_GIVEN,
+    KEEPS,
+    HOLDS_BY_MODULES,
+)  # what the capture of a block says that is then captured as one that changes lists
 
 
 def refuse_random(graph: GraphModule) -> None:

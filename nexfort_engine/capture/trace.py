@@ -24,6 +24,7 @@ from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.given_changes import Names, rows_of
 from ..guards.list_recorder import RecordedList, hand
+from ..guards.module_keys import is_by_modules
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
@@ -39,6 +40,7 @@ from .shadow_module import Reads, Shadow, path_of
 from .shape_recorder import SizesKeptFree
 from .side_effects import (
     CHANGES_GIVEN,
+    HOLDS_BY_MODULES,
     kept_since,
     numbers_held,
     refuse_asking_types,
@@ -96,6 +98,7 @@ class Trace:
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
         self.codes: set[types.CodeType] = set()  # that it ran
         self.picks = Picks()  # of back ends
+        self.shadow: Shadow | None = None
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
@@ -113,6 +116,11 @@ class Trace:
         """The weights of submodules that carry code of others, which no graph may hold."""
         called = [self._modules[path] for path in self.boundaries]
         return [tensor for child in called for sub in child.modules() for _, _, tensor in tensors_of(sub)]
+
+    def named(self, key: Any) -> Any:
+        """A key of a mapping with the names of the modules that it is made of. Raises Refused for one without."""
+        assert self.shadow is not None, "keys are asked for by code that runs on it"
+        return self.shadow.named(key)
 
     def admit(self, path: option_recorder.Path) -> None:
         """Let the block use a value of its options from now on. Raises Refused where no artefact can hold it."""
@@ -139,11 +147,11 @@ class Trace:
 def contents(value: Any, *, lists: bool = True) -> Any:
     """The identities of what lists and objects among the arguments hold: the caller would see a change of them.
 
-    lists: what lists hold counts as well.
+    lists: what lists and mappings hold counts as well.
     """
-    if isinstance(value, dict) and not isinstance(value, option_recorder.Recording):
+    if isinstance(value, dict) and lists and not isinstance(value, option_recorder.Recording):
         return [(k, contents(v, lists=lists)) for k, v in value.items()]
-    if type(value) is RecordedList or (type(value) is list and not lists):
+    if type(value) is RecordedList or ((type(value) is list or isinstance(value, dict)) and not lists):
         return id(value)
     if isinstance(value, (list, tuple)):
         return [contents(v, lists=lists) for v in value]
@@ -200,7 +208,7 @@ class Lifted(nn.Module):
         trace: Trace = self.__dict__["trace"]
         given = copy.deepcopy(trace.admitted)  # lists are shown to the block, which might change them
         shown = {**given, **dict(zip(trace.paths, extra, strict=True))}
-        log = trace.log = ReadSet(shown, hand if trace.example.changes else None, trace.opened)
+        log = trace.log = ReadSet(shown, hand if trace.example.changes else None, trace.opened, trace.named)
         try:
             found = self._run(trace, log, given, weights, tensors, extra, ints, factors)
         except Exception:
@@ -236,7 +244,9 @@ class Lifted(nn.Module):
         try:
             whole = trace.parts.together(weights) if trace.parts is not None else weights
             standing = trace.standing_for(factors)
-            shadow = Shadow(trace.block, whole, trace.hidden, standing, trace.boundaries, trace.at_boundary)
+            shadow = trace.shadow = Shadow(
+                trace.block, whole, trace.hidden, standing, trace.boundaries, trace.at_boundary
+            )
             kept = _put_in(shadow.module, trace.example.own, own)
             trace.reads, before_it = shadow.reads, tensors_held(shadow.module)
             counted = numbers_held(shadow.module)
@@ -252,6 +262,8 @@ class Lifted(nn.Module):
             if "int" in log.kinds.values():
                 refuse_asking_types(trace.codes)
             _refuse_others(trace.reads, kept)
+            if any(map(is_by_modules, trace.reads.values())):
+                raise Refused(HOLDS_BY_MODULES)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal
             raise Refused("its code branches on the value of a tensor, which no graph holds") from error
         except RuntimeError as error:
@@ -270,7 +282,7 @@ class Lifted(nn.Module):
             raise Refused(f"it returns {reason}") from None
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
-            trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors))
+            trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))
         if not flat.tensors:
             raise Refused("it returns no tensor")
         if flat.ints:

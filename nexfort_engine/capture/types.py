@@ -12,6 +12,7 @@ import torch
 
 from ..guards import option_recorder
 from ..guards.call_spec import Flat
+from ..guards.module_keys import Named
 from ..guards.scalar_inputs import Place
 from ..guards.shape_guards import Conditions
 
@@ -36,16 +37,17 @@ class Example:
         """The example of a call. laid: gives a tensor as artefacts are given it; it sees tensors without data."""
         strides = [laid(t.new_empty_strided(t.shape, t.stride(), device="meta")).stride() for t in flat.tensors]
         metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
-        given = [_as_it_is_now(m) if flat.lists else dict(m) for m in flat.mappings]
+        named = Named(flat.mappings.root)
+        given = [_as_it_is_now(m, named) if flat.lists else dict(named.within(m)) for m in flat.mappings]
         return cls(spec, metas, list(flat.ints), given, flat.lists, flat.own, threading.get_ident())
 
 
-def _as_it_is_now(value: Any) -> Any:
+def _as_it_is_now(value: Any, named: Named) -> Any:
     """What a container holds now, without the data of its tensors: their sizes, dtype and device."""
     if type(value) in (list, tuple):
-        return type(value)(map(_as_it_is_now, value))
+        return type(value)(_as_it_is_now(item, named) for item in value)
     if isinstance(value, dict):
-        return {key: _as_it_is_now(item) for key, item in value.items()}
+        return {named.key(key): _as_it_is_now(item, named) for key, item in value.items()}
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return value.new_empty(()).expand(value.shape)
     return value

@@ -29,6 +29,7 @@ from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
+from ..guards.module_keys import is_by_modules
 from ..modules.boundaries import first_carrier
 from ..modules.channels_last import as_taken, is_of_order, to_channels_last
 from ..modules.containers import OwnContainers, left_alone
@@ -248,7 +249,7 @@ class Planner:
 
     def _in_changing_form(self, region: Region, wanted: Wanted, args: Any, kwargs: Any) -> Wanted | None:
         """The request of a call with the lists as they are now, for a block that may change them; None for others."""
-        if wanted.flat.lists or wanted.flat.mappings:
+        if wanted.flat.lists or any(given and not is_by_modules(given) for given in wanted.flat.mappings):
             return None
         flat = Flat(lists=True)
         spec = region.flatten(args, kwargs, flat)
@@ -280,10 +281,11 @@ class Planner:
     ) -> Iterator[None]:
         """Look whether a block changes what it is given, so that it need not be captured to find that out.
 
-        No artefact may change an object. Where it is a list, the other request takes the place of the last one. Not
-        where it is given options: what it does may depend on them, and a capture says on which.
+        No artefact may change an object. Where it is a list, the other request takes the place of the last one; and
+        where it is a mapping by modules. Not where it is given options: what it does may depend on them, and a capture
+        says on which.
         """
-        if wanted is None or wanted.flat.mappings or not (other or any(changeable(wanted.example.spec))):
+        if wanted is None or not (other or (not wanted.flat.mappings and any(changeable(wanted.example.spec)))):
             yield
             return
         own = OwnContainers(wanted.region.module).now()[1] if other is not None else []
@@ -294,13 +296,18 @@ class Planner:
             self._changing[type(wanted.region.module)] += 1
             if self._is_hopeless():
                 raise _Hopeless
-        elif other is not None and contents((args, kwargs, own)) != before:
+        elif other is not None and contents((args, kwargs, own)) != before and _may_be_kept(wanted, args, kwargs):
             other.region.changes_what_it_is_given()
             session.examples[-1] = other
 
 
 class _Hopeless(Exception):
     """A plan goes no further: too little of the network can be compiled."""
+
+
+def _may_be_kept(wanted: Wanted, args: Any, kwargs: Any) -> bool:
+    """Whether what a block is given is where it keeps things, as far as it is given mappings."""
+    return not wanted.flat.mappings or any(map(is_by_modules, (*args, *kwargs.values())))
 
 
 def _stateful(args: Any, kwargs: Any) -> str | None:
@@ -320,7 +327,8 @@ def meta_example(example: Example) -> Flat:
     flat = Flat(lists=example.changes)
     flat.own = example.own
     flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]
-    flat.ints, flat.mappings = example.ints, example.mappings
+    flat.ints = example.ints
+    flat.mappings += example.mappings
     return flat
 
 

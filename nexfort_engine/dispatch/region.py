@@ -98,6 +98,7 @@ class Region:
     def flatten(self, args: Any, kwargs: Any, flat: Flat) -> Any:
         """A call as its structure and leaves. Where it may change lists, its own containers are leaves as well."""
         spec = flatten_call(args, kwargs, flat)
+        flat.mappings.root = self.module
         if flat.lists:
             if self._containers is None:
                 self._containers = OwnContainers(self.module)
@@ -236,7 +237,12 @@ class Region:
         if artefact.others:
             trace.others = session.others_ran = True
         session.changed_lists |= bool(artefact.changes)
-        if artefact.changes or flat.own or (flat.lists and any(type(given) is list for given in flat.mappings)):
+        if (
+            artefact.changes
+            or artefact.by_modules
+            or flat.own
+            or (flat.lists and any(type(given) is list for given in flat.mappings))
+        ):
             trace.lists = True
         elif artefact.options:
             trace.looked_up += [look(flat.mappings, path) for path in artefact.options]

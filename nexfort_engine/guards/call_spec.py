@@ -29,6 +29,7 @@ from ..modules.memory_format import Unsupported, format_of
 from .enum_members import Member
 from .function_spec import FunctionCode, NamedFunction, held_by, is_named, is_native, names_of, native_text
 from .list_recorder import Cursor, RecordedList
+from .module_keys import Given
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions
@@ -56,7 +57,7 @@ class Flat:
         self.own: tuple[tuple[str, str, str], ...] = ()
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
-        self.mappings: list[dict[Any, Any]] = []
+        self.mappings = Given()
         self.functions: list[Any] = []  # those that are done
         self.inside: list[Any] = []  # the functions that are being flattened
 

@@ -16,6 +16,7 @@ import torch
 
 from ..modules.tree import PLAIN
 from .list_recorder import Cursor, RecordedList
+from .module_keys import real
 from .option_guards import from_json_key, from_json_path, json_key, json_path
 from .option_recorder import HERE, At, Change, Recording, Refused, look, place_of
 from .sentinels import Sentinel
@@ -27,13 +28,18 @@ class Names:
     """Names for what a block puts into containers that it is given.
 
     given: the tensors of the call by their ids. held: those that lie in its containers, by their ids, with their paths.
-    made: the results of the code; what is put away and is none of these becomes one more.
+    made: the results of the code; what is put away and is none of these becomes one more. key: gives the names of keys
+    that are modules.
     """
 
     def __init__(
-        self, given: Sequence[torch.Tensor], held: Mapping[int, Sequence[Any]], made: list[torch.Tensor]
+        self,
+        given: Sequence[torch.Tensor],
+        held: Mapping[int, Sequence[Any]],
+        made: list[torch.Tensor],
+        key: Callable[[Any], Any],
     ) -> None:
-        self.made, self._held = made, held
+        self.made, self._held, self._key = made, held, key
         self._given = {id(tensor): i for i, tensor in enumerate(given)}
         self._sizes: dict[str, list[int]] = {}
         for i, tensor in enumerate(given):
@@ -82,7 +88,7 @@ class Names:
         self._containers.append(value)
         number = len(self._containers) - 1
         if type(value) is dict:
-            return {"new": number, "dict": [[json_key(key), self.of(item)] for key, item in value.items()]}
+            return {"new": number, "dict": [[json_key(self._key(key)), self.of(item)] for key, item in value.items()]}
         return {"new": number, type(value).__name__: [self.of(item) for item in value]}
 
 
@@ -129,7 +135,7 @@ def make_again(rows: Rows, mappings: list[Any], given: Sequence[torch.Tensor], m
     due: list[tuple[Callable[..., Any], Any, Any, Any]] = []
     for op, path, key, value in rows:
         container = look(mappings, path)
-        key = place_of(mappings, container, key) if type(key) is At else _real(key)
+        key = place_of(mappings, container, key) if type(key) is At else _real(key, mappings)
         due.append((_OPERATIONS[op], container, key, values.of(value) if op in _VALUES else None))
     for make, container, key, value in due:
         make(container, key, value)
@@ -161,7 +167,7 @@ class _Values:
 
     def _made_new(self, name: Mapping[str, Any]) -> Any:
         if "dict" in name:
-            found: Any = {_real(from_json_key(key)): self.of(item) for key, item in name["dict"]}
+            found: Any = {_real(from_json_key(key), self._mappings): self.of(item) for key, item in name["dict"]}
         else:
             found = [self.of(item) for item in name["list" if "list" in name else "tuple"]]
             found = tuple(found) if "tuple" in name else found
@@ -169,8 +175,8 @@ class _Values:
         return found
 
 
-def _real(key: Any) -> Any:
-    return threading.get_ident() if key is HERE else key
+def _real(key: Any, mappings: Any) -> Any:
+    return threading.get_ident() if key is HERE else real(key, mappings)
 
 
 def _delete(container: Any, key: Any, _value: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .module_keys import OfTree
 from .option_recorder import (
     BOOKKEEPING,
     HERE,
@@ -63,10 +64,15 @@ def to_json(log: ReadSet) -> list[list[Any]]:
 
 def json_path(path: Path) -> list[Any]:
     """A path as JSON can hold it. Raises Refused for other keys than plain ones."""
-    for key in path:
-        if type(key) not in (str, int, At, OfThread) and not is_plain(key):
-            raise Refused(f"it reads {where(path)}, whose key cannot be written down")
+    if not all(map(_is_written, path)):
+        raise Refused(f"it reads {where(path)}, whose key cannot be written down")
     return list(map(json_key, path))
+
+
+def _is_written(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_written, key))
+    return type(key) in (At, OfThread, OfTree) or is_plain(key)
 
 
 def json_key(key: Any) -> Any:
@@ -75,9 +81,11 @@ def json_key(key: Any) -> Any:
         return {"at": json_path(key.path), "plus": key.plus}
     if type(key) is OfThread:
         return {"thread": True}
-    if not is_plain(key):
+    if type(key) is OfTree:
+        return {"module": key.path}
+    if not _is_written(key):
         raise Refused("it uses a key that cannot be written down")
-    return list(key) if isinstance(key, tuple) else key
+    return list(map(json_key, key)) if type(key) is tuple else key
 
 
 def from_json_path(raw: list[Any]) -> Path:
@@ -90,8 +98,10 @@ def from_json_key(raw: Any) -> Any:
     if isinstance(raw, dict):
         if "thread" in raw:
             return HERE
+        if "module" in raw:
+            return OfTree(raw["module"])
         return At(from_json_path(raw["at"]), raw["plus"])
-    return tuple(raw) if isinstance(raw, list) else raw
+    return tuple(map(from_json_key, raw)) if isinstance(raw, list) else raw
 
 
 def _pattern(places: list[Any]) -> list[int]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..modules.tree import PLAIN
+from .module_keys import OfTree, holds_module, is_by_modules, real
 from .sentinels import Path, Place, Sentinel, ValueUsed, place_in, resolved, template_of
 
 # What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).
@@ -78,13 +79,17 @@ class ReadSet:
     """What one capture read. `admitted` maps the paths whose values were used to the value the block may see.
 
     shown: what a block that changes lists and mappings is shown of what lies in them (list_recorder.py), None where it
-    changes none. opened: the lists that are read as a whole.
+    changes none. opened: the lists that are read as a whole. named: gives the names of keys that are modules.
     """
 
     def __init__(
-        self, admitted: Mapping[Path, Any], shown: Callable[..., Any] | None = None, opened: Collection[Path] = ()
+        self,
+        admitted: Mapping[Path, Any],
+        shown: Callable[..., Any] | None = None,
+        opened: Collection[Path] = (),
+        named: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.admitted, self._shown, self.opened = admitted, shown, opened
+        self.admitted, self._shown, self.opened, self._named = admitted, shown, opened, named
         self.changes: list[Change] = []  # of what it was given, in their order
         self.wanted: list[Path] = []  # used and not yet admitted
         self.kinds: dict[Path, str] = {}  # "list", "int", "tuple of 2"
@@ -101,7 +106,13 @@ class ReadSet:
         self.flags: dict[Path, bool] = {}
         self.mappings: dict[Path, bool] = {}
 
+    def key(self, key: Any) -> Any:
+        """A key that the block uses, as paths have it. Raises Refused for a module that has no name."""
+        return self._named(key) if self._named is not None and holds_module(key) else key
+
     def walked(self, path: Path, mapping: Mapping[Any, Any]) -> None:
+        if is_by_modules(mapping):
+            raise Refused(f"it walks over {where(path)}, whose keys are modules")
         self.walks[path] = mapping
         keys = [str(k) for k in mapping if k not in BOOKKEEPING]
         self.keys[path] = tuple(keys if self.changeable else sorted(keys))
@@ -201,6 +212,7 @@ class Recording(dict):
 
     def _read(self, key: Any, *, fetched: bool = False) -> Any:
         """Log the look-up of one key and give what the block may see, or MISSING. `fetched`: as `mapping[key]`."""
+        key = self._log.key(key)
         if self._place(key):
             return MISSING
         if key in self.written:
@@ -228,6 +240,7 @@ class Recording(dict):
             self._log.changes.append(Change(self._path, op, key, value))
 
     def __contains__(self, key: Any) -> bool:
+        key = self._log.key(key)
         if self._place(key):
             return False
         if key not in self.written and key not in self.removed:
@@ -304,6 +317,7 @@ class Recording(dict):
         return {**other, **self}
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        key = self._log.key(key)
         self._change("put", key, value)
         self.written[key] = value
         self.removed.discard(key)
@@ -340,6 +354,7 @@ class Recording(dict):
             del self[key]
 
     def __delitem__(self, key: Any) -> None:
+        key = self._log.key(key)
         if self._read(key) is MISSING:
             raise KeyError(key)
         self._change("remove", key)
@@ -357,6 +372,8 @@ def look(mappings: list[Any] | tuple[Any, ...], path: Path) -> Any:
     """The value at a path, or MISSING."""
     value: Any = mappings[path[0]]
     for key in path[1:]:
+        if type(key) is OfTree or type(key) is tuple:
+            key = real(key, mappings)
         if isinstance(value, dict):
             if not dict.__contains__(value, key):
                 return MISSING

@@ -30,7 +30,7 @@ class OwnContainers:
         ]
 
     def now(self) -> tuple[tuple[Place, ...], list[Any]]:
-        """Where they are and themselves: those that are empty, and those with tensors in them or places for some.
+        """Where they are and themselves: those that are empty, with tensors or places for some, or by modules.
 
         Others hold settings and numbers, which are attributes like others.
         """
@@ -38,10 +38,18 @@ class OwnContainers:
         found = []
         for path, name, table in self._places:
             value = table.get(name)
-            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH)):
+            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH) or _is_by_modules(value)):
                 places.append((path, name, type(value).__name__))
                 found.append(value)
         return tuple(places), found
+
+
+def _is_by_modules(value: Any) -> bool:
+    return type(value) is dict and any(map(_holds_module, value))
+
+
+def _holds_module(key: Any) -> bool:
+    return isinstance(key, nn.Module) or (type(key) is tuple and any(map(_holds_module, key)))
 
 
 def _may_keep(value: Any, depth: int) -> bool:

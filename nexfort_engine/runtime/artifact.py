@@ -27,6 +27,7 @@ from ..guards.callbacks import called_with
 from ..guards.collectives import facts_of, group_names, speaking_in
 from ..guards.given_changes import make_again, parsed
 from ..guards.module_guards import ModuleState
+from ..guards.module_keys import holds_module
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
 from ..guards.option_guards import checker, from_json_path, json_path
@@ -143,6 +144,7 @@ class Artefact:
         self.conditions = Conditions(**manifest["conditions"])
         self.guards: list[list[Any]] = manifest["guards"]
         self.check = checker(self.guards)
+        self.by_modules = any(holds_module(key) for _, path, _ in self.guards for key in from_json_path(path))
         self.reads: list[list[Any]] = manifest["reads"]
         self.names: list[Row] = manifest["names"]
         self.output = _spec_from_json(manifest["output"])
