@@ -222,6 +222,7 @@ class Builder:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
         Where a size of 1 was taken for a constant, each region gets one that takes more. So does a region that keeps
         frames in a list for what is of one frame: chunks of a video are of one or of more.
+        Blocks whose code asks whether a number is even get one for each answer.
         Blocks whose code loops over a size, such as a video's frames, get one for each of a few where no step waits.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
@@ -239,6 +240,8 @@ class Builder:
         if not self._table.is_block(wanted.region):
             return False
         few = len(self.artefacts.get(wanted.primary, ())) < MOST_SIZES
+        if failure.parity and not failure.fixed and few:
+            return True
         waits = self.background is None or self.background.waits
         return first or self.state.report.calls == 0 or (failure.fixed and few and not waits)
 

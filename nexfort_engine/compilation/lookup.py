@@ -261,7 +261,11 @@ def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Guar
 
 
 def nearer(one: GuardFailure | None, other: GuardFailure) -> GuardFailure:
-    """Which of two guard failures says more: first one of sizes, and of those one that a size of 1 does not explain."""
-    if one is None:
-        return other
-    return max(other, one, key=lambda failure: (failure.sizes, failure.sizes and not failure.narrow))
+    """Which of two guard failures says more: of sizes before others, of those one that has no other explanation."""
+    return other if one is None else max(other, one, key=_says)
+
+
+def _says(failure: GuardFailure) -> int:
+    """The more, the less an artefact for the call would be one of a kind that there is not yet."""
+    explained = (not failure.sizes, failure.narrow, failure.fixed, failure.parity)
+    return next((place for place, by_that in enumerate(explained) if by_that), len(explained))

@@ -111,6 +111,37 @@ def names(text: str) -> set[str]:
     }
 
 
+_BROKEN = "the relation {} does not hold"
+
+
+def _holds(guard: str, symbols: Mapping[str, int]) -> bool:
+    try:
+        return bool(evaluate(guard, symbols))
+    except ArithmeticError:  # a division by a number that is 0 now
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_parity(guard: str) -> bool:
+    """Whether a relation says no more than that a number is even, or that it is odd."""
+    node = _parse(guard)
+    sides: Sequence[ast.expr] = ()
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+        sides = (node.left, *node.comparators)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Eq", "Ne"):
+        sides = node.args
+    return len(sides) == 2 and any(map(_is_half, sides)) and any(isinstance(side, ast.Constant) for side in sides)
+
+
+def _is_half(node: ast.expr) -> bool:
+    """Whether an expression is what is left of a number that is divided by 2."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Mod", "PythonMod"):
+        by = node.args[-1]
+    else:
+        by = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) else node
+    return isinstance(by, ast.Constant) and by.value == 2 and by is not node
+
+
 class Conditions:
     """When an artefact may be called.
 
@@ -175,12 +206,8 @@ class Conditions:
                 if greatest is not None and symbols[name] > greatest:
                     return f"{name} = {symbols[name]} above {greatest}"
         for guard in self.guards:
-            try:
-                holds = evaluate(guard, symbols)
-            except ArithmeticError:  # a division by a number that is 0 now
-                holds = False
-            if not holds:
-                return f"the relation {guard} does not hold"
+            if not _holds(guard, symbols):
+                return _BROKEN.format(guard)
         return None
 
     def narrow(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
@@ -209,6 +236,14 @@ class Conditions:
             for shape, captured in both
             for size, expected in zip(shape, captured, strict=False)
         )
+
+    def other_parity(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> str | None:
+        """Says where the code is for an even number and the call has an odd one, or the other way round; else None."""
+        if any(len(shape) != len(expected) for shape, expected in zip(shapes, self.shapes, strict=True)):
+            return None
+        symbols = {name: int(ints[d] if i < 0 else shapes[i][d]) for name, i, d in self._bind}
+        parities = filter(_is_of_parity, self.guards)
+        return next((_BROKEN.format(guard) for guard in parities if not _holds(guard, symbols)), None)
 
     def as_json(self) -> dict[str, Any]:
         return {"shapes": self.shapes, "ints": self.ints, "ranges": self.ranges, "guards": self.guards}

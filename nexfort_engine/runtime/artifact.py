@@ -119,6 +119,7 @@ class GuardFailure:
 
     sizes: everything but the sizes fits. narrow: it was captured where a size was 1, and the call has more. wide: the
     call has a size of 1 where it was captured with more. fixed: the code is for one size, and the call has another.
+    parity: the code is for even or for odd numbers, and the call has another.
     """
 
     reason: str
@@ -126,6 +127,7 @@ class GuardFailure:
     narrow: bool = False
     wide: bool = False
     fixed: bool = False
+    parity: bool = False
     check: Callable[[list[Any]], bool] = lambda _: True  # for which mappings this is so
 
 
@@ -191,7 +193,9 @@ class Artefact:
             self._fits[key] = True
             return None
         told = self.conditions
-        return GuardFailure(reason, True, told.narrow(shapes), told.wide(shapes), told.fixed(shapes), self.check)
+        parity = told.other_parity(shapes, flat.ints)
+        kinds = told.narrow(shapes), told.wide(shapes), told.fixed(shapes), parity is not None
+        return GuardFailure(parity or reason, True, *kinds, self.check)
 
 
 class Binding:

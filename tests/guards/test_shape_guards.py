@@ -149,3 +149,24 @@ def test_what_torch_prints_is_evaluated_as_torch_means_it(first: int, second: in
             assert found == bool(meant), text
         else:
             assert math.isclose(float(found), float(meant), rel_tol=1e-12), text
+
+
+@pytest.mark.parametrize(
+    ("guard", "even", "odd"),
+    [
+        ("(s0 % 2) == 1", True, False),
+        ("Eq(Mod(s0, 2), 0)", False, True),
+        ("Ne(Mod(s0, 2), 0)", True, False),
+        ("Eq(0, PythonMod(s0 + 1, 2))", True, False),
+        ("Eq(Mod(s0, 4), 1)", False, False),
+        ("s0 % 2 < 1", False, False),
+        ("s0 >= 2", False, False),
+        ("Eq(s0, 2)", False, False),
+    ],
+)
+def test_a_parity_is_told_from_other_relations(guard: str, even: bool, odd: bool) -> None:
+    told = Conditions(shapes=[["s0", 4]], ranges={"s0": [3, None]}, guards=[guard])
+    found = [told.other_parity([torch.Size([size, 4])]) for size in (2, 4, 1, 7)]
+    assert [one is not None for one in found] == [even, even, odd, odd]
+    assert {one for one in found if one} <= {f"the relation {guard} does not hold"}
+    assert told.other_parity([torch.Size([4])]) is None

@@ -55,15 +55,15 @@ def _mage() -> Any:
     return MageVAE()
 
 
-def _seedvr() -> Any:
-    import comfy.ldm.seedvr.vae as seedvr
+def seedvr() -> Any:
+    import comfy.ldm.seedvr.vae as code
 
-    before = seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS
-    seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS = (32, 32, 64, 64)
+    before = code.BYTEDANCE_BLOCK_OUT_CHANNELS
+    code.BYTEDANCE_BLOCK_OUT_CHANNELS = (32, 32, 64, 64)
     try:
-        return seedvr.VideoAutoencoderKLWrapper()
+        return code.VideoAutoencoderKLWrapper()
     finally:
-        seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS = before
+        code.BYTEDANCE_BLOCK_OUT_CHANNELS = before
 
 
 def _oobleck() -> Any:
@@ -138,7 +138,7 @@ OTHER_VAES = {
     ),
     "cascade": Kind(_cascade, ((1, 4, 8, 12), (2, 4, 12, 8)), _IMAGES),
     "mage": Kind(_mage, ((1, 128, 2, 3), (2, 128, 3, 2)), _IMAGES),
-    "seedvr, an image": Kind(_seedvr, ((1, 16, 1, 4, 6), (1, 16, 1, 6, 4)), ((1, 3, 1, 32, 48), (1, 3, 1, 48, 32))),
+    "seedvr, an image": Kind(seedvr, ((1, 16, 1, 4, 6), (1, 16, 1, 6, 4)), ((1, 3, 1, 32, 48), (1, 3, 1, 48, 32))),
     "oobleck": Kind(_oobleck, ((1, 64, 3), (2, 64, 5)), ((1, 2, 4096), (2, 2, 6144))),
     "stable audio 3": Kind(_stable_audio, ((1, 256, 4), (2, 256, 20)), ((1, 2, 16384), (2, 2, 32768))),
     "minimax music": Kind(_music, ((1, 128, 3), (2, 128, 5))),

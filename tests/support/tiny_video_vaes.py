@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tiny_autoencoders import LTXV_VAE
 from tiny_networks import random_weights
+from tiny_other_vaes import seedvr
 
 _PARTS: dict[str, Any] = {"num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [False, True, True]}
 _ENGINE = "comfy.ldm.models.autoencoder.EmptyRegularizer"
@@ -79,6 +80,12 @@ def _cosmos() -> Any:
     )  # fmt: skip
 
 
+def _cogvideo() -> Any:
+    from comfy.ldm.cogvideo.vae import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX(block_out_channels=(16, 16, 32, 32), layers_per_block=1, groups=8)
+
+
 @dataclass(frozen=True)
 class Kind:
     """An autoencoder and sizes of latents: the first call's, others of as many frames, and other numbers of frames."""
@@ -107,4 +114,6 @@ VIDEO_VAES = {
     "ltx": Kind(_ltx, (1, 128, 2, 2, 3), (4, 3, 1)),
     "minimax": Kind(_minimax, (1, 24, 7, 2, 3), (12, 2, 1)),
     "cosmos": Kind(_cosmos, (1, 4, 2, 4, 6), (3, 1)),
+    "seedvr": Kind(seedvr, (1, 16, 5, 4, 6), (8, 4, 2, 1)),
+    "cogvideo": Kind(_cogvideo, (1, 16, 3, 4, 6), (5, 4, 2, 1)),
 }

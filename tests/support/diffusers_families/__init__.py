@@ -37,7 +37,7 @@ _SHORT: dict[str, dict[str, Any]] = {
     "unet_if": {**_BY_ROW, "notes": ("planning ahead for other sizes failed",)},
     "uvit": _BY_ROW,
     # an odd number of frames is another branch than an even one
-    "vae_cogvideox": {"bound": ("mid_block.", "up_blocks.", "norm_out")},
+    "vae_cogvideox": {"bound": ("mid_block.", "up_blocks.", "norm_out"), "apart": ("% 2",)},
     "vae_flux2": _BY_ROW,
     # two latent frames are one and a rest of one, which torch takes for more
     "vae_hunyuan": {"bound": ("up_blocks.0",)},
