@@ -132,7 +132,7 @@ def table(rows: list[Row]) -> str:
     for kernel in sorted({row["kernel"] for row in rows}):
         operator, file, function = kernel.split(".")
         own = [row for row in rows if row["kernel"] == kernel]
-        cells = (_cell([row for row in own if row["card"] == card], versions) for card in cards)
+        cells = (_cell([row for row in own if row["card"] == card]) for card in cards)
         language = file.removesuffix("_kernel").capitalize()
         lines.append(f"| `{operator}`, `{function}` | {language} | {' | '.join(cells)} |")
     failed = [_failure(row) for row in rows if row["reason"]]
@@ -140,15 +140,20 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*lines, "", *_tried(rows, versions), *reasons])
 
 
-def _cell(rows: list[Row], versions: list[str]) -> str:
-    good = [version for version in versions if any(minor(row) == version and not row["reason"] for row in rows)]
-    mark = "*" if any(row["reason"] for row in rows) else ""
+def _cell(rows: list[Row]) -> str:
     if not rows:
         return "-"
-    first = versions.index(good[0]) if good else 0
-    if len(good) > 1 and good == versions[first : first + len(good)]:
+    good = sorted({minor(row) for row in rows if not row["reason"]}, key=_order)
+    mark = "*" if any(row["reason"] for row in rows) else ""
+    if len(good) > 1 and _behind(good[0], len(good) - 1) == good[-1]:
         return f"{good[0]} to {good[-1]}{mark}"
     return (", ".join(good) or "none") + mark
+
+
+def _behind(version: str, many: int) -> str:
+    """The version so many behind one, as 3.8 is two behind 3.6."""
+    major, _, low = version.partition(".")
+    return f"{major}.{int(low) + many}"
 
 
 def _failure(row: Row) -> str:

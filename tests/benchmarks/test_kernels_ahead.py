@@ -80,14 +80,16 @@ def row(version: str, card: str = "sm_90", kernel: str = "op.triton_kernel.one",
 
 
 def test_a_cell_has_the_tritons_that_compile_a_kernel() -> None:
-    rows = [row(version) for version in ("3.6.0", "3.9.1", "3.10.0")]
-    rows += [row("3.6.0", "sm_100"), row("3.10.0", "sm_100"), row("3.9.1", "sm_100", reason="no <room> | left")]
+    rows = [row(version) for version in ("3.8.0", "3.9.1", "3.10.0")]
+    rows += [row("3.8.0", "sm_100"), row("3.10.0", "sm_100"), row("3.9.1", "sm_100", reason="no <room> | left")]
+    rows += [row("3.6.0", "sm_120"), row("3.9.1", "sm_120")]
     rows += [row("3.9.1", "gfx942", "op.gluon_kernel.two", "KeyError: 'hip'")]
     head, _, two, one, *rest = kernels_ahead.table(rows).splitlines()
-    assert head == "| operator, kernel | language | sm_90 | sm_100 | gfx942 |"
-    assert one == "| `op`, `one` | Triton | 3.6 to 3.10 | 3.6, 3.10* | - |"
-    assert two == "| `op`, `two` | Gluon | - | - | none* |"
-    assert rest[3:5] == ["| 3.6.0 | 2.11.0 | 2026-11-28 | 6 of 6 |", "| 3.9.1 | 2.11.0 | 2026-11-28 | 7 of 9 |"]
+    assert head == "| operator, kernel | language | sm_90 | sm_100 | sm_120 | gfx942 |"
+    assert one == "| `op`, `one` | Triton | 3.8 to 3.10 | 3.8, 3.10* | 3.6, 3.9 | - |", "a range leaves none out"
+    assert two == "| `op`, `two` | Gluon | - | - | - | none* |"
+    assert "| 3.8.0 | 2.11.0 | 2026-11-28 | 6 of 6 |" in rest
+    assert "| 3.9.1 | 2.11.0 | 2026-11-28 | 10 of 12 |" in rest
     assert "| `one`, sm_100 | 3.9.1 | 1 of 3 | no &lt;room> \\| left |" in rest
 
 
