@@ -41,9 +41,9 @@ from .shape_recorder import SizesKeptFree
 from .side_effects import (
     CHANGES_GIVEN,
     HOLDS_BY_MODULES,
+    ask_types,
     kept_since,
     numbers_held,
-    refuse_asking_types,
     refuse_counted,
     refuse_counting,
     tensors_held,
@@ -259,8 +259,9 @@ class Lifted(nn.Module):
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()
             refuse_counted(counted)
-            if "int" in log.kinds.values():
-                refuse_asking_types(trace.codes)
+            shown = [path for path, kind in log.kinds.items() if kind == "int"]
+            if shown and ask_types(trace.codes):  # from now on as they are
+                raise ValueUsed(*shown)
             _refuse_others(trace.reads, kept)
             if any(map(is_by_modules, trace.reads.values())):
                 raise Refused(HOLDS_BY_MODULES)

@@ -159,6 +159,11 @@ def test_sizes_of_entries_are_conditions_and_entries_beside_them_are_none() -> N
     assert probe.refuses(x(4, 3), [x(3, 2)], [0]), "the batches differ"
 
 
+def is_number(value: Any) -> bool:
+    """As libraries find out how to treat what they are given."""
+    return type(value) is int
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -166,8 +171,9 @@ def test_sizes_of_entries_are_conditions_and_entries_beside_them_are_none() -> N
         lambda b, h, cache, places: h + 1 if places[0] > 1 else h - 1,
         lambda b, h, cache, places: h[:, places[0]],
         lambda b, h, cache, places: h + {2: 1.0, 3: 2.0}.get(places[0], 0.0),
+        lambda b, h, cache, places: h * 2 if is_number(places[0]) else h,
     ],
-    ids=["a factor", "a branch", "an index", "a key"],
+    ids=["a factor", "a branch", "an index", "a key", "its type"],
 )
 def test_a_number_that_is_used_as_it_is_counts_with_its_value(code: Callable[..., T]) -> None:
     def block(b: Any, h: T, cache: list[Any], places: list[int]) -> T:
