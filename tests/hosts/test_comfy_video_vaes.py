@@ -47,7 +47,7 @@ def test_a_video_is_decoded_and_encoded_compiled_at_any_size_and_length(name: st
         for frames in kind.frames:
             new, _ = compared(compiled, model, kind.latent(frames))
             assert all(BOUND in row["reason"] for row in new["eager"]), frames
-            assert not new["eager"] or frames == 1, frames
+            assert not new["eager"] or frames == 1 or kind.loops, frames
         for frames in kind.frames:  # each form that chunks have is there by now
             new, _ = compared(compiled, model, kind.latent(frames, turned=True))
             assert not new["artefacts"], frames

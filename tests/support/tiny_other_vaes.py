@@ -49,6 +49,12 @@ def _cascade() -> Any:
     return StageA(bottleneck_blocks=2, c_hidden=32, codebook_size=64)
 
 
+def _cascade_c() -> Any:
+    from comfy.ldm.cascade.stage_c_coder import StageC_coder
+
+    return StageC_coder()
+
+
 def _mage() -> Any:
     from comfy.ldm.mage_flow.vae import MageVAE
 
@@ -137,6 +143,7 @@ OTHER_VAES = {
         ((1, 3, 1, 32, 48), (1, 3, 1, 48, 32)),
     ),
     "cascade": Kind(_cascade, ((1, 4, 8, 12), (2, 4, 12, 8)), _IMAGES),
+    "cascade c, decoded": Kind(_cascade_c, ((1, 16, 3, 4), (2, 16, 4, 3))),
     "mage": Kind(_mage, ((1, 128, 2, 3), (2, 128, 3, 2)), _IMAGES),
     "seedvr, an image": Kind(seedvr, ((1, 16, 1, 4, 6), (1, 16, 1, 6, 4)), ((1, 3, 1, 32, 48), (1, 3, 1, 48, 32))),
     "oobleck": Kind(_oobleck, ((1, 64, 3), (2, 64, 5)), ((1, 2, 4096), (2, 2, 6144))),

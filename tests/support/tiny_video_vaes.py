@@ -80,19 +80,66 @@ def _cosmos() -> Any:
     )  # fmt: skip
 
 
+def _hunyuan() -> Any:
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    config: dict[str, Any] = {
+        "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+        "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0, "conv3d": True,
+        "time_compress": 4,
+    }  # fmt: skip
+    return AutoencoderKL(ddconfig=config, embed_dim=16)
+
+
 def _cogvideo() -> Any:
     from comfy.ldm.cogvideo.vae import AutoencoderKLCogVideoX
 
     return AutoencoderKLCogVideoX(block_out_channels=(16, 16, 32, 32), layers_per_block=1, groups=8)
 
 
+def _mochi() -> Any:
+    from comfy.ldm.genmo.vae import model
+
+    sizes: dict[str, Any] = {"channel_multipliers": [1, 2, 3, 4], "num_res_blocks": [2] * 5, "latent_dim": 12}
+    made = model.VideoVAE.__new__(model.VideoVAE)
+    torch.nn.Module.__init__(made)
+    made.encoder = model.Encoder(
+        in_channels=15, base_channels=32, temporal_reductions=[1, 2, 3], spatial_reductions=[2, 2, 2],
+        prune_bottlenecks=[False] * 5, has_attentions=[False, True, True, True, True], affine=True, bias=True,
+        input_is_conv_1x1=True, padding_mode="replicate", **sizes,
+    )  # fmt: skip
+    made.decoder = model.Decoder(
+        out_channels=3, base_channels=32, temporal_expansions=[1, 2, 3], spatial_expansions=[2, 2, 2],
+        has_attention=[False] * 5, padding_mode="replicate", output_norm=False, nonlinearity="silu",
+        output_nonlinearity="silu", causal=True, **sizes,
+    )  # fmt: skip
+    return made
+
+
+def _taehv(channels: int, of: str | None = None) -> Callable[[], Any]:
+    def build() -> Any:
+        import comfy.latent_formats as formats
+        from comfy.taesd.taehv import TAEHV
+
+        return TAEHV(latent_channels=channels, latent_format=getattr(formats, of) if of else None)
+
+    return build
+
+
 @dataclass(frozen=True)
 class Kind:
-    """An autoencoder and sizes of latents: the first call's, others of as many frames, and other numbers of frames."""
+    """An autoencoder and sizes of latents: the first call's, others of as many frames, and other numbers of frames.
+
+    ratio: frames and sides of a picture for one of the latent. loops: its code loops over frames, so that it is
+    compiled for some numbers of them alone. tiles: it makes tiles itself.
+    """
 
     build: Callable[[], Any]
     first: tuple[int, ...]
     frames: tuple[int, ...]
+    ratio: tuple[int, int]
+    loops: bool = False
+    tiles: bool = False
 
     def made(self) -> Any:
         """The autoencoder with weights of its own."""
@@ -102,18 +149,43 @@ class Kind:
 
     def latent(self, frames: int | None = None, *, turned: bool = False) -> torch.Tensor:
         """Latents of so many frames. turned: with height and width the other way round."""
-        batch, channels, own, height, width = self.first
-        size = (batch, channels, own if frames is None else frames, *((width, height) if turned else (height, width)))
+        own, height, width = self.first[2:]
+        return self.of_size(own if frames is None else frames, *((width, height) if turned else (height, width)))
+
+    def of_size(self, frames: int, height: int, width: int) -> torch.Tensor:
+        """Latents of these sizes."""
+        size = (*self.first[:2], frames, height, width)
         return torch.randn(size, generator=torch.Generator().manual_seed(3))
+
+    def vae(self) -> Any:
+        """ComfyUI's VAE object around it."""
+        import comfy.model_patcher
+        from tiny_autoencoders import taesd, vae
+
+        made = vae(taesd(4))
+        frames, side = self.ratio
+        made.first_stage_model, made.vae_dtype = self.made(), torch.float32
+        made.patcher = comfy.model_patcher.CoreModelPatcher(made.first_stage_model, made.device, made.device)
+        made.latent_dim, made.latent_channels, made.handles_tiling = 3, self.first[1], self.tiles
+        made.upscale_ratio = (lambda a: a * frames - frames + 1, side, side)
+        made.downscale_ratio = (lambda a: (a + frames - 1) // frames, side, side)
+        made.upscale_index_formula = made.downscale_index_formula = (frames, side, side)
+        made.memory_used_encode = made.memory_used_decode = lambda _shape, _dtype: 0
+        return made
 
 
 VIDEO_VAES = {
-    "wan21": Kind(_wan21, (1, 16, 3, 4, 6), (5, 4, 2, 1)),
-    "wan22": Kind(_wan22, (1, 16, 3, 2, 3), (5, 4, 2, 1)),
-    "hunyuan15": Kind(_hunyuan15, (1, 32, 3, 2, 3), (5, 4, 2, 1)),
-    "ltx": Kind(_ltx, (1, 128, 2, 2, 3), (4, 3, 1)),
-    "minimax": Kind(_minimax, (1, 24, 7, 2, 3), (12, 2, 1)),
-    "cosmos": Kind(_cosmos, (1, 4, 2, 4, 6), (3, 1)),
-    "seedvr": Kind(seedvr, (1, 16, 5, 4, 6), (8, 4, 2, 1)),
-    "cogvideo": Kind(_cogvideo, (1, 16, 3, 4, 6), (5, 4, 2, 1)),
+    "wan21": Kind(_wan21, (1, 16, 3, 4, 6), (5, 4, 2, 1), (4, 8)),
+    "wan22": Kind(_wan22, (1, 16, 3, 2, 3), (5, 4, 2, 1), (4, 16)),
+    "hunyuan15": Kind(_hunyuan15, (1, 32, 3, 2, 3), (5, 4, 2, 1), (4, 16)),
+    "ltx": Kind(_ltx, (1, 128, 2, 2, 3), (4, 3, 1), (8, 32)),
+    "minimax": Kind(_minimax, (1, 24, 7, 2, 3), (12, 2, 1), (4, 16), tiles=True),
+    "cosmos": Kind(_cosmos, (1, 4, 2, 4, 6), (3, 1), (8, 8)),
+    "seedvr": Kind(seedvr, (1, 16, 5, 4, 6), (8, 4, 2, 1), (4, 8), tiles=True),
+    "hunyuan": Kind(_hunyuan, (1, 16, 3, 4, 6), (5, 4, 2, 1), (4, 8)),
+    "cogvideo": Kind(_cogvideo, (1, 16, 3, 4, 6), (5, 4, 2, 1), (4, 8)),
+    "taehv": Kind(_taehv(16), (1, 16, 3, 4, 6), (5, 4, 2, 1), (4, 8)),
+    "taehv of hunyuan15": Kind(_taehv(32, "HunyuanVideo15"), (1, 32, 3, 2, 3), (4, 1), (4, 16)),
+    "taehv of minimax": Kind(_taehv(24), (1, 24, 7, 2, 3), (12, 1), (4, 16)),
+    "mochi": Kind(_mochi, (1, 12, 3, 4, 6), (2, 4), (6, 8), loops=True),
 }
