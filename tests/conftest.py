@@ -69,6 +69,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Kernels without vector instructions: writing and compiling them takes a fifth less, and there are hundreds.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
+# torch 2.11 packs keys in bfloat16 for AMX where the processor has it, and refuses to without those vector instructions.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # Where several tests run at once they fill the machine themselves. Inductor would start a process beside each of theirs
 # that imports torch, to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -97,20 +99,6 @@ def pytest_configure() -> None:
         return False
 
     trace.addFilter(nobody_does)
-
-
-@pytest.fixture
-def attention_without_amx() -> Iterator[None]:
-    """torch 2.11 packs keys in bfloat16 for AMX where oneDNN is on and the processor has it, and refuses to without
-    vector instructions of ATen's own, which are off here.
-    """
-    import torch
-
-    if not torch.cpu._is_amx_tile_supported():
-        yield
-        return
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

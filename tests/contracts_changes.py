@@ -171,7 +171,6 @@ def _in_bfloat16(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @every
-@pytest.mark.usefixtures("attention_without_amx")
 def test_changed_dtype_is_honoured(host: str) -> None:
     with graphs_as_they_are():
         cold = graph_subject(host)

@@ -147,11 +147,11 @@ class Trace:
 def contents(value: Any, *, lists: bool = True) -> Any:
     """The identities of what lists and objects among the arguments hold: the caller would see a change of them.
 
-    lists: what lists and mappings hold counts as well.
+    lists: what lists hold counts as well.
     """
-    if isinstance(value, dict) and lists and not isinstance(value, option_recorder.Recording):
+    if isinstance(value, dict) and not isinstance(value, option_recorder.Recording):
         return [(k, contents(v, lists=lists)) for k, v in value.items()]
-    if type(value) is RecordedList or ((type(value) is list or isinstance(value, dict)) and not lists):
+    if type(value) is RecordedList or (type(value) is list and not lists):
         return id(value)
     if isinstance(value, (list, tuple)):
         return [contents(v, lists=lists) for v in value]

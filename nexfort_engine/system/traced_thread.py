@@ -12,10 +12,11 @@ these is kept to a thread.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Any
 
 _made: set[types.CodeType] = set()  # of the functions that stand in the place of others while a thread traces
@@ -121,7 +122,7 @@ class _PreDispatchModes:
         self._here()._schema_check_mode = mode
 
 
-_exchanging = Lock()
+_exchanging = threading.Lock()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from nexfort_engine.hosts.comfy import weights as comfy_weights
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.weights import lease
 
-pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())

@@ -95,7 +95,6 @@ def test_a_function_of_a_weight(pair: MakePair, share: float) -> None:
     at.is_left_by(plain, before)
 
 
-@pytest.mark.usefixtures("attention_without_amx")
 @pytest.mark.parametrize("name", few(list(OBJECTS), ["comfy_wan"]))
 def test_another_dtype_to_compute_in(pair: MakePair, name: str) -> None:
     """Each kind of block is compiled once for it; after that to and fro costs nothing."""

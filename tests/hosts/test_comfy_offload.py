@@ -24,7 +24,7 @@ from nexfort_engine.hosts.comfy import offload as comfy_offload
 from nexfort_engine.hosts.comfy import weights as comfy_weights
 from nexfort_engine.weights import offload
 
-pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
 
 # in full precision weights of convolutions are laid out in the place of the model's own, and not beside them

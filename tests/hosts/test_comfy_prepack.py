@@ -23,7 +23,7 @@ from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.weights import lease
 
-pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
 
 # what is laid out and what is packed: for the tests that show most; the others have one kind in `make test`

@@ -22,7 +22,7 @@ from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 from nexfort_engine.runtime.forward_context import current
 
-pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 
 
 class Watched(Paged):

@@ -19,7 +19,7 @@ from tiny_autoencoders import kl_vae, taesd, vae
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.modules import channels_last
 
-pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache", "attention_without_amx")]
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
 AS_IT_IS = "images lie between blocks as eager code leaves them"
 
 
