@@ -99,8 +99,8 @@ ENDS = {
 def test_all_of_it_is_gone_soon_after_the_process(sign: int, begun: Server) -> None:
     assert begun.has(2)
     begun.process.send_signal(sign)
+    begun.process.wait(60)
     assert _gone(begun.leader), f"{len(_group(begun.leader))} are left"
-    begun.process.wait()
 
 
 @pytest.mark.parametrize("begun", ["time.sleep(600)"], indirect=True)
