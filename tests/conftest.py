@@ -69,7 +69,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Kernels without vector instructions: writing and compiling them takes a fifth less, and there are hundreds.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
-# torch 2.11 packs keys in bfloat16 for AMX where the processor has it, and refuses to without those vector instructions.
+# torch 2.11 packs keys in bfloat16 for AMX where the processor has it, and refuses to without those instructions.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # Where several tests run at once they fill the machine themselves. Inductor would start a process beside each of theirs
 # that imports torch, to compile in.
