@@ -38,29 +38,34 @@ class CodeMonitor:
     @contextlib.contextmanager
     def walk(self) -> Iterator[set[Code] | None]:
         """The host's code that this thread runs inside the block; None where other tools have taken the numbers."""
-        codes, thread = set[Code](), get_ident()
-        with self._lock:
-            if not self._begin():
-                thread = -1
-            else:
-                outer = self._walks.get(thread, ())
-                self._walks[thread] = (*outer, codes)
-                self._listen(True)
-        if thread == -1:
+        codes = set[Code]()
+        if not self._opened(codes):
             yield None
             return
         try:
             yield codes
         finally:
-            with self._lock:
-                if outer:
-                    self._walks[thread] = outer
-                else:
-                    del self._walks[thread]
-                if not self._walks:
-                    self._listen(False)
-                    self._free(self._inside)
-                    self._inside = None
+            self._closed()
+
+    def _opened(self, codes: set[Code]) -> bool:
+        """Begin a walk of this thread. Whether there are numbers for it."""
+        with self._lock:
+            if not self._begin():
+                return False
+            self._walks[get_ident()] = (*self._walks.get(get_ident(), ()), codes)
+            self._listen(True)
+            return True
+
+    def _closed(self) -> None:
+        """End the innermost walk of this thread."""
+        with self._lock:
+            *outer, _ = self._walks.pop(get_ident())
+            if outer:
+                self._walks[get_ident()] = tuple(outer)
+            if not self._walks:
+                self._listen(False)
+                self._free(self._inside)
+                self._inside = None
 
     def close(self) -> None:
         """Be told of nothing until another walk begins."""
@@ -72,22 +77,21 @@ class CodeMonitor:
         atexit.unregister(self.close)
 
     def _begin(self) -> bool:
-        """Take the numbers that are needed. Whether there are any."""
+        """Take the numbers that are needed. Whether there are enough."""
+        free = [number for number in _NUMBERS if self._monitoring.get_tool(number) is None]
+        if len(free) < (self._tool, self._inside).count(None):
+            return False
         if self._tool is None:
-            self._tool = self._take(self._met)
-            if self._tool is None:
-                return False
+            self._tool = self._take(free.pop(0), self._met)
             self._monitoring.set_events(self._tool, self._monitoring.events.PY_START)
             atexit.register(self.close)  # functions run for the first time while modules are taken down
         if self._inside is None:
-            self._inside = self._take(self._runs)
-        return self._inside is not None
+            self._inside = self._take(free.pop(0), self._runs)
+        return True
 
-    def _take(self, callback: Callable[[Code, int], Any]) -> int | None:
-        tool = next((number for number in _NUMBERS if self._monitoring.get_tool(number) is None), None)
-        if tool is not None:
-            self._monitoring.use_tool_id(tool, "nexfort")
-            self._monitoring.register_callback(tool, self._monitoring.events.PY_START, callback)
+    def _take(self, tool: int, callback: Callable[[Code, int], Any]) -> int:
+        self._monitoring.use_tool_id(tool, "nexfort")
+        self._monitoring.register_callback(tool, self._monitoring.events.PY_START, callback)
         return tool
 
     def _free(self, tool: int | None) -> None:

@@ -170,6 +170,7 @@ def test_without_two_numbers_there_is_no_walk(monitor: CodeMonitor, taken: tuple
         for _ in range(2):
             with monitor.walk() as codes:
                 assert codes is None
+            assert monitor._tool is None, "it keeps no number that it has no use for"
     finally:
         for number in taken:
             sys.monitoring.free_tool_id(number)
