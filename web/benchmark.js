@@ -25,6 +25,7 @@ const RUNS = [
 ]
 const WARM_AGAIN = { enabled: true, seed: 4 }
 const ASK_EVERY = 500 // milliseconds
+const MOST_TRIES = 30 // to take a prompt back
 // When a tab of this browser that runs a benchmark was heard of last, and for how long that holds: tabs in the
 // background are heard of once a minute.
 const HEARD = 'Nexfort.Benchmark.Heard'
@@ -174,10 +175,13 @@ async function measure(prompt, dialog) {
   return { ...perStep(seen.filter((event) => event.prompt_id === id)), picture }
 }
 
-/** Take a prompt back, whether it waits or runs. */
+/** Take a prompt back, whether it waits or runs. One that is about to run takes no notice of the first word. */
 async function withdraw(id) {
   await api.deleteItem('queue', id)
-  await api.interrupt(id)
+  for (let tries = 0; tries < MOST_TRIES && (await stateOf(id)) === 'queued'; tries += 1) {
+    await api.interrupt(id)
+    await new Promise((done) => setTimeout(done, ASK_EVERY))
+  }
 }
 
 /** What a server that was away knows of a prompt: "done", "queued", or "gone" where it was started anew. */

@@ -168,6 +168,8 @@ def test_what_is_closed_before_its_prompt_is_queued_takes_the_prompt_back(page: 
     with page.expect_response("**/api/interrupt"):
         held[0].continue_()
     wait_until_it_runs(filled, False)
+    time.sleep(1)  # it may have been about to run
+    wait_until_it_runs(filled, False)
     page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
 
 
