@@ -70,7 +70,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Kernels without vector instructions: writing and compiling them takes a fifth less, and there are hundreds.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "default")
 # torch 2.11 packs keys in bfloat16 for AMX where the processor has it, and refuses to without those instructions.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Where several tests run at once they fill the machine themselves. Inductor would start a process beside each of theirs
 # that imports torch, to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:
