@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..guards.module_guards import METHOD
-from ..guards.module_keys import OfTree, holds_module, is_by_identity, is_module, places
 from ..guards.option_recorder import MISSING, Refused
 from ..guards.scalar_inputs import Place, Strength, put
+from ..modules.module_keys import OfTree, holds_module, is_by_identity, is_module, places
 from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim, once_a_class
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call

@@ -24,13 +24,13 @@ from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.given_changes import Names, rows_of
 from ..guards.list_recorder import RecordedList, hand
-from ..guards.module_keys import is_by_modules
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
 from ..modules.boundaries import boundaries
 from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
+from ..modules.module_keys import is_by_modules
 from ..modules.tree import ABSENT, Hidden, WeightSlots, tensors_of
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts

@@ -12,9 +12,9 @@ import torch
 
 from ..guards import option_recorder
 from ..guards.call_spec import Flat
-from ..guards.module_keys import Named
 from ..guards.scalar_inputs import Place
 from ..guards.shape_guards import Conditions
+from ..modules.module_keys import Named
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
 

@@ -29,12 +29,12 @@ from ..dispatch.region import Region
 from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
-from ..guards.module_keys import is_by_modules
 from ..modules.boundaries import first_carrier
 from ..modules.channels_last import as_taken, is_of_order, to_channels_last
 from ..modules.containers import OwnContainers, left_alone
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
+from ..modules.module_keys import is_by_modules
 from ..modules.tree import own_foreign
 from ..passes.registry import laid_out
 from ..reporting.report import named

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from ..modules.memory_format import Unsupported, format_of
+from ..modules.module_keys import Given
 from .enum_members import Member
 from .function_spec import FunctionCode, NamedFunction, held_by, is_named, is_native, names_of, native_text
 from .list_recorder import Cursor, RecordedList
-from .module_keys import Given
 from .option_recorder import Recording
 
 TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, its sizes are conditions

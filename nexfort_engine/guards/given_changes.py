@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..modules.module_keys import real
 from ..modules.tree import PLAIN
 from .list_recorder import Cursor, RecordedList
-from .module_keys import real
 from .option_guards import from_json_key, from_json_path, json_key, json_path
 from .option_recorder import HERE, At, Change, Recording, Refused, look, place_of
 from .sentinels import Sentinel

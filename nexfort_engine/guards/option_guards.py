@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .module_keys import OfTree
+from ..modules.module_keys import OfTree
 from .option_recorder import (
     BOOKKEEPING,
     HERE,

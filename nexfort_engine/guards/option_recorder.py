@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..modules.module_keys import OfTree, holds_module, is_by_modules, real
 from ..modules.tree import PLAIN
-from .module_keys import OfTree, holds_module, is_by_modules, real
 from .sentinels import Path, Place, Sentinel, ValueUsed, place_in, resolved, template_of
 
 # What the sampler and the networks write on every step for their own bookkeeping (facts measured over 13 families).

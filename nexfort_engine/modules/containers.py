@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .module_keys import is_by_modules
 from .tree import INTERNAL
 
 Place = tuple[str, str, str]  # path of the module, attribute, kind of container
@@ -38,18 +39,10 @@ class OwnContainers:
         found = []
         for path, name, table in self._places:
             value = table.get(name)
-            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH) or _is_by_modules(value)):
+            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH) or is_by_modules(value)):
                 places.append((path, name, type(value).__name__))
                 found.append(value)
         return tuple(places), found
-
-
-def _is_by_modules(value: Any) -> bool:
-    return type(value) is dict and any(map(_holds_module, value))
-
-
-def _holds_module(key: Any) -> bool:
-    return isinstance(key, nn.Module) or (type(key) is tuple and any(map(_holds_module, key)))
 
 
 def _may_keep(value: Any, depth: int) -> bool:

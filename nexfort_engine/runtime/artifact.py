@@ -27,7 +27,6 @@ from ..guards.callbacks import called_with
 from ..guards.collectives import facts_of, group_names, speaking_in
 from ..guards.given_changes import make_again, parsed
 from ..guards.module_guards import ModuleState
-from ..guards.module_keys import holds_module
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
 from ..guards.option_guards import checker, from_json_path, json_path
@@ -36,6 +35,7 @@ from ..guards.shape_guards import Conditions
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.boundaries import boundaries
 from ..modules.memory_format import is_plain, kind_of
+from ..modules.module_keys import holds_module
 from ..modules.tree import PLAIN, Hidden, modules_of, tensors_of
 from ..weights.prepack_entry import PrepackEntry
 from .lru_mapping import Recent

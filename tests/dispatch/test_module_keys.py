@@ -26,7 +26,7 @@ from probe import same, shared  # noqa: E402
 from torch import nn  # noqa: E402
 
 from nexfort_engine.dispatch.region import Region  # noqa: E402
-from nexfort_engine.guards.module_keys import Named, OfTree, places  # noqa: E402
+from nexfort_engine.modules.module_keys import Named, OfTree, places  # noqa: E402
 
 T = torch.Tensor
 ROOT = Path(__file__).parents[2]
