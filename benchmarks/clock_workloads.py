@@ -261,18 +261,20 @@ def lora_of(model: Any, workload: Workload, seed: int, rank: int = 32) -> dict[s
     return file
 
 
-def clip_of(workload: Workload, device: torch.device) -> Any:
-    """The text encoder as ComfyUI loads it."""
+def clip_weights(workload: Workload, number: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state dict of a file of the text encoder, in main memory. device: where its numbers are drawn."""
+    module, _, made = workload.encoder.classes[number].partition(":")
+    kind = getattr(importlib.import_module(module), made)
+    whole = (kind() if workload.encoder.called else kind)(device="meta", dtype=_HALF)
+    inner = getattr(whole, whole.clip) if hasattr(whole, "clip") else whole
+    like = {_in_file(name): one for name, one in inner.transformer.state_dict().items()}
+    return _drawn(like, _HALF, device)
+
+
+def clip_of(workload: Workload, files: list[dict[str, torch.Tensor]]) -> Any:
+    """The text encoder as ComfyUI loads it from files of these weights."""
     import comfy.sd
 
-    files = []
-    for name in workload.encoder.classes:
-        module, _, made = name.partition(":")
-        kind = getattr(importlib.import_module(module), made)
-        whole = (kind() if workload.encoder.called else kind)(device="meta", dtype=_HALF)
-        inner = getattr(whole, whole.clip) if hasattr(whole, "clip") else whole
-        like = {_in_file(name): one for name, one in inner.transformer.state_dict().items()}
-        files.append(_drawn(like, _HALF, device))
     kind_of = getattr(comfy.sd.CLIPType, workload.encoder.kind)
     return comfy.sd.load_text_encoder_state_dicts(files, clip_type=kind_of)
 
@@ -281,13 +283,11 @@ def _in_file(name: str) -> str:
     return f"model.{name}" if name.startswith("visual.") else name
 
 
-def vae_of(workload: Workload, device: torch.device) -> Any:
-    """The VAE as ComfyUI loads it."""
-    import comfy.sd
-
+def vae_weights(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state dict of the VAE's file, in main memory. device: where its numbers are drawn."""
     with torch.device("meta"):
         like = workload.vae().state_dict()
-    return comfy.sd.VAE(sd=_drawn(like, _HALF, device))
+    return _drawn(like, _HALF, device)
 
 
 def _drawn(like: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

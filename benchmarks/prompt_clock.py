@@ -7,7 +7,8 @@ A prompt encodes its text, samples and decodes; `clock_workloads.py` lists what 
 the published sizes. One workload a call, and rows are appended as they are measured: what the CSV has of this commit,
 card and workload is not measured again. The server's start does not count.
 
-Drawing the numbers of the models is taken off the seconds, on both sides.
+Drawing the numbers of the models is taken off the seconds, on both sides. With `--files FOLDER` the models are read
+from files there, written once, and reading them counts.
 
 `first cold`: the first prompt of a process with nothing cached. `first cached`: with everything cached, the median of
 so many processes. The other rows are medians of prompts in turns with eager, in two processes that have run before:
@@ -133,9 +134,16 @@ class Server:
     """One ComfyUI process."""
 
     def __init__(
-        self, comfyui: Path, folder: Path, way: str, arguments: Sequence[str] = (), *, waits: bool = False
+        self,
+        comfyui: Path,
+        folder: Path,
+        way: str,
+        arguments: Sequence[str] = (),
+        *,
+        waits: bool = False,
+        files: Path | None = None,
     ) -> None:
-        """waits: prompts wait for what is compiled for them."""
+        """waits: prompts wait for what is compiled for them. files: folder that models are read from."""
         self.way, self._folder, self._count = way, folder, 0
         base = folder / f"base-{way}"
         (base / "custom_nodes").mkdir(parents=True, exist_ok=True)
@@ -145,6 +153,7 @@ class Server:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")} if way == "core" else {}
         environment |= {"NEXFORT_CLOCK_NOISE": "1"} if way == "noise" else {}
         environment |= {"NEXFORT_WAIT": "1"} if waits else {}
+        environment |= {"NEXFORT_CLOCK_FILES": str(files.resolve())} if files else {}
         self.running = ComfyServer(
             comfyui, plugin=ROOT, cache_dir=folder / "cache", base_dir=base, env=environment,
             extra_args=["--disable-api-nodes", "--cache-classic", *arguments],
@@ -181,7 +190,7 @@ class Clock:
 
     @contextmanager
     def _server(self, way: str, *, waits: bool = False) -> Iterator[Server]:
-        server = Server(self._comfyui, self._folder, way, self._args.arguments, waits=waits)
+        server = Server(self._comfyui, self._folder, way, self._args.arguments, waits=waits, files=self._args.files)
         with server.running:
             yield server
 
@@ -286,6 +295,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each change")
     parser.add_argument("--only", choices=("firsts", "turns"), help="one half of the rows")
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the workload's")
+    parser.add_argument("--files", type=Path, help="folder of files that the models are read from")
     parser.add_argument("--core", action="store_true", help="ComfyUI's own TorchCompileModel beside them")
     parser.add_argument("--noise", action="store_true", help="the noise floor too")
     parser.add_argument("--comfyui", type=Path, help="the root of a ComfyUI (default: the one that is found)")
@@ -300,6 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     args = parse(argv)
+    if args.files:
+        args.files.mkdir(parents=True, exist_ok=True)
     comfyui = find(args.comfyui)
     at = commit(args.commit)
     known = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "commit": at}

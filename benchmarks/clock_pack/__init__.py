@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A node pack that `benchmarks.prompt_clock` mounts in its ComfyUI: models of random numbers, marks of the clock.
 
+With NEXFORT_CLOCK_FILES the models are read from files in that folder, which are written where they are missing.
+
 Marks wait for the GPU. They stand where a part of a prompt ends: the models are there, the text is encoded, the latent
 is sampled, the picture is decoded.
 """
@@ -13,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -28,6 +32,7 @@ if os.environ.get("NEXFORT_CLOCK_NOISE"):  # the same network by other kernels: 
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     use_only_efficient_attention()
 
+_FILES = os.environ.get("NEXFORT_CLOCK_FILES", "")  # folder of the models' files
 _marks: dict[str, float] = {}
 _making: list[float] = []  # seconds in which numbers of models were drawn
 _WHOLE = ("INT", {"default": 1, "min": 0, "max": 1 << 30})
@@ -55,7 +60,25 @@ def _drawing() -> Iterator[None]:
     began = time.monotonic()
     yield
     card.settle()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    _memory.most = card.used()  # what drawing took is no part of the prompt
     _making.append(time.monotonic() - began)
+
+
+def _weights(name: str, draw: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What `draw` gives; where there is a folder for files, as ComfyUI reads it from its file there."""
+    if not _FILES:
+        with _drawing():
+            return draw()
+    import comfy.utils
+
+    file = Path(_FILES) / f"{name}.safetensors"
+    if not file.exists():
+        with _drawing():
+            safetensors.torch.save_file(draw(), file.with_suffix(".part"))
+            file.with_suffix(".part").rename(file)
+    return comfy.utils.load_torch_file(str(file))
 
 
 class _Any(str):
@@ -88,9 +111,9 @@ class ClockModel(_Node):
 
     def make(self, workload: str, number: int) -> tuple:
         """As ComfyUI's loader gives it."""
-        with _drawing():
-            row = clock_workloads.WORKLOADS[workload]
-            return (clock_workloads.model_of(row, clock_workloads.weights_of(row, _device(), number)),)
+        row = clock_workloads.WORKLOADS[workload]
+        weights = _weights(f"{workload}-network{number}", lambda: clock_workloads.weights_of(row, _device(), number))
+        return (clock_workloads.model_of(row, weights),)
 
 
 class ClockFiles(_Node):
@@ -100,9 +123,14 @@ class ClockFiles(_Node):
 
     def make(self, workload: str) -> tuple:
         """As ComfyUI's loaders give them."""
-        row = clock_workloads.WORKLOADS[workload]
-        with _drawing():
-            return clock_workloads.clip_of(row, _device()), clock_workloads.vae_of(row, _device())
+        import comfy.sd
+
+        row, clip = clock_workloads.WORKLOADS[workload], []
+        for i in range(len(row.encoder.classes)):
+            drawn = partial(clock_workloads.clip_weights, row, i, _device())
+            clip.append(_weights(f"{workload}-clip{i}", drawn))
+        vae = _weights(f"{workload}-vae", lambda: clock_workloads.vae_weights(row, _device()))
+        return clock_workloads.clip_of(row, clip), comfy.sd.VAE(sd=vae)
 
 
 class ClockText(_Node):
