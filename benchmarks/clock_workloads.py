@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,19 +208,26 @@ FORMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def weights_of(workload: Workload, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
     """The state dict of the network's file, in main memory. device: where its numbers are drawn and quantised."""
-    import comfy.memory_management
-
-    dynamic = getattr(comfy.memory_management, "aimdo_enabled", False)
-    comfy.memory_management.aimdo_enabled = False  # layers that are made under it have no weights to take names from
     weights: dict[str, torch.Tensor] = {}
-    try:
+    with _layers_with_weights():
         for name, one in drawn(workload.backbone, device):
             plain = one.roll(seed, -1) if seed and one.ndim == 2 else one
             made = _quantised(name, plain, workload) if workload.quant and _is_matrix(name, one, workload) else None
             weights |= {key: value.cpu() for key, value in (made or {name: plain}).items()}
+    return weights
+
+
+@contextmanager
+def _layers_with_weights() -> Iterator[None]:
+    """Layers that are made have weights, whose names and shapes a file takes. Under dynamic VRAM they have none."""
+    import comfy.memory_management
+
+    dynamic = getattr(comfy.memory_management, "aimdo_enabled", False)
+    comfy.memory_management.aimdo_enabled = False
+    try:
+        yield
     finally:
         comfy.memory_management.aimdo_enabled = dynamic
-    return weights
 
 
 def model_of(workload: Workload, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -265,7 +273,8 @@ def clip_weights(workload: Workload, number: int, device: torch.device) -> dict[
     """The state dict of a file of the text encoder, in main memory. device: where its numbers are drawn."""
     module, _, made = workload.encoder.classes[number].partition(":")
     kind = getattr(importlib.import_module(module), made)
-    whole = (kind() if workload.encoder.called else kind)(device="meta", dtype=_HALF)
+    with _layers_with_weights():
+        whole = (kind() if workload.encoder.called else kind)(device="meta", dtype=_HALF)
     inner = getattr(whole, whole.clip) if hasattr(whole, "clip") else whole
     like = {_in_file(name): one for name, one in inner.transformer.state_dict().items()}
     return _drawn(like, _HALF, device)
@@ -285,7 +294,7 @@ def _in_file(name: str) -> str:
 
 def vae_weights(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
     """The state dict of the VAE's file, in main memory. device: where its numbers are drawn."""
-    with torch.device("meta"):
+    with torch.device("meta"), _layers_with_weights():
         like = workload.vae().state_dict()
     return _drawn(like, _HALF, device)
 

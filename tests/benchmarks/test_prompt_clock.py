@@ -18,26 +18,22 @@ from benchmarks.prompt_clock import COLUMNS, Prompt
 ROOT = Path(__file__).resolve().parent.parent.parent
 # in a process of its own: the text encoder and the VAE that ComfyUI would take the state dicts for
 DETECTED = """
-import importlib, sys
+import sys
 from benchmarks.one_run import as_without_card, find_comfyui
 find_comfyui()
 import torch
 as_without_card()
+import comfy.memory_management
 import comfy.sd
-from benchmarks.clock_workloads import WORKLOADS, _in_file
-for name, row in WORKLOADS.items():
-    kinds = []
-    for encoder in row.encoder.classes:
-        module, _, made = encoder.partition(":")
-        kind = getattr(importlib.import_module(module), made)
-        whole = (kind() if row.encoder.called else kind)(device="meta", dtype=torch.bfloat16)
-        inner = getattr(whole, whole.clip) if hasattr(whole, "clip") else whole
-        like = {_in_file(n): t for n, t in inner.transformer.state_dict().items()}
-        kinds.append(comfy.sd.detect_te_model(like).name)
-    with torch.device("meta"):
-        vae = len(row.vae().state_dict())
+from benchmarks import clock_workloads
+clock_workloads._drawn = lambda like, dtype, device: like  # their shapes are enough
+comfy.memory_management.aimdo_enabled = DYNAMIC
+for name, row in clock_workloads.WORKLOADS.items():
+    files = [clock_workloads.clip_weights(row, i, "cpu") for i in range(len(row.encoder.classes))]
+    kinds = [comfy.sd.detect_te_model(file).name for file in files]
     height, width = row.backbone.size
-    print(name, *kinds, vae, *row.latent(height, width).shape)
+    tensors = sum(map(len, files)), len(clock_workloads.vae_weights(row, "cpu"))
+    print(name, *kinds, *tensors, *row.latent(height, width).shape)
 """
 
 
@@ -68,18 +64,20 @@ def test_what_the_csv_has_is_known_by_workload_and_commit(tmp_path: Path) -> Non
     assert prompt_clock.measured(file, "zimage", "abc") == set()
 
 
-def test_comfyui_knows_the_models_by_their_weights() -> None:
+@pytest.mark.parametrize("dynamic_vram", [False, True])
+def test_comfyui_knows_the_models_by_their_weights(dynamic_vram: bool) -> None:
     if _comfyui() is None:
         pytest.skip("needs ComfyUI at COMFYUI_PATH")
-    done = subprocess.run([sys.executable, "-c", DETECTED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    script = DETECTED.replace("DYNAMIC", str(dynamic_vram))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in WORKLOADS]
     found = {name: rest for name, *rest in lines}
     assert found.keys() == WORKLOADS.keys()
-    assert found["zimage-int8"] == ["QWEN3_4B", "244", "1", "16", "128", "128"]
-    assert found["klein9b-fp8"][0] == "QWEN3_8B" and found["klein9b-fp8"][2:] == ["1", "128", "64", "64"]
+    assert found["zimage-int8"] == ["QWEN3_4B", "398", "244", "1", "16", "128", "128"]
+    assert found["klein9b-fp8"][0] == "QWEN3_8B" and found["klein9b-fp8"][3:] == ["1", "128", "64", "64"]
     assert found["krea2-fp8"][0] == "QWEN3VL_4B" and found["qwen-int8"][0] == "QWEN25_7B"
-    assert found["wan22-fp8-lora"][0] == "T5_XXL" and found["wan22-fp8-lora"][2:] == ["1", "16", "9", "60", "104"]
+    assert found["wan22-fp8-lora"][0] == "T5_XXL" and found["wan22-fp8-lora"][3:] == ["1", "16", "9", "60", "104"]
     assert found["sdxl"][:2] == ["CLIP_L", "CLIP_G"] and found["sd21-small"][0] == "CLIP_H"
 
 
