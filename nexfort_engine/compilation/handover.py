@@ -54,13 +54,16 @@ class Handover:
     def lacked(self, session: ForwardContext) -> None:
         """A region has no artefact in a step. In the first of a picture that decides of what kind the picture is.
 
-        Raises HalfDone where regions before it ran compiled, and the step may begin anew.
+        Raises HalfDone where the step begins anew: regions before it ran compiled, or the step is observed, which
+        costs time and memory that a step without a graph need not pay.
         """
-        if not (session.behind and session.begins_picture):
+        if not session.behind:
             return
-        if not self._is_eager:
+        begins = session.begins_picture
+        if begins and not self._is_eager:
             self._is_eager, self._began = True, time.perf_counter()
-        if session.trace.used and is_repeatable(self._state, session):
+        anew = session.watching is not None or (begins and session.trace.used)
+        if anew and is_repeatable(self._state, session):
             self._hold(session)
             raise HalfDone(_MIXED)
 

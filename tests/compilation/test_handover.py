@@ -17,10 +17,12 @@ import pytest
 import torch
 from backbones import make
 from large_rows import few
+from pretended_graph import pretend
 from subjects import Subject, ask_instead, distance, equal_bits, graphs_as_they_are
 
 import nexfort_engine
 from nexfort_engine.compilation import handover
+from nexfort_engine.cudagraphs.host_constants import Remembering
 from nexfort_engine.lowering import inductor
 from nexfort_engine.runtime import artifact
 from nexfort_engine.runtime.engine_state import Picture
@@ -108,6 +110,38 @@ def test_a_picture_that_began_eager_is_eager_to_its_end(host: Host) -> None:
     for seed in (1, 2, 3):
         count, found = host.ran(seed=seed)
         assert count == 0 and equal_bits(found, host.tiny.eager(seed=seed)), "all is there by now"
+
+
+@pytest.mark.parametrize("of_a_picture", [True, False])
+def test_a_step_that_lacks_artefacts_is_not_observed(
+    quick: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, of_a_picture: bool
+) -> None:
+    pretend(monkeypatch)
+    seen, own = [], Remembering.__torch_dispatch__
+
+    def noted(self: Remembering, func: Any, *rest: Any) -> Any:
+        seen.append(func)
+        return own(self, func, *rest)
+
+    monkeypatch.setattr(Remembering, "__torch_dispatch__", noted)
+    host = quick()
+    with Remembering():
+        host.tiny.eager()
+    whole = len(seen)
+    seen.clear()
+    for _ in range(2):
+        if of_a_picture:
+            host.begin()
+        count, found = host.ran()
+        assert count == 0 and equal_bits(found, host.tiny.eager_before)
+        assert len(seen) < whole / 4, "beyond the first block it ran under the modes of an observed step"
+        seen.clear()
+    host.finish()
+    for _ in range(2):  # one looks for what was made
+        if of_a_picture:
+            host.begin()
+        host.ran()
+    assert seen, "a step that has all is observed, or the test proves nothing"
 
 
 def test_the_next_picture_is_compiled_from_its_first_step(host: Host) -> None:
