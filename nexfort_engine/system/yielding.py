@@ -69,7 +69,10 @@ def _places(now: float) -> Any:
     if not _steps:
         return ()
     frames = sys._current_frames()
-    return [_place(frames[thread]) for thread in list(_steps) if thread != own and thread in frames]
+    # this very frame would hold itself by them, and those of the others with all that their functions hold, until
+    # garbage is collected, which it is not while a block is traced
+    frames.pop(own, None)
+    return [_place(frames[thread]) for thread in list(_steps) if thread in frames]
 
 
 def _place(frame: types.FrameType | None) -> list[tuple[int, int]]:

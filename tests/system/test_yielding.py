@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,3 +112,32 @@ def test_a_trace_stops_at_each_of_its_places(monkeypatch: pytest.MonkeyPatch) ->
         Graph().create_node("placeholder", "x")
     Graph().create_node("placeholder", "x")
     assert looked == [1]
+
+
+def test_looking_holds_on_to_nothing_of_the_threads_that_run_steps() -> None:
+    """No garbage is collected while a block is traced: what a look left behind would stay, with tensors of steps."""
+
+    class Held:
+        """What a function of a step holds."""
+
+    refs: list[weakref.ref[Held]] = []
+
+    def one() -> None:
+        held = Held()
+        refs.append(weakref.ref(held))
+        time.sleep(0.001)
+
+    def work(ended: threading.Event) -> None:
+        while not ended.is_set():
+            one()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with stepping(work):
+            for _ in range(100):
+                yielding._places(time.monotonic())
+                time.sleep(0.001)
+        assert len(refs) > 10 and not [ref for ref in refs if ref() is not None]
+    finally:
+        gc.enable()
