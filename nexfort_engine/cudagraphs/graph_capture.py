@@ -27,7 +27,8 @@ def captured(
     graph, result, problem = torch.cuda.CUDAGraph(**({"keep_graph": True} if edited else {})), None, None
     try:
         # what cudaMallocAsync gives for a graph is not yet memory to those who ask the driver
-        with launched_by_address() if fragile() else nullcontext(), memory.captured(graph, stream and stream.stream):
+        by_address = launched_by_address(memory.scratch()) if fragile() else nullcontext()
+        with by_address, memory.captured(graph, stream and stream.stream):
             try:
                 result = run()
             except BaseException as error:

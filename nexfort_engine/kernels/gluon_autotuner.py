@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 def _check_parameters(binary, static) -> None:
     """RuntimeError unless the launcher gives as many arguments as the compiled kernel reads from its call."""
-    entry = re.search(r"\.entry \w+\((.*?)\)", binary.asm["ptx"], re.DOTALL)
+    entry = re.search("[.]entry [^(]+[(](.*?)[)]", binary.asm["ptx"], re.DOTALL)
     given = len(static.arg_tys) + static.has_global_scratch + static.has_profile_scratch
     if entry is None or entry[1].count(".param") != given:
         read = entry and entry[0]

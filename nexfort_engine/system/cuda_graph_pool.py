@@ -25,6 +25,7 @@ from .process_settings import without_collection
 
 log = logging.getLogger("nexfort")
 
+_DESCRIPTORS = 1024  # bytes for the descriptors of one program; a kernel has as many programs as multiprocessors
 _lock = threading.RLock()  # garbage that is collected while it is held may be the memory of other graphs
 _capturing = 0  # captures that are under way in this process: nothing is trimmed meanwhile
 _left: set[int] = set()  # devices whose graphs went while something was captured
@@ -39,6 +40,19 @@ class GraphMemory:
         self._spoilt = False  # a capture into the pool failed
         self._graphs: list[weakref.ref[Any]] = []  # those that were captured into it
         self._device: int | None = None  # where something was captured since the last time it was given back
+        self._scratch: dict[int, torch.Tensor] = {}  # by device
+
+    def scratch(self) -> torch.Tensor:
+        """Memory of the current device for what kernels write for themselves to read. Ask for it before a capture.
+
+        No graph owns it. The graphs of one engine share it: they are launched one after another.
+        """
+        device = torch.cuda.current_device()
+        if device not in self._scratch:
+            programs = torch.cuda.get_device_properties(device).multi_processor_count
+            where = torch.device("cuda", device)
+            self._scratch[device] = torch.empty(programs * _DESCRIPTORS, dtype=torch.uint8, device=where)
+        return self._scratch[device]
 
     @contextmanager
     def captured(self, graph: Any, stream: Any = None) -> Iterator[None]:
@@ -75,7 +89,7 @@ class GraphMemory:
 
     def give_back(self) -> None:
         """The graphs are gone: let the device have their memory."""
-        self._pool, self._older, self._graphs = None, [], []
+        self._pool, self._older, self._graphs, self._scratch = None, [], [], {}
         device, self._device = self._device, None
         if device is None or not fragile():
             return

@@ -8,25 +8,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+SCRATCH = "scratch"  # the argument of kernels that write descriptors
 _watch_lock = threading.Lock()
 _watched: dict[tuple[Any, str], tuple[Callable[..., Any], dict[int, list[Any]]]] = {}
 
 
 @contextmanager
-def launched_by_address() -> Iterator[None]:
+def launched_by_address(scratch: torch.Tensor) -> Iterator[None]:
     """Kernels that Inductor made are launched with addresses in the place of tensors, by this thread, inside the block.
 
     Their launcher asks the driver about each tensor's memory, and the driver does not know memory that cudaMallocAsync
     gave while a graph is captured; the addresses are right all the same.
+
+    scratch: memory outside of the graph for what kernels write for themselves to read, their descriptors
+    (kernels/gluon_autotuner.py). Launches that read those in the graph's own memory failed (cudaErrorLaunchFailure,
+    H200, CUDA 13.0). RuntimeError where a kernel needs more.
     """
-    import torch
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    def by_address(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args])
+    def by_address(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        if _takes_scratch(kernel):
+            # the last of its arguments; what follows are the sizes of the launch
+            place = max(at for at, a in enumerate(args) if isinstance(a, torch.Tensor))
+            if args[place].nbytes > scratch.nbytes:
+                raise RuntimeError(
+                    f"a kernel needs {args[place].nbytes} bytes for descriptors; there are {scratch.nbytes}"
+                )
+            found[place] = scratch.data_ptr()
+        return tuple(found)
 
     with _before_calls(CachingAutotuner, "run", by_address):
         yield
+
+
+def _takes_scratch(kernel: Any) -> bool:
+    kinds = (getattr(kernel, "triton_meta", None) or {}).get("signature", {})
+    return bool(kinds.get(SCRATCH, "constexpr") != "constexpr")
 
 
 @contextmanager

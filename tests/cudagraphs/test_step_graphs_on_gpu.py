@@ -15,8 +15,11 @@ import torch
 from gpu_backbone import Backbone, close, inputs
 from subjects import ask_instead
 from torch import nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 import nexfort_engine
+from nexfort_engine.kernels.gluon_support import DESCRIPTORS
+from nexfort_engine.system.kernel_launches import SCRATCH
 
 pytestmark = pytest.mark.gpu
 
@@ -370,6 +373,54 @@ def test_other_copies_are_refused_and_the_step_completes(what, reason):
     notes = "; ".join(compiled.report.as_dict()["notes"])
     graphs = [step for step in compiled._nexfort_engine.graphs._steps.values() if step.graph is not None]
     assert (reason in notes and not graphs) if reason else (graphs and "CUDA graph" not in notes), notes
+
+
+class GatedBlock(nn.Module):
+    """A block whose first product is a kernel that writes descriptors, where there is such a kernel."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(value * nn.functional.gelu(gate))
+
+
+class Gated(nn.Module):
+    """Three such blocks."""
+
+    def __init__(self, width: int = 640) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedBlock(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_kernels_that_write_descriptors_are_captured(monkeypatch):
+    if torch.cuda.get_device_capability() not in DESCRIPTORS:
+        pytest.skip("such kernels are for cards of compute capability 9.0")
+    torch.manual_seed(0)
+    launched, own = [], CachingAutotuner.run
+
+    def run(self, *args, **kwargs):
+        launched.append(SCRATCH in self.triton_meta["signature"])
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAutotuner, "run", run)
+    module = Gated().cuda().half().eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(module)
+    with torch.inference_mode():
+        for seed in range(6):
+            x = torch.randn(2, 4096, 640, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).half()
+            found = compiled(x)
+            assert close(found.float(), module(x).float())
+    assert any(launched), "no kernel wrote descriptors: the test proves nothing"
+    assert all(step.graph is not None for step in compiled._nexfort_engine.graphs._steps.values())
 
 
 @pytest.mark.skipif("PYTORCH_CUDA_ALLOC_CONF" in os.environ, reason="an allocator was chosen")

@@ -10,6 +10,7 @@ import torch
 from lowering_ahead import lowered_ahead
 from pretended_gpu import READ
 
+import nexfort_engine
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.lowering import worker_pool
 
@@ -34,3 +35,10 @@ def test_a_kernel_writes_to_what_is_said_that_it_writes_to(
     monkeypatch.setenv(READ, str(tmp_path / "read"))
     lowered_ahead(tmp_path, KINDS[mode], CompileConfig.parse(mode).lowering_options("cuda"))
     assert set((tmp_path / "read").read_text().split()) == KERNELS[mode]
+
+
+def test_what_is_written_into_artefacts_has_no_backslash() -> None:
+    """Inductor writes it between quotes, where Python warns of a backslash that begins no escape."""
+    kernels = Path(nexfort_engine.__file__).parent / "kernels"
+    files = [kernels / "gluon_autotuner.py", *kernels.glob("*/gluon_kernel.py"), *kernels.glob("*/triton_kernel.py")]
+    assert len(files) > 8 and not [file for file in files if "\\" in file.read_text(encoding="utf-8")]
