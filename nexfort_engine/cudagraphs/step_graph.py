@@ -12,7 +12,7 @@ import torch
 from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.name_guards import Dependence
 from ..guards.option_guards import checker
-from ..guards.option_recorder import BOOKKEEPING
+from ..guards.option_recorder import BOOKKEEPING, ReadSet
 from ..runtime.artifact import Binding
 from ..runtime.forward_context import StepTrace
 from ..weights.prepack_entry import Version
@@ -23,6 +23,24 @@ from .module_fingerprint import ModuleFingerprint
 from .step_call import StepCall, empty_as
 
 NOWHERE = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of a step that ran region by region.
+
+    reads: of its options. codes: that ran. residence: of the weights that it needs where they are. kept: its bindings'
+    prepared weights by serial number, as they were before `residence` was made. sent: the constants that it copied to
+    the GPU. invariants: what it made of inputs that last.
+    """
+
+    trace: StepTrace
+    reads: ReadSet
+    codes: set[Any]
+    residency: Residency
+    kept: list[int]
+    sent: list[Sent]
+    invariants: StepInvariants | None
 
 
 @dataclass

@@ -19,7 +19,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from ..reporting.report import named
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import UNSEEN, is_passed_on
-from ..runtime.forward_context import ForwardContext, StepTrace
+from ..runtime.forward_context import ForwardContext
 from ..runtime.lru_mapping import Recent
 from ..system.capture_stream import CaptureStream, capture_stream
 from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
@@ -50,11 +49,11 @@ from . import memory_budget
 from .capture_check import CaptureCheck
 from .channels_last_cat import JoinedAsRows
 from .graph_capture import captured
-from .host_constants import Answering, Remembering, Sent
+from .host_constants import Answering, Remembering
 from .invariant_cache import StepInvariants
 from .module_fingerprint import ModuleFingerprint
 from .step_call import StepCall, empty_as, overlaps, separate, used_options, write_result
-from .step_graph import NOWHERE, StepGraph, in_places, metas_of, region_checks, serials_of
+from .step_graph import NOWHERE, Observed, StepGraph, in_places, metas_of, region_checks, serials_of
 
 log = logging.getLogger("nexfort")
 
@@ -68,24 +67,6 @@ _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
 _TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
-
-
-@dataclass(frozen=True)
-class _Observed:
-    """What was seen of a step that ran region by region.
-
-    reads: of its options. codes: that ran. residence: of the weights that it needs where they are. kept: its bindings'
-    prepared weights by serial number, as they were before `residence` was made. sent: the constants that it copied to
-    the GPU. invariants: what it made of inputs that last.
-    """
-
-    trace: StepTrace
-    reads: ReadSet
-    codes: set[Any]
-    residency: Residency
-    kept: list[int]
-    sent: list[Sent]
-    invariants: StepInvariants | None
 
 
 class StepGraphs:
@@ -111,6 +92,7 @@ class StepGraphs:
         self._stream: CaptureStream | None = None  # to run and to capture on; None: the caller's, and torch's
         self._watched = state.known.watched
         self._in_use = threading.Lock()
+        self._never: str | None = None  # why no step is captured, whatever its sizes
 
     def release(self) -> bool:
         """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
@@ -198,6 +180,8 @@ class StepGraphs:
             return ""
         if len(flat.mappings) > 1:
             return "the backbone takes several mappings, and what its regions read is known of one"
+        if self._never is not None:
+            return self._never
         return self.state.unquiet(flat.mappings)
 
     # -- the ways ----------------------------------------------------------------------------------------
@@ -267,17 +251,20 @@ class StepGraphs:
             self.state.report.note(f"no CUDA graph: {reason}")
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
             self.state.report.note(_ELSEWHERE)
+        elif never := getattr(watching, "never", None):
+            self._never = never
+            self.state.report.note(f"no CUDA graph: {never}")
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
         elif getattr(watching, "foreign", False) and self._takes_a_stream(flat.tensors[0].device):
             pass  # the next step is observed on it: a capture that fails would end the process
         else:
-            seen = _Observed(trace, reads, codes, residency, kept, watching.sent, invariants)
+            seen = Observed(trace, reads, codes, residency, kept, watching.sent, invariants)
             self._expect(key, call, seen, result)
         return result
 
-    def _expect(self, key: Any, call: StepCall, seen: _Observed, result: Any) -> None:
+    def _expect(self, key: Any, call: StepCall, seen: Observed, result: Any) -> None:
         """A step ran that could be captured: the next of its kind is, if all is as it is now."""
         outputs, flat, invariants, residency = Flat(), call.flat, seen.invariants, seen.residency
         try:
@@ -349,6 +336,8 @@ class StepGraphs:
                 slot.copy_(tensor)
             if invariants is not None:
                 invariants.graph, _ = captured(self._memory, invariants.program(), fills=fills, stream=self._stream)
+                if fragile():  # what it took and keeps is there from its first launch on, and the next graph may use it
+                    invariants.graph.replay()
             with session.observed(answering, invariants, capturing=True) as trace:
                 graph, fits = captured(self._memory, run, fills=fills, stream=self._stream)
             if answering.reason:

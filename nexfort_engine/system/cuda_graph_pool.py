@@ -72,6 +72,9 @@ class GraphMemory:
         try:
             # what is collected may be another engine's graph, and ending one ends a capture that is under way
             recording = torch.cuda.graph(graph, self._pool, stream=stream, capture_error_mode="thread_local")
+            with torch.cuda.stream(recording.capture_stream):
+                # cuBLAS keeps memory for each stream: taken first in a capture it would be that graph's
+                torch.cuda.current_blas_handle()
             with without_collection(), recording:
                 yield
         except BaseException:

@@ -23,14 +23,13 @@ def launched_by_address(scratch: torch.Tensor) -> Iterator[None]:
     gave while a graph is captured; the addresses are right all the same.
 
     scratch: memory outside of the graph for what kernels write for themselves to read, their descriptors
-    (kernels/gluon_autotuner.py). Launches that read those in the graph's own memory failed (cudaErrorLaunchFailure,
-    H200, CUDA 13.0). RuntimeError where a kernel needs more.
+    (kernels/gluon_autotuner.py). RuntimeError where a kernel needs more.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     def by_address(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         found = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        if _takes_scratch(kernel):
+        if writes_descriptors(kernel):
             # the last of its arguments; what follows are the sizes of the launch
             place = max(at for at, a in enumerate(args) if isinstance(a, torch.Tensor))
             if args[place].nbytes > scratch.nbytes:
@@ -44,9 +43,31 @@ def launched_by_address(scratch: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _takes_scratch(kernel: Any) -> bool:
-    kinds = (getattr(kernel, "triton_meta", None) or {}).get("signature", {})
-    return bool(kinds.get(SCRATCH, "constexpr") != "constexpr")
+def writes_descriptors(kernel: Any) -> bool:
+    """Whether a kernel that Inductor made takes memory for descriptors. Others are given a weight in its place."""
+    return kinds_of(kernel).get(SCRATCH) == "*u8"
+
+
+def kinds_of(kernel: Any) -> dict[str, str]:
+    """Triton's types of the arguments of a kernel that Inductor made, by their names."""
+    return dict((getattr(kernel, "triton_meta", None) or {}).get("signature", {}))
+
+
+@contextmanager
+def noted_inductor_launches(note: Callable[[Any], None]) -> Iterator[None]:
+    """Tell `note` each kernel of Inductor's that this thread launches in the block. Without Triton there is none."""
+    try:
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    except ImportError:
+        yield
+        return
+
+    def noted(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        note(kernel)
+        return args
+
+    with _before_calls(CachingAutotuner, "run", noted):
+        yield
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,16 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pools that were captured into, in order, on a machine that need not have a GPU."""
     used: list[Any] = []
 
-    @contextlib.contextmanager
-    def graph(_graph: Any, pool: Any, **_: Any) -> Iterator[None]:
-        used.append(pool)
-        yield
+    class Recording(contextlib.nullcontext[None]):
+        capture_stream = "its stream"
 
-    for name, value in {"graph_pool_handle": object, "graph": graph, "current_device": lambda: 0}.items():
+        def __init__(self, _graph: Any, pool: Any, **_: Any) -> None:
+            super().__init__()
+            used.append(pool)
+
+    replaced = {"graph_pool_handle": object, "graph": Recording, "current_device": lambda: 0}
+    replaced |= {"stream": contextlib.nullcontext, "current_blas_handle": lambda: 0}
+    for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", _refuses, raising=False)

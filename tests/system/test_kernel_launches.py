@@ -40,6 +40,14 @@ def test_tensors_are_given_as_addresses_and_descriptors_lie_outside_of_the_graph
     assert launched[3][2] is own, "without a capture each launch has its own"
 
 
+def test_a_kernel_that_is_given_a_weight_there_keeps_it(launched: list[Any]) -> None:
+    """The forms in Triton's language have the same arguments, and write no descriptors."""
+    x, weight = torch.empty(4), torch.empty(4096, dtype=torch.int8)
+    with launched_by_address(torch.empty(512, dtype=torch.uint8)):
+        kernel_of({**KINDS, SCRATCH: "*i8"}).run(x, 4, weight, 132, 1, 1)
+    assert launched == [(x.data_ptr(), 4, weight.data_ptr(), 132, 1, 1)]
+
+
 def test_a_kernel_that_needs_more_is_not_launched(launched: list[Any]) -> None:
     with launched_by_address(torch.empty(128, dtype=torch.uint8)), pytest.raises(RuntimeError, match="256 bytes"):
         kernel_of(KINDS).run(torch.empty(4), 4, torch.empty(256, dtype=torch.uint8), 132, 1, 1)
