@@ -10,7 +10,6 @@ is one. Only a picture whose remaining steps would take long is taken over in it
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ class Handover:
             return
         picture = self._picture(args, kwargs)
         if picture is None or self._name() is not picture.name:
-            self._name, self._is_eager, self._has_all = _remembered(picture), False, False
+            self._name, self._is_eager, self._has_all = _name_of(picture), False, False
             session.begins_picture = picture is not None
         elif self._is_eager and not self._takes_over(picture):
             self._hold(session, looks=not (self._has_all or self._background.busy))
@@ -93,11 +92,5 @@ class Handover:
         return True
 
 
-def _remembered(picture: Picture | None) -> Callable[[], object]:
-    """What gives a picture's name as long as that lives; names that nothing can be told of are kept."""
-    if picture is None:
-        return lambda: None
-    try:
-        return weakref.ref(picture.name)
-    except TypeError:
-        return lambda: picture.name
+def _name_of(picture: Picture | None) -> Callable[[], object]:
+    return picture.reference() if picture is not None else lambda: None

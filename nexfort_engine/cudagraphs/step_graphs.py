@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole steps as CUDA graphs: one launch a step instead of a thousand, for each combination of sizes in use.
 
-The second call at some sizes is captured, the backbone's own code between the regions included; later calls copy their
-inputs into the graph's slots, those tensors of their options too that the backbone uses, replay, and hand out copies of
-the outputs. A graph is only replayed while everything it took in without looking stays as it was: the addresses of all
-weights, the options the network and its regions read, the attributes of their modules. Otherwise the step runs region
-by region, and is captured again the next time. Weights that the host keeps elsewhere are held at their addresses for
-the length of a step, if all of them stay there (weights/residency.py).
+The second call at some sizes is captured, the backbone's own code between the regions included, or a later one where
+pictures have few steps (few_steps.py). Calls after it copy their inputs into the graph's slots, those tensors of their
+options too that the backbone uses, replay, and hand out copies of the outputs. A graph is only replayed while
+everything it took in without looking stays as it was: the addresses of all weights, the options the network and its
+regions read, the attributes of their modules. Otherwise the step runs region by region, and is captured again the next
+time. Weights that the host keeps elsewhere are held at their addresses for the length of a step, if all of them stay
+there (weights/residency.py).
 
 Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
 run eager, and calls whose values cannot be fed in from outside.
@@ -48,6 +49,7 @@ from ..weights.subclass_unwrap import places
 from . import memory_budget
 from .capture_check import CaptureCheck
 from .channels_last_cat import JoinedAsRows
+from .few_steps import FewSteps
 from .graph_capture import captured
 from .host_constants import Answering, Remembering
 from .invariant_cache import StepInvariants
@@ -92,6 +94,7 @@ class StepGraphs:
         self._stream: CaptureStream | None = None  # to run and to capture on; None: the caller's, and torch's
         self._watched = state.known.watched
         self._in_use = threading.Lock()
+        self._few = FewSteps(state)
         self._never: str | None = None  # why no step is captured, whatever its sizes
 
     def release(self) -> bool:
@@ -129,6 +132,7 @@ class StepGraphs:
         if not self._in_use.acquire(blocking=False):  # another thread is in a step: its slots are not to be touched
             return plain(*args, **kwargs)
         try:
+            self._few.begins(args, kwargs)
             return self._step(key, call, plain, session)
         finally:
             self._in_use.release()
@@ -148,11 +152,16 @@ class StepGraphs:
                             session.replayed = True
                             return result
                     elif step.holds(flat, weights):
+                        if self._few.waits(key):
+                            return call.plainly(plain)
                         with self.state.hooks.apart():
                             return self._capture(key, step, call, plain, session)
             if weights is None:
                 return self._fetched(step, call, plain, session)
             del self._steps[key]
+        if self._few.waits(key):
+            return call.plainly(plain)
+        self._few.mark(key)
         return self._observe(key, call, plain, session)
 
     # -- conditions --------------------------------------------------------------------------------------
@@ -238,6 +247,7 @@ class StepGraphs:
             self._fed[call.spec] = list(dict.fromkeys(known + options))
             call = StepCall.of(call.spec, flat, self._fed[call.spec], call.step_invariant, call.modes)
             reason, key = self._unfit(call), call.key()
+            self._few.mark(key)
             if reason:
                 self._refused[key] = reason
                 return result

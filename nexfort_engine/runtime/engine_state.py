@@ -7,6 +7,7 @@ engine lives. A part that needs another part is handed that one too.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Picture:
     name: object
     steps: int = 0
     ended: Callable[[], int] = lambda: 0
+
+    def reference(self) -> Callable[[], object]:
+        """What gives the name as long as that lives; names that nothing can be told of are kept."""
+        try:
+            return weakref.ref(self.name)
+        except TypeError:
+            return lambda: self.name
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nexfort_engine import engine
-from nexfort_engine.cudagraphs import graph_capture, step_graphs
+from nexfort_engine.cudagraphs import few_steps, graph_capture, step_graphs
 from nexfort_engine.cudagraphs.invariant_cache import StepInvariants
 from nexfort_engine.runtime.forward_context import current
 
@@ -58,8 +58,9 @@ class _Instead:
 
 
 def pretend(patch: pytest.MonkeyPatch) -> None:
-    """Until the patch is undone, engines on the CPU make graphs of their steps."""
+    """Until the patch is undone, engines on the CPU make graphs of their steps, those of short pictures too."""
     Graph.made = []
+    patch.setattr(few_steps, "MANY", 0)
     cuda = _Instead(torch.cuda, CUDAGraph=Graph, is_available=lambda: True, is_current_stream_capturing=lambda: False)
     for module in (step_graphs, graph_capture, engine):
         patch.setattr(module, "torch", _Instead(torch, cuda=cuda))
