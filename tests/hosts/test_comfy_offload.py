@@ -19,6 +19,7 @@ from pretended_graph import Graph, pretend
 from torch import nn
 
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.cudagraphs import few_steps
 from nexfort_engine.engine import Engine
 from nexfort_engine.hosts.comfy import offload as comfy_offload
 from nexfort_engine.hosts.comfy import weights as comfy_weights
@@ -253,6 +254,7 @@ def test_a_verified_step_finds_them_and_they_leave_again(offloaded: Offloaded, k
 
 @pytest.mark.gpu
 def test_what_is_kept_prepared_leaves_a_card(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_steps, "MANY", 0)  # the first picture has its graph
     offloaded = Offloaded(kind, monkeypatch, "cuda")
     with monkeypatch.context() as patch:
         patch.setattr(offload.Offload, "ready", property(lambda _: False))
