@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of steps of what people run, from `prompt_clock.csv`."""
+"""The tables of what people run, steps and whole prompts, from `prompt_clock.csv`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ NAMES = {
     "zimage-int8": "Z-Image-Turbo, int8_convrot",
     "zimage-int8-lora": "Z-Image-Turbo, int8_convrot, with a LoRA",
     "qwen-int8": "Qwen-Image, int8_convrot",
+    "qwen-edit-int8": "Qwen-Image-Edit, int8_convrot, one reference",
     "krea2-fp8": "Krea 2, fp8",
     "klein9b-fp8": "FLUX.2 Klein 9B, fp8",
     "wan22-fp8-lora": "Wan 2.2 14B, fp8, with a LoRA",
@@ -20,15 +21,16 @@ NAMES = {
 HEAD = (
     "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | distance to eager | noise floor | date, commit |"
 )
+PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fast | GPU memory, GiB | date, commit |"
 
 
-def newest(file: Path = CSV) -> list[dict[str, str]]:
-    """The last row of a step of each card and workload."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+def newest(file: Path = CSV, *, steps: bool = True) -> list[dict[str, str]]:
+    """The last row of each card and workload: of its step, or of each kind of prompt."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
     with file.open(newline="", encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
-            if row["what"] == "step":
-                found[row["card"], row["workload"]] = row
+            if (row["what"] == "step") is steps:
+                found[row["card"], row["workload"], row["what"]] = row
     return list(found.values())
 
 
@@ -37,8 +39,22 @@ def table(rows: list[dict[str, str]]) -> str:
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     for row in rows:
         eager, ours = float(row["eager_s"]), float(row["nexfort_s"])
-        name, when = NAMES[row["workload"]], f"{row['date']}, {row['commit']}"
         figures = f"{eager * 1e3:.1f} | {ours * 1e3:.1f} | **{eager / ours:.2f}x**"
-        far = " | ".join(f"{float(row[kind]):.4g}" for kind in ("distance", "noise_floor"))
-        lines.append(f"| {row['card']} | {name} | {figures} | {far} | {when} |")
+        far = " | ".join(f"{float(row[kind]):.4g}" if row[kind] else "-" for kind in ("distance", "noise_floor"))
+        lines.append(f"| {row['card']} | {NAMES[row['workload']]} | {figures} | {far} | {_when(row)} |")
     return "\n".join(lines)
+
+
+def prompts(rows: list[dict[str, str]]) -> str:
+    """In Markdown. A ratio is of one run."""
+    lines = [PROMPTS, "|---" * PROMPTS.count(" | ") + "|---|"]
+    for row in rows:
+        eager, ours = float(row["eager_s"]), float(row["nexfort_s"])
+        memory = f"{row['gib_eager']} / {row['gib_nexfort']}"
+        figures = f"{eager:.2f} | {ours:.2f} | {eager / ours:.2f}x | {memory}"
+        lines.append(f"| {row['card']} | {NAMES[row['workload']]} | {row['what']} | {figures} | {_when(row)} |")
+    return "\n".join(lines)
+
+
+def _when(row: dict[str, str]) -> str:
+    return f"{row['date']}, {row['commit']}"

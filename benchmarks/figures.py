@@ -21,6 +21,7 @@ BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->
 BLOCKS: dict[str, Callable[[], str]] = {
     "ratios": lambda: f"{ratios.table()}\n\n{ratios.taken()}",
     "steps": lambda: clock_table.table(clock_table.newest()),
+    "prompts": lambda: clock_table.prompts(clock_table.newest(steps=False)),
     "low-precision": ratios.low_precision,
     "kernels": lambda: kernels_ahead.table(kernels_ahead.read()),
     "ladder": lambda: ladder_table.table(ladder_table.newest(ratios.read())),
