@@ -173,6 +173,8 @@ class Builder:
         elif (given_up := self._given_up(wanted)) is not None:
             return None, self.refusals.of(wanted) or given_up
         if binding is None and not session.planned and self.may_make(wanted, failure):
+            if self._is_background() and self.handover.puts_off(session):
+                return None, _PENDING
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
                 return None, _PENDING
@@ -189,6 +191,9 @@ class Builder:
         if binding is None and self.refusals.of(wanted) is None and failure is not None and failure.sizes:
             return None, (failure.check, f"it was compiled for other sizes: {failure.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
+
+    def _is_background(self) -> bool:
+        return self.background is not None and not self.background.waits
 
     def _given_up(self, wanted: Wanted) -> Refusal | None:
         """Why nothing is made for a call beside the steps any more, None where it may be."""

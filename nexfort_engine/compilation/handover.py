@@ -5,6 +5,9 @@ A picture is all of one kind: where its first step lacks something, each of its 
 that begin when all is there. Once what was begun is made, such steps look for it: what still lacks is made too, and the
 next picture finds all. The host says what a picture is (`HostHooks.picture`); without a host that does, each call
 is one. Only a picture whose remaining steps would take long is taken over in its middle, and the report says so.
+
+A picture of a few seconds is not slowed down by what it lacks: that is planned and begun in its last step. A longer one
+begins with it as soon as that is known.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ..runtime.forward_context import ForwardContext
 from .background import Background
 
 LONG = 30.0  # seconds that the remaining steps of a picture would take eager
+SHORT = 5.0  # the same, up to which making artefacts is put off to its end
 _WITHIN = "compiled code took over within a picture, after step {} of {}: the rest would have taken {:.0f} s uncompiled"
 _MIXED = "what a step lacks is being made: all of its picture runs uncompiled"
 
@@ -34,6 +38,10 @@ class Handover:
         self._name: Callable[[], object] = lambda: None  # of the picture of the last step
         self._is_eager = self._has_all = False  # that picture is; what its steps need is there
         self._began = 0.0  # since when its steps are timed
+        self._steps = self._calls = 0  # of it, and how many calls of it have begun
+        self._second = 0.0  # when its second call began
+        self._puts_off = False  # what it lacks is not planned yet
+        self._owes = False  # a picture put that off, and has not come to it so far
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], session: ForwardContext) -> None:
         """A step begins: it is held where its picture is eager."""
@@ -42,9 +50,37 @@ class Handover:
         picture = self._picture(args, kwargs)
         if picture is None or self._name() is not picture.name:
             self._name, self._is_eager, self._has_all = _name_of(picture), False, False
+            self._puts_off, self._calls, self._steps = False, 1, picture.steps if picture is not None else 0
             session.begins_picture = picture is not None
-        elif self._is_eager and not self._takes_over(picture):
-            self._hold(session, looks=not (self._has_all or self._background.busy))
+            return
+        self._calls += 1
+        if self._is_eager and not self._takes_over(picture):
+            if self._puts_off and self._is_due(picture.steps):
+                self._puts_off = self._owes = False
+            self._hold(session, looks=not (self._puts_off or self._has_all or self._background.busy))
+
+    def puts_off(self, session: ForwardContext) -> bool:
+        """Whether what a step lacks is planned and begun in a later step of its picture.
+
+        Not where the last picture that put it off ended before it came to it.
+        """
+        if session.begins_picture and SHORT and self._steps > 1:
+            self._puts_off = self._owes = session.behind = not self._owes
+        return self._puts_off
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether this is the picture's last step, or the rest takes longer than is put off.
+
+        Calls are counted, which costs nothing: asking how many steps have ended waits for the device. Where a step has
+        several calls, the last one comes early.
+        """
+        now = time.perf_counter()
+        if self._calls == 2:  # the first one also fetched the weights
+            self._second = now
+        if self._calls >= steps:
+            return True
+        known = self._calls - 2
+        return known > 0 and (now - self._second) / known * (steps - self._calls) > SHORT
 
     def ended(self, session: ForwardContext) -> None:
         """A step ended."""

@@ -93,6 +93,7 @@ def quick(tmp_path: Path) -> Iterator[Callable[..., Host]]:
             own(*args)
 
         patch.setattr(inductor, "lower", slow)
+        patch.setattr(handover, "SHORT", 0.0)  # a first step begins to make what it lacks
         yield lambda **kind: host_of(make("torch_dit", **kind), patch, began, opened)
         opened.set()
 
@@ -110,6 +111,52 @@ def test_a_picture_that_began_eager_is_eager_to_its_end(host: Host) -> None:
     for seed in (1, 2, 3):
         count, found = host.ran(seed=seed)
         assert count == 0 and equal_bits(found, host.tiny.eager(seed=seed)), "all is there by now"
+
+
+def _begun(host: Host, monkeypatch: pytest.MonkeyPatch, steps: int, short: float) -> list[int]:
+    """How often something was begun to be made, after each step of a picture."""
+    monkeypatch.setattr(handover, "SHORT", short)
+    host.begin(steps)
+    background, begun = host.tiny.engine.builder.background, []
+    assert background is not None
+    for _ in range(steps):
+        count, found = host.ran()
+        assert count == 0 and equal_bits(found, host.tiny.eager_before)
+        begun.append(background.begun)
+    host.finish()
+    return begun
+
+
+def test_a_short_picture_begins_with_what_it_lacks_in_its_last_step(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _begun(host, monkeypatch, 4, 60.0) == [0, 0, 0, 1]
+    host.begin()
+    host.ran()  # one looks for what was made
+    host.finish()
+    host.begin()
+    assert host.ran()[0] == host.all()
+
+
+def test_a_longer_one_as_soon_as_that_is_known(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _begun(host, monkeypatch, 6, 1e-9) == [0, 0, 1, 1, 1, 1]
+
+
+def test_one_of_a_single_step_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _begun(host, monkeypatch, 1, 60.0) == [1]
+
+
+def test_a_picture_that_is_cut_short_leaves_it_to_the_next_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "SHORT", 60.0)
+    background = host.tiny.engine.builder.background
+    assert background is not None
+    for begun in (0, 1):
+        host.begin(4)
+        for _ in range(2):
+            count, found = host.ran()
+            assert count == 0 and equal_bits(found, host.tiny.eager_before)
+        assert background.begun == begun
+    host.finish()
 
 
 @pytest.mark.parametrize("of_a_picture", [True, False])

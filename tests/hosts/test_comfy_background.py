@@ -16,6 +16,7 @@ from patchers import MOVES, STEPS, TOLERANCE, distance, in_the_middle, patcher_a
 from subjects import graphs_as_they_are
 from tiny_autoencoders import taesd, vae
 
+from nexfort_engine.compilation import handover
 from nexfort_engine.compilation.background import Background
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.hosts.comfy import model as host
@@ -79,7 +80,22 @@ def report(patcher: Any) -> dict[str, Any]:
     return found.as_dict()
 
 
-def test_a_picture_is_of_one_kind_and_a_seed_gives_the_same_bits(patcher: Any, lowering: threading.Event) -> None:
+def test_what_a_short_picture_lacks_is_begun_in_its_last_step(patcher: Any, lowering: threading.Event) -> None:
+    wanted = sample(patcher, steps=4)
+    compiled, begun = host.attach(patcher, CONFIG), list[int]()
+    following = in_the_middle(compiled, lambda: begun.append(background_of(patcher).begun))
+    count, found = ran(lambda: sample(following, steps=4))
+    assert count == 0 and torch.equal(found, wanted)
+    assert begun == [0] and background_of(patcher).begun == 1
+    finish(patcher, lowering)
+    count, found = ran(lambda: sample(compiled, steps=4))
+    assert count == 4 * len(report(compiled)["regions"]) and distance(found, wanted) < TOLERANCE
+
+
+def test_a_picture_is_of_one_kind_and_a_seed_gives_the_same_bits(
+    patcher: Any, lowering: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "SHORT", 0.0)
     wanted = {seed: sample(patcher, seed=seed, steps=4) for seed in (0, 1)}
     assert distance(wanted[0], wanted[1]) > MOVES
     compiled = host.attach(patcher, CONFIG)
@@ -162,9 +178,12 @@ def test_bypassed_or_switched_off_meanwhile_it_is_eager(
     assert distance(sample(compiled), wanted) < TOLERANCE
 
 
-def test_a_cancel_is_answered_at_once_while_it_compiles(patcher: Any, lowering: threading.Event) -> None:
+def test_a_cancel_is_answered_at_once_while_it_compiles(
+    patcher: Any, lowering: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import comfy.model_management as management
 
+    monkeypatch.setattr(handover, "SHORT", 0.0)
     compiled, asked = host.attach(patcher, CONFIG), [0.0]
 
     def cancel() -> None:
