@@ -25,12 +25,12 @@ PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fas
 
 
 def newest(file: Path = CSV, *, steps: bool = True) -> list[dict[str, str]]:
-    """The last row of each card and workload: of its step, or of each kind of prompt."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
+    """The last row of each workload, whatever the card: of its step, or of each kind of prompt."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
     with file.open(newline="", encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
             if (row["what"] == "step") is steps:
-                found[row["card"], row["workload"], row["what"]] = row
+                found[row["workload"], row["what"]] = row
     return list(found.values())
 
 
