@@ -42,6 +42,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "compiled.py": "an older name of a file that moved",
     "cudagraphs/capture_check.py": "tries whether a step can be a CUDA graph",
     "cudagraphs/graph_capture.py": "captures what was lowered",
+    "cudagraphs/few_steps.py": "decides in which picture steps are captured",
     "cudagraphs/host_constants.py": "replays what calls copied from the host, once they are CUDA graphs",
     "cudagraphs/module_fingerprint.py": "compares what lies between regions before a CUDA graph is replayed",
     "cudagraphs/step_graphs.py": "captures and replays what was lowered",
