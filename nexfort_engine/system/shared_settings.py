@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches of the process that several threads may hold at once: cuDNN's, TF32's, those of compiling and of garbage.
+"""Switches of the process that several threads may hold at once: cuDNN's, TF32's, those of compiling, of garbage and of
+threads.
 
-Set through `process_settings.py` only.
+Set through `process_settings.py` and `yielding.py` only.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +23,10 @@ class Held:
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self._read, self._write = read, write
-        self._open: dict[object, bool] = {}
+        self._open: dict[object, Any] = {}
         self._before: Any = None
 
-    def enter(self, value: bool) -> object:
+    def enter(self, value: Any) -> object:
         ticket = object()
         with _lock:
             if not self._open:
@@ -152,6 +154,7 @@ _uncompiled = _Uncompiled()
 HELD = {
     "collection": Held(gc.isenabled, _write_collection),
     "uncompiled": Held(_uncompiled.read, _uncompiled.write),
+    "switch_interval": Held(sys.getswitchinterval, sys.setswitchinterval),
     "full_collections": Held(gc.get_threshold, _write_full_collections),
     "conv_benchmark": Held(_read_cudnn, _write_cudnn),
     "matmul_allow_tf32": Held(_read_tf32, _write_tf32),

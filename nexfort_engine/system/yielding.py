@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from .shared_settings import HELD
+
 QUIET = 0.008  # seconds in which a thread that does not move is no longer at work in Python
 SHARE = 0.04  # seconds that it is left alone at most, before a burst
 BURST = 0.001  # seconds between two looks
@@ -101,13 +103,22 @@ def _yielding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def switching_within(seconds: float) -> Iterator[None]:
+    """A thread waits no longer than this for one that is busy in Python, inside the block; usually it is 5 ms."""
+    ticket = HELD["switch_interval"].enter(seconds)
+    try:
+        yield
+    finally:
+        HELD["switch_interval"].leave(ticket)
+
+
+@contextmanager
 def beside_steps() -> Iterator[None]:
     """Inside the block this context makes artefacts beside steps, and yields to them. One at a time in a process."""
-    token, interval = _beside.set(True), sys.getswitchinterval()
+    token = _beside.set(True)
     with ExitStack() as stack:
         stack.callback(_beside.reset, token)
-        sys.setswitchinterval(min(interval, INTERVAL))
-        stack.callback(sys.setswitchinterval, interval)
+        stack.enter_context(switching_within(INTERVAL))
         for owner, name in _passed():
             if name in vars(owner):
                 stack.callback(setattr, owner, name, vars(owner)[name])

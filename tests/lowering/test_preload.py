@@ -50,6 +50,14 @@ def test_a_failure_is_left_to_who_needs_what_was_imported(
     assert not said
 
 
+def test_other_threads_have_python_back_soon_while_it_imports(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found = sys.getswitchinterval(), list[float]()
+    monkeypatch.setattr(preload, "import_all", lambda _: found.append(sys.getswitchinterval()))
+    preload.import_tracing_ahead()
+    preload.wait_for_import()
+    assert found == [pytest.approx(preload._SWITCH)] and sys.getswitchinterval() == pytest.approx(before) and not said
+
+
 def test_a_module_that_this_torch_lacks_keeps_no_other_back() -> None:
     sys.modules.pop("xml.dom.expatbuilder", None)
     preload.import_all(["torch.no_such_module", "xml.dom.expatbuilder"])
