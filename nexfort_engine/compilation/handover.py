@@ -17,9 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..dispatch.fallback import is_repeatable
-from ..reporting.report import named
 from ..runtime.engine_state import EngineState, Picture
-from ..runtime.fault_attribution import UNSEEN, HalfDone, is_passed_on
+from ..runtime.fault_attribution import HalfDone
 from ..runtime.forward_context import ForwardContext
 from .background import Background
 
@@ -47,7 +46,7 @@ class Handover:
         """A step begins: it is held where its picture is eager."""
         if self._background is None:
             return
-        picture = self._picture(args, kwargs)
+        picture = self._state.picture(args, kwargs)
         if picture is None or self._name() is not picture.name:
             self._name, self._is_eager, self._has_all = _name_of(picture), False, False
             self._puts_off, self._calls, self._steps = False, 1, picture.steps if picture is not None else 0
@@ -105,15 +104,6 @@ class Handover:
     def _hold(self, session: ForwardContext, *, looks: bool = False) -> None:
         session.hold(looks=looks)
         self._state.hold_twice()  # eager code asks the host for all weights
-
-    def _picture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picture | None:
-        try:
-            return self._state.hooks.picture(args, kwargs)
-        except Exception as error:  # an argument's own code
-            if is_passed_on(error, self._state.hooks.stops()):
-                raise
-            self._state.report.note(UNSEEN.format(named(error)))
-            return None
 
     def _takes_over(self, picture: Picture) -> bool:
         """Whether all is there, and the picture's remaining steps would take too long to wait for its end."""

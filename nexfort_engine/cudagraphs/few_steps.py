@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..reporting.report import named
 from ..runtime.engine_state import EngineState, Picture
-from ..runtime.fault_attribution import UNSEEN, is_passed_on
 from ..runtime.lru_mapping import Recent
 
 MANY = 12  # steps of a picture that makes up for both
@@ -30,16 +28,8 @@ class FewSteps:
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins."""
-        self._now = None
-        try:
-            picture = self._state.hooks.picture(args, kwargs)
-        except Exception as error:  # an argument's own code
-            if is_passed_on(error, self._state.hooks.stops()):
-                raise
-            self._state.report.note(UNSEEN.format(named(error)))
-            return
-        if picture is not None and 0 < picture.steps < MANY:
-            self._now = picture
+        picture = self._state.picture(args, kwargs)
+        self._now = picture if picture is not None and 0 < picture.steps < MANY else None
 
     def waits(self, key: Any) -> bool:
         """Whether neither an observed step nor a capture is for this picture: it is the first, or had one of them."""

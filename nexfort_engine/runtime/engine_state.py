@@ -21,7 +21,7 @@ from ..config.compile_config import CompileConfig
 from ..reporting.report import Report, named
 from ..weights.lease import WeightProvider
 from ..weights.prepack_entry import Version
-from .fault_attribution import UNSEEN
+from .fault_attribution import UNSEEN, is_passed_on
 from .shared_state import Known
 
 Also = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[tuple[Any, ...], dict[str, Any]]]]
@@ -151,6 +151,16 @@ class EngineState:
             return next((reason for m in mappings if (reason := self.hooks.others_code(m))), None)
         except Exception as error:  # an option's own code
             return UNSEEN.format(named(error))
+
+    def picture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Picture | None:
+        """What a call is a step of, as the host says it; None where an argument's own code fails, which is noted."""
+        try:
+            return self.hooks.picture(args, kwargs)
+        except Exception as error:
+            if is_passed_on(error, self.hooks.stops()):
+                raise
+            self.report.note(UNSEEN.format(named(error)))
+            return None
 
     def is_quiet(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether no option of a call brings code of others along."""

@@ -105,7 +105,7 @@ def _yielding(method: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def switching_within(seconds: float) -> Iterator[None]:
     """A thread waits no longer than this for one that is busy in Python, inside the block; usually it is 5 ms."""
-    ticket = HELD["switch_interval"].enter(seconds)
+    ticket = HELD["switch_interval"].enter(min(seconds, sys.getswitchinterval()))  # or what somebody else asked for
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 import nexfort_engine
 from nexfort_engine.kernels.gluon_support import DESCRIPTORS
-from nexfort_engine.system.kernel_launches import SCRATCH
+from nexfort_engine.system.kernel_launches import writes_descriptors
 
 pytestmark = pytest.mark.gpu
 
@@ -408,7 +408,7 @@ def test_kernels_that_write_descriptors_are_captured(monkeypatch):
     launched, own = [], CachingAutotuner.run
 
     def run(self, *args, **kwargs):
-        launched.append(SCRATCH in self.triton_meta["signature"])
+        launched.append(writes_descriptors(self))
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(CachingAutotuner, "run", run)

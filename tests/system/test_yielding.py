@@ -105,6 +105,15 @@ def test_settings_and_torch_are_put_back() -> None:
     assert (sys.getswitchinterval(), Graph.create_node) == before
 
 
+def test_what_is_shorter_already_stays() -> None:
+    before = sys.getswitchinterval()
+    with yielding.switching_within(1e-4):
+        with yielding.switching_within(1e-2):
+            assert sys.getswitchinterval() == pytest.approx(1e-4, abs=3e-6)  # Python keeps whole microseconds
+        assert sys.getswitchinterval() == pytest.approx(1e-4, abs=3e-6)
+    assert sys.getswitchinterval() == before
+
+
 def test_a_trace_stops_at_each_of_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     monkeypatch.setattr(yielding._looks, "give_way", lambda: looked.append(1))
