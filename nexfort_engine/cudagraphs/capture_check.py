@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from ..system.kernel_launches import kinds_of, noted_inductor_launches, noted_triton_launches, writes_descriptors
+from ..system.kernel_launches import noted_triton_launches
 from .host_constants import MASKS, Remembering, tensors_in
 
 _WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 _COPIES = ("_to_copy", "copy_", "copy", "lift_fresh", "lift_fresh_copy")
-# a graph of them failed at its first launch (cudaErrorLaunchFailure, Z-Image, H200, torch 2.11, CUDA 13.0, 2026-11-28)
-_INT8 = "its products in int8 are not captured with the allocator cudaMallocAsync (--disable-cuda-malloc has another)"
 _KNOWN = ("aten", "prims", "prim", "inductor", "profiler", "nexfort")  # namespaces of operators that keep no workspace
 
 
@@ -34,14 +32,12 @@ class CaptureCheck(Remembering):
     def __init__(self) -> None:
         super().__init__()
         self.foreign = False  # an operator of others ran, which may allocate at its first call on a stream
-        self.never: str | None = None  # why no step that runs such kernels is to be captured
         self._noting = ExitStack()
 
     def __enter__(self) -> CaptureCheck:
         self._noting.enter_context(
             noted_triton_launches(lambda name: self.note(f"it launches a Triton kernel of others ({name})"))
         )
-        self._noting.enter_context(noted_inductor_launches(self._launched))
         super().__enter__()
         return self
 
@@ -50,10 +46,6 @@ class CaptureCheck(Remembering):
             super().__exit__(*error)
         finally:
             self._noting.close()
-
-    def _launched(self, kernel: Any) -> None:
-        if self.never is None and writes_descriptors(kernel) and "*i8" in kinds_of(kernel).values():
-            self.never = _INT8
 
     @contextmanager
     def around(self, artefact: Any, answered: Callable[[], int] = int) -> Iterator[None]:

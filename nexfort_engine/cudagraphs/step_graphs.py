@@ -95,7 +95,6 @@ class StepGraphs:
         self._watched = state.known.watched
         self._in_use = threading.Lock()
         self._few = FewSteps(state)
-        self._never: str | None = None  # why no step is captured, whatever its sizes
 
     def release(self) -> bool:
         """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
@@ -189,8 +188,6 @@ class StepGraphs:
             return ""
         if len(flat.mappings) > 1:
             return "the backbone takes several mappings, and what its regions read is known of one"
-        if self._never is not None:
-            return self._never
         return self.state.unquiet(flat.mappings)
 
     # -- the ways ----------------------------------------------------------------------------------------
@@ -261,9 +258,6 @@ class StepGraphs:
             self.state.report.note(f"no CUDA graph: {reason}")
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
             self.state.report.note(_ELSEWHERE)
-        elif never := getattr(watching, "never", None):
-            self._never = never
-            self.state.report.note(f"no CUDA graph: {never}")
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)

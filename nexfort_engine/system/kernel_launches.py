@@ -45,29 +45,8 @@ def launched_by_address(scratch: torch.Tensor) -> Iterator[None]:
 
 def writes_descriptors(kernel: Any) -> bool:
     """Whether a kernel that Inductor made takes memory for descriptors. Others are given a weight in its place."""
-    return kinds_of(kernel).get(SCRATCH) == "*u8"
-
-
-def kinds_of(kernel: Any) -> dict[str, str]:
-    """Triton's types of the arguments of a kernel that Inductor made, by their names."""
-    return dict((getattr(kernel, "triton_meta", None) or {}).get("signature", {}))
-
-
-@contextmanager
-def noted_inductor_launches(note: Callable[[Any], None]) -> Iterator[None]:
-    """Tell `note` each kernel of Inductor's that this thread launches in the block. Without Triton there is none."""
-    try:
-        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    except ImportError:
-        yield
-        return
-
-    def noted(kernel: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        note(kernel)
-        return args
-
-    with _before_calls(CachingAutotuner, "run", noted):
-        yield
+    kinds = (getattr(kernel, "triton_meta", None) or {}).get("signature", {})
+    return bool(kinds.get(SCRATCH) == "*u8")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nexfort_engine.cudagraphs.capture_check import CaptureCheck
-from nexfort_engine.system.kernel_launches import SCRATCH, noted_triton_launches
+from nexfort_engine.system.kernel_launches import noted_triton_launches
 
 
 def test_a_step_that_stays_on_one_device_has_no_reason() -> None:
@@ -132,24 +132,3 @@ def test_operators_of_others_are_known_where_they_are_not_watched_again() -> Non
                 x.relu()
         assert check.foreign and artefact.foreign and not own.foreign
         artefact.unwatched = own.unwatched = True
-
-
-@pytest.mark.parametrize(
-    ("kinds", "captured"),
-    [
-        ({"x": "*i8", "weight": "*i8", SCRATCH: "*u8"}, False),
-        ({"x": "*i8", "weight": "*i8", SCRATCH: "*i8"}, True),  # it writes no descriptors
-        ({"x": "*fp16", "weight": "*fp16", SCRATCH: "*u8"}, True),
-        ({"x": "*i8", "out": "*fp32"}, True),
-    ],
-)
-def test_products_in_int8_by_descriptors_are_not_to_be_captured(
-    kinds: dict[str, str], captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics", reason="the kernels are Triton's")
-    monkeypatch.setattr(heuristics.CachingAutotuner, "run", lambda *_, **__: None)
-    kernel = object.__new__(heuristics.CachingAutotuner)
-    kernel.triton_meta = {"signature": kinds}
-    with CaptureCheck() as check:
-        kernel.run(torch.empty(4))
-    assert (check.never is None) is captured and check.reason is None

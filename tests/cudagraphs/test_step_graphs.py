@@ -16,8 +16,7 @@ from torch import nn
 
 import nexfort_engine
 from nexfort_engine.compilation import lookup
-from nexfort_engine.cudagraphs import host_constants, step_graphs
-from nexfort_engine.cudagraphs.capture_check import CaptureCheck
+from nexfort_engine.cudagraphs import host_constants
 
 pytestmark = pytest.mark.usefixtures("artefact_cache")
 T = torch.Tensor
@@ -265,22 +264,3 @@ def test_a_number_that_constants_are_made_of_is_compared() -> None:
         step.module.factor = factor
         step({})
     assert len(Graph.made) == 2 and not step.notes()
-
-
-def test_where_no_step_is_to_be_captured_one_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    observed, own = [], CaptureCheck.__init__
-
-    def begun(self: CaptureCheck) -> None:
-        own(self)
-        self.never = "such kernels are not captured"
-        observed.append(self)
-
-    monkeypatch.setattr(CaptureCheck, "__init__", begun)
-    monkeypatch.setattr(step_graphs, "fragile", lambda: True)
-    step, counts = Steps(both), []
-    for rows in (6, 6, 9, 9, 6):
-        x = torch.randn(2, rows, 8, generator=torch.Generator().manual_seed(rows))
-        step({"a": step.number(), "b": step.number()}, x=x)
-        counts.append(len(observed))  # one each time that an option is found to be read
-    assert counts == [counts[0]] * 5 and counts[0] and not step.graphs()
-    assert "no CUDA graph: such kernels are not captured" in step.notes()
