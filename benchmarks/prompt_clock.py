@@ -26,6 +26,7 @@ import datetime
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -153,6 +154,7 @@ class Server:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")} if way == "core" else {}
         environment |= {"NEXFORT_CLOCK_NOISE": "1"} if way == "noise" else {}
         environment |= {"NEXFORT_WAIT": "1"} if waits else {}
+        environment |= {"NEXFORT_DISABLE": "1"} if way != "nexfort" else {}
         environment |= {"NEXFORT_CLOCK_FILES": str(files.resolve())} if files else {}
         self.running = ComfyServer(
             comfyui, plugin=ROOT, cache_dir=folder / "cache", base_dir=base, env=environment,
@@ -197,6 +199,7 @@ class Clock:
     def _first(self, way: str, *, waits: bool = False) -> Ran:
         """The first prompt of a process."""
         with self._server(way, waits=waits) as server:
+            time.sleep(self._args.idle)
             return server.run(self.prompt)
 
     def _fill_cache(self) -> None:
@@ -293,6 +296,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("workload")
     parser.add_argument("--processes", type=int, default=5, help="of which `first cached` is the median")
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each change")
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds from a server's start to its first prompt")
     parser.add_argument("--only", choices=("firsts", "turns"), help="one half of the rows")
     parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the workload's")
     parser.add_argument("--files", type=Path, help="folder of files that the models are read from")

@@ -9,6 +9,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .cache_manager import NexfortCacheManager
 from .compile_controlnet import NexfortCompileControlNet
+from .compile_inputs import import_at_start
 from .compile_model import NexfortCompileModel
 from .compile_vae import NexfortCompileVAE
 from .replacements import register_replacements
@@ -30,6 +31,7 @@ class NexfortExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Register routes and replacements. ComfyUI builds its web application after all packs are loaded."""
         if register_routes():
+            import_at_start()
             try:
                 await register_replacements()
             except Exception:  # an interface of ComfyUI's that is young; our nodes do without it

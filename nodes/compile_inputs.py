@@ -7,6 +7,7 @@ It knows no model, VAE or control net, and imports the engine only when a value 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from .status import remember
 if TYPE_CHECKING:
     from nexfort_engine.config.compile_config import CompileConfig
     from nexfort_engine.reporting.report import Report
+
+log = logging.getLogger("nexfort")
 
 CATEGORY = "model/compile"
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
@@ -130,17 +133,34 @@ def check_options(options: str | None) -> bool | str:
     except ValueError as error:
         return str(error)
     if running.server() is not None and not config.disable:
-        _import_ahead()
+        _import_ahead()  # a prompt is checked before any of its nodes runs
     return True
 
 
+def import_at_start() -> None:
+    """Import the compiler as soon as ComfyUI's server starts, because its first prompt comes seconds later.
+
+    Beside a first prompt the import takes the interpreter from what loads the models. Does nothing where there is no
+    server; where its web application runs already, the check of a prompt imports.
+    """
+
+    async def begin(_: object) -> None:
+        _import_ahead()
+
+    try:
+        running.server().app.on_startup.append(begin)  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError) as error:
+        log.debug("Nexfort: the compiler is not imported at the start: %s", error)
+
+
 def _import_ahead() -> None:
-    """Import the compiler while ComfyUI loads the model: a prompt is checked before any of its nodes runs."""
-    from nexfort_engine.lowering.preload import import_ahead
+    """Import the compiler on threads that nobody waits for."""
+    from nexfort_engine.lowering.preload import import_ahead, import_tracing_ahead
     from nexfort_engine.system.process_settings import disabled
 
     if not disabled():
         import_ahead()
+        import_tracing_ahead()
 
 
 def _given(text: str) -> dict[str, Any]:

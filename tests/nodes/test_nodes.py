@@ -6,6 +6,7 @@ The nodes only translate, so a recorder stands for the engine's host here; test_
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import served
+from aiohttp import web
 
 from benchmarks.startup import HOST
 from nexfort_engine.config.compile_config import CompileConfig
@@ -277,6 +279,7 @@ def test_the_compiler_is_imported_while_the_model_is_loaded(
 
     begun: list[int] = []
     monkeypatch.setattr(preload, "import_ahead", lambda: begun.append(1))
+    monkeypatch.setattr(preload, "import_tracing_ahead", lambda: None)
     check = node(plugin, "NexfortCompileModel").validate_inputs
     assert check("") is True and not begun, "code runs the node, and no server"
     monkeypatch.setattr(part(plugin, "running"), "server", lambda: object())
@@ -285,6 +288,31 @@ def test_the_compiler_is_imported_while_the_model_is_loaded(
         patch.setenv("NEXFORT_DISABLE", "1")
         assert check("") is True and not begun
     assert check("") is True and begun == [1]
+
+
+@pytest.mark.comfy
+def test_the_compiler_is_imported_when_the_server_starts(
+    plugin: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nexfort_engine.lowering import preload
+
+    begun: list[str] = []
+    monkeypatch.setattr(preload, "import_ahead", lambda: begun.append("inductor"))
+    monkeypatch.setattr(preload, "import_tracing_ahead", lambda: begun.append("tracing"))
+    shared, started = part(plugin, "compile_inputs"), []
+    monkeypatch.setattr(part(plugin, "running"), "server", lambda: None)
+    shared.import_at_start()
+    for off in ("", "1"):
+        app = web.Application()
+        monkeypatch.setattr(part(plugin, "running"), "server", lambda app=app: types.SimpleNamespace(app=app))
+        shared.import_at_start()
+        assert begun == started, "not before the server starts"
+        monkeypatch.setenv("NEXFORT_DISABLE", off)
+        asyncio.run(web.AppRunner(app).setup())
+        started = ["inductor", "tracing"]
+    assert begun == started, "and not where the engine is switched off"
+    app.freeze()
+    shared.import_at_start()  # a pack that is loaded late
 
 
 @pytest.mark.comfy
