@@ -25,8 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _WORKS = """import subprocess; from nexfort_engine.lowering import worker_lifetime; worker_lifetime.watch()
 subprocess.run(["sleep", "600"])"""
 _SERVER = f"""
-    import os, subprocess, sys, threading, time
+    import os, signal, subprocess, sys, threading, time
     from nexfort_engine.lowering import worker_lifetime
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has its children ignore it
 
     def begin():
         environment = {{**os.environ, **worker_lifetime.works_for()}}
