@@ -7,11 +7,12 @@ next picture finds all. The host says what a picture is (`HostHooks.picture`); w
 is one. Only a picture whose remaining steps would take long is taken over in its middle, and the report says so.
 
 A picture of a few seconds is not slowed down by what it lacks: that is planned and begun in its last step. A longer one
-begins with it as soon as that is known.
+begins with it as soon as two of its steps behind the first took long.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ class Handover:
         self._is_eager = self._has_all = False  # that picture is; what its steps need is there
         self._began = 0.0  # since when its steps are timed
         self._steps = self._calls = 0  # of it, and how many calls of it have begun
-        self._second = 0.0  # when its second call began
+        self._last = self._least = 0.0  # when its last call began; seconds of the shortest one
         self._puts_off = False  # what it lacks is not planned yet
         self._owes = False  # a picture put that off, and has not come to it so far
 
@@ -50,6 +51,7 @@ class Handover:
         if picture is None or self._name() is not picture.name:
             self._name, self._is_eager, self._has_all = _name_of(picture), False, False
             self._puts_off, self._calls, self._steps = False, 1, picture.steps if picture is not None else 0
+            self._least = math.inf
             session.begins_picture = picture is not None
             return
         self._calls += 1
@@ -73,13 +75,14 @@ class Handover:
         Calls are counted, which costs nothing: asking how many steps have ended waits for the device. Where a step has
         several calls, the last one comes early.
         """
-        now = time.perf_counter()
-        if self._calls == 2:  # the first one also fetched the weights
-            self._second = now
+        now, before = time.perf_counter(), self._last
+        self._last = now
         if self._calls >= steps:
             return True
-        known = self._calls - 2
-        return known > 0 and (now - self._second) / known * (steps - self._calls) > SHORT
+        if self._calls > 2:
+            self._least = min(self._least, now - before)
+        # the first one fetches the weights, and kernels may be loaded in the second
+        return self._calls > 3 and self._least * (steps - self._calls) > SHORT
 
     def ended(self, session: ForwardContext) -> None:
         """A step ended."""

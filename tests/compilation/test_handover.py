@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,19 @@ def test_a_picture_that_began_eager_is_eager_to_its_end(host: Host) -> None:
         assert count == 0 and equal_bits(found, host.tiny.eager(seed=seed)), "all is there by now"
 
 
-def _begun(host: Host, monkeypatch: pytest.MonkeyPatch, steps: int, short: float) -> list[int]:
-    """How often something was begun to be made, after each step of a picture."""
+def _begun(
+    host: Host, monkeypatch: pytest.MonkeyPatch, steps: int, short: float, begins: Sequence[float] = ()
+) -> list[int]:
+    """How often something was begun to be made, after each step of a picture. begins: what a clock says at each."""
     monkeypatch.setattr(handover, "SHORT", short)
+    clock = [0.0]
+    if begins:
+        monkeypatch.setattr(handover.time, "perf_counter", lambda: clock[0])
     host.begin(steps)
     background, begun = host.tiny.engine.builder.background, []
     assert background is not None
-    for _ in range(steps):
+    for step in range(steps):
+        clock[0] = begins[step] if begins else 0.0
         count, found = host.ran()
         assert count == 0 and equal_bits(found, host.tiny.eager_before)
         begun.append(background.begun)
@@ -139,7 +145,12 @@ def test_a_short_picture_begins_with_what_it_lacks_in_its_last_step(
 
 
 def test_a_longer_one_as_soon_as_that_is_known(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _begun(host, monkeypatch, 6, 1e-9) == [0, 0, 1, 1, 1, 1]
+    assert _begun(host, monkeypatch, 6, 1e-9) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_second_step_that_loads_kernels_makes_no_picture_long(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins = [1000.0, 1010.0, 1013.0, 1013.1, 1013.2, 1013.3]  # of its steps
+    assert _begun(host, monkeypatch, 6, 5.0, begins) == [0, 0, 0, 0, 0, 1]
 
 
 def test_one_of_a_single_step_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
