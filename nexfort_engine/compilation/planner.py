@@ -288,7 +288,7 @@ class Planner:
         if wanted is None or not (other or (not wanted.flat.mappings and any(changeable(wanted.example.spec)))):
             yield
             return
-        own = OwnContainers(wanted.region.module).now()[1] if other is not None else []
+        own = OwnContainers(wanted.region.module, self._state.besides).now()[1] if other is not None else []
         objects, before = contents((args, kwargs), lists=False), contents((args, kwargs, own))
         yield
         if not wanted.flat.mappings and contents((args, kwargs), lists=False) != objects:

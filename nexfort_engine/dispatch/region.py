@@ -101,7 +101,7 @@ class Region:
         flat.mappings.root = self.module
         if flat.lists:
             if self._containers is None:
-                self._containers = OwnContainers(self.module)
+                self._containers = OwnContainers(self.module, self.state.besides)
             flat.own, own = self._containers.now()
             flat.mappings += own
             if in_two_places(flat.mappings):  # what is put into one is read from the other

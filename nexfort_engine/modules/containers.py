@@ -22,12 +22,16 @@ _DEPTH = 3  # of containers in containers
 class OwnContainers:
     """The containers of a module tree, looked for once: which of them may hold what is kept, each time it is asked."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, besides: Collection[str] = ()) -> None:
+        """besides: names of attributes that belong to the host."""
         self._places = [
             (path, name, sub.__dict__)
             for path, sub in module.named_modules()
             for name, value in list(sub.__dict__.items())
-            if type(value) in _KINDS and name not in INTERNAL and not name.startswith("_nexfort")
+            if type(value) in _KINDS
+            and name not in besides
+            and name not in INTERNAL
+            and not name.startswith("_nexfort")
         ]
 
     def now(self) -> tuple[tuple[Place, ...], list[Any]]:
@@ -37,9 +41,14 @@ class OwnContainers:
         """
         places: list[Place] = []
         found = []
+        known: dict[int, bool] = {}  # of those that are looked at: many modules may hold one
         for path, name, table in self._places:
             value = table.get(name)
-            if type(value) in _KINDS and (not value or _may_keep(value, _DEPTH) or is_by_modules(value)):
+            if type(value) not in _KINDS:
+                continue
+            if id(value) not in known:
+                known[id(value)] = not value or _may_keep(value, _DEPTH) or is_by_modules(value)
+            if known[id(value)]:
                 places.append((path, name, type(value).__name__))
                 found.append(value)
         return tuple(places), found
@@ -79,7 +88,7 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
 
     A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
-    are made before the real one gets there. besides: names of tensors that belong to the host.
+    are made before the real one gets there. besides: names of attributes that belong to the host.
     """
     before: list[Any] = []
     inner: list[tuple[Any, list[Any]]] = []

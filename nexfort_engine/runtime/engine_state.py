@@ -87,8 +87,9 @@ class HostHooks:
 class EngineState:
     """One backbone under one config.
 
-    lowering: the config that artefacts are lowered with. besides: names of tensors that are no weights. provider: where
-    the host keeps weights elsewhere; they are leased for each call. known: what engines of networks alike share.
+    lowering: the config that artefacts are lowered with. besides: names of attributes that belong to the host.
+    provider: where the host keeps weights elsewhere; they are leased for each call. known: what engines of networks
+    alike share.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class WeightProvider(Protocol):
 
     @property
     def copies(self) -> frozenset[str]:
-        """Attributes in which the host keeps copies of a layer's weights. They are no weights of the block."""
+        """Attributes in which the host keeps copies of a layer's weights. They are no weights or state of the block."""
 
     @property
     def signs(self) -> tuple[str, ...]:

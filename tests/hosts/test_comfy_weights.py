@@ -214,6 +214,26 @@ def test_pages_that_stay_are_filled_once(
     nothing_new(clone, mark)
 
 
+def test_what_the_host_notes_of_main_memory_beside_a_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has its place there, and all of a network one state."""
+    import comfy.ops
+
+    asked, pins, own = [0], {"weights": {"asked": 0}}, comfy.ops.cast_bias_weight
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        asked[0] = pins["weights"]["asked"] = asked[0] + 1
+        return own(*args, **kwargs)
+
+    patcher = patcher_around(make("comfy_flux").module, flux=True)
+    with graphs_as_they_are():
+        for layer in page(patcher, PagedMemory(1 << 20), monkeypatch):
+            layer._pins, layer._pin_state = pins, {"weights": (object(), [], [-1])}
+        clone = host.attach(patcher, CONFIG)
+        monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast)
+        sample(clone)
+    assert pins["weights"]["asked"] == asked[0] > 0 and not reported(clone)["eager"]
+
+
 def test_what_lies_in_pages_is_no_weight_of_a_block(monkeypatch: pytest.MonkeyPatch, compiled: tuple[Any, Any]) -> None:
     """A model under dynamic VRAM from its first step, part of it fetched by its own code before it is compiled."""
     known = {row["key"] for row in reported(compiled[1])["artefacts"]}

@@ -45,8 +45,9 @@ class ComfyWeights:
     """
 
     signs = (*comfy_offload.SIGNS, AWAY)
-    # what lies in the pages of a layer as it was fetched last, and (before 0.33) in main memory ready to be fetched
-    copies = frozenset({"_v_weight", "_v_bias", "_pin"})
+    # what lies in the pages of a layer as it was fetched last, and in main memory ready to be fetched: in a tensor of
+    # its own before 0.33, then in dictionaries, of which all layers share one
+    copies = frozenset({"_v_weight", "_v_bias", "_pin", "_pins", "_pin_state", "_prefetch"})
     hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT, ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
