@@ -128,7 +128,7 @@ class Engine:
         """Start what the first step will need while the host still loads the model; nothing is compiled yet.
 
         device: where the model will run. What the store has for this model is made ready to load; where it has nothing,
-            workers are started.
+            workers are started, if its first step will wait for them.
         """
         store, report = self.state.store, self.report
         try:
@@ -141,7 +141,8 @@ class Engine:
                 begun("nexfort-ahead", store.ahead, there)  # or the first step makes them ready
             else:
                 import_tracing_ahead()
-                worker_pool.expect(device.type, store.root)
+                if self.builder.waits:  # workers that start take the processor from what loads the model
+                    worker_pool.expect(device.type, store.root)
         except worker_pool.NoWorkers as error:
             report.note(f"no workers were started ahead: {error}")
         except OSError as error:

@@ -173,7 +173,7 @@ class Builder:
         elif (given_up := self._given_up(wanted)) is not None:
             return None, self.refusals.of(wanted) or given_up
         if binding is None and not session.planned and self.may_make(wanted, failure):
-            if self._is_background() and self.handover.puts_off(session):
+            if not self.waits and self.handover.puts_off(session):
                 return None, _PENDING
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
@@ -192,8 +192,10 @@ class Builder:
             return None, (failure.check, f"it was compiled for other sizes: {failure.reason}")
         return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
 
-    def _is_background(self) -> bool:
-        return self.background is not None and not self.background.waits
+    @property
+    def waits(self) -> bool:
+        """Whether steps wait for what they lack; otherwise it is made beside them."""
+        return self.background is None or self.background.waits
 
     def _given_up(self, wanted: Wanted) -> Refusal | None:
         """Why nothing is made for a call beside the steps any more, None where it may be."""
@@ -247,8 +249,7 @@ class Builder:
         few = len(self.artefacts.get(wanted.primary, ())) < MOST_SIZES
         if failure.parity and not failure.fixed and few:
             return True
-        waits = self.background is None or self.background.waits
-        return first or self.state.report.calls == 0 or (failure.fixed and few and not waits)
+        return first or self.state.report.calls == 0 or (failure.fixed and few and not self.waits)
 
     def _make(self, wanted: Wanted, failure: GuardFailure | None) -> Binding | None:
         """One artefact of its own for this very call."""

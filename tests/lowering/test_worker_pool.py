@@ -175,6 +175,16 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     assert worker_pool._expected is None, "after a first step nobody waits any more"
 
 
+def test_none_are_expected_where_no_step_waits(
+    gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(worker_pool.VARIABLE, "1")
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "store"))
+    block = torch.nn.Linear(8, 8).eval().requires_grad_(False)
+    nexfort_compile(block, options={"options": {"compile.background": True}})
+    assert worker_pool._expected is None and not gone
+
+
 _left: list[Any] = []
 
 
