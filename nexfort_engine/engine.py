@@ -18,6 +18,7 @@ from torch import nn
 
 from .attention.tuner import Told, asking
 from .cache.store import Store
+from .compilation import load_ahead
 from .compilation.builder import Builder, Then
 from .compilation.eligibility import Eligibility
 from .compilation.planner import Planner
@@ -43,7 +44,7 @@ from .modules.containers import left_alone
 from .modules.regions import RegionSpec
 from .modules.tree import is_carrier, own_foreign, replaced_forward
 from .reporting.report import Report, named
-from .reporting.resource_shortages import begun, describe_error
+from .reporting.resource_shortages import describe_error
 from .runtime.engine_state import EngineState, HostHooks
 from .runtime.fault_attribution import UNSEEN, is_passed_on
 from .runtime.forward_context import ForwardContext, Instead, entered
@@ -138,7 +139,7 @@ class Engine:
                 return
             there = self.stored(device)
             if there:
-                begun("nexfort-ahead", store.ahead, there)  # or the first step makes them ready
+                load_ahead.begin(self.builder.finder, there, device)
             else:
                 import_tracing_ahead()
                 if self.builder.waits:  # workers that start take the processor from what loads the model

@@ -37,6 +37,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "clear_cache.py": "starts a command",
     "cli/": "commands",
     "compilation/handover.py": "says which steps run what was made",
+    "compilation/load_ahead.py": "loads what was made",
     "compilation/rank_turns.py": "says which of several processes makes an artefact",
     "compilation/selfcheck.py": "asks whether a device can compile at all",
     "compiled.py": "an older name of a file that moved",

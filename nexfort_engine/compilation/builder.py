@@ -40,6 +40,7 @@ from ..runtime.forward_context import ForwardContext, to_come
 from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
+from . import load_ahead
 from .background import Background, stop_at_exit
 from .eligibility import Eligibility
 from .handover import Handover
@@ -97,6 +98,7 @@ class Builder:
         if (reason := region.declined(key, flat)) is not None:
             session.refused = reason, []
             return None
+        load_ahead.finish(self.state.hooks.cancel)
         if not self._has_lock(session):
             return None
         self.refusals.taken()

@@ -101,6 +101,19 @@ class Finder:
                 return binding, None
         return None, nearest
 
+    def load_ahead(self, entry: Entry) -> None:
+        """Load an artefact for the step that will ask for it. Raises what loading raises."""
+        known = self._artefacts.setdefault(entry.primary, [])
+        stale = sources_changed(entry.manifest.get("sources", {})) or driver_problem(entry.manifest.get("driver"))
+        if stale or entry.id in (artefact.id for artefact in known):
+            return
+        artefact = _loaded.get((str(self.state.store.root), entry.id))
+        if artefact is None:
+            artefact = Artefact(entry.id, entry.primary, entry.manifest, entry)
+            self.load_code(artefact, entry)
+            self.share(artefact, entry)
+        known.append(artefact)
+
     def is_known(self, primary: str) -> bool:
         """Whether there are artefacts of a primary key."""
         return bool(self._artefacts.get(primary)) or bool(self.state.store.candidates(primary))
@@ -153,6 +166,8 @@ class Finder:
             if artefact.id not in self._reported:
                 self._reported.add(artefact.id)
                 self.state.report.loaded(path, artefact.id, 0.0)
+                if artefact.entry is not None:
+                    store.touch(artefact.entry)
             return True
         entry = artefact.entry
         assert entry is not None, "an artefact comes from this process or from the store"

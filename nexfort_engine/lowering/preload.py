@@ -26,6 +26,7 @@ _TRACING = (
     "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass",
     "torch._inductor.compiler_bisector",
+    "torch._subclasses.schema_check_mode",
     "torch.export._trace",
     "torch.export._unlift",
     "torch.fx.experimental.validator",
@@ -33,7 +34,7 @@ _TRACING = (
 _INDUCTOR, _LATE = "nexfort-import", "nexfort-import-late"
 # seconds that other threads wait for Python: an operator beside an import takes 340 microseconds at the usual 5 ms and
 # 130 to 190 so, the import 2.4 s and 3.3 (2 cores, 2026-11-28)
-_SWITCH = 0.00005
+SWITCH = 0.00005
 _LOOK = 0.1  # seconds between two looks at whether to go on waiting
 
 _threads: dict[str, threading.Thread] = {}
@@ -87,7 +88,7 @@ def _work(work: Callable[[], None], behind: threading.Thread | None) -> None:
         behind.join()
     # in the scope, because importing Inductor writes to the environment and starts compiler processes
     try:
-        with Scratch() as folder, inductor_scope(folder), switching_within(_SWITCH):
+        with Scratch() as folder, inductor_scope(folder), switching_within(SWITCH):
             work()
     except (ImportError, OSError, RuntimeError) as error:  # an old torch, a full disk: the first call says what it is
         log.debug("Nexfort: importing the compiler ahead failed: %s", error)

@@ -55,7 +55,7 @@ def test_other_threads_have_python_back_soon_while_it_imports(said: list[Any], m
     monkeypatch.setattr(preload, "import_all", lambda _: found.append(sys.getswitchinterval()))
     preload.import_tracing_ahead()
     preload.wait_for_import()
-    assert found == [pytest.approx(preload._SWITCH)] and sys.getswitchinterval() == pytest.approx(before) and not said
+    assert found == [pytest.approx(preload.SWITCH)] and sys.getswitchinterval() == pytest.approx(before) and not said
 
 
 def test_a_module_that_this_torch_lacks_keeps_no_other_back() -> None:

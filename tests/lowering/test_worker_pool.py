@@ -162,7 +162,7 @@ def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     api._stores.clear()  # as in a new process
     again = nexfort_compile(block)
     assert len(gone) == 1, "its artefacts are there"
-    assert _soon(lambda: again._nexfort_engine.state.store._copies._unused), "and are not made ready"
+    assert _soon(lambda: len(lookup._loaded)), "and are not loaded ahead"
     with torch.no_grad():
         again(torch.ones(2, 8))
     assert again.report.as_dict()["artefacts_loaded"] == 1 and not again._nexfort_engine.state.store._copies._unused
