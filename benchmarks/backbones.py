@@ -120,6 +120,7 @@ class Backbone:
     scheduler: str = "normal"
     extra: dict[str, Any] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()  # classes of its blocks, for those who compile them one by one
+    own_dtypes: bool = False  # weights that the network has in float32 stay so
     small: dict[str, Any] | None = None  # fields of it at a size for a processor; None where ComfyUI knows no such
 
     def at_small_size(self) -> Backbone:
@@ -202,11 +203,13 @@ def drawn(backbone: Backbone, device: torch.device) -> Iterator[tuple[str, torch
     like = network(backbone).state_dict()
     torch.manual_seed(0)
     for name, one in like.items():
-        yield name, _random(name, one, backbone.dtype, device)
+        yield name, _random(name, one, one.dtype if backbone.own_dtypes else backbone.dtype, device)
 
 
 def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if name.endswith(("norm.weight", "scale")) or (".norm" in name and name.endswith("weight") and like.ndim == 1):
         return torch.ones(like.shape, device=device, dtype=dtype)
+    if name.endswith("inv_freq"):
+        return 10000 ** -(torch.arange(len(like), device=device, dtype=dtype) / len(like))
     scale = 0.02 if like.ndim <= 1 else 1.0 / math.sqrt(like[0].numel())
     return torch.randn(like.shape, device=device, dtype=dtype) * scale

@@ -16,6 +16,8 @@ NAMES = {
     "krea2-fp8": "Krea 2, fp8",
     "klein9b-fp8": "FLUX.2 Klein 9B, fp8",
     "wan22-fp8-lora": "Wan 2.2 14B, fp8, with a LoRA",
+    "ltx23-fp8": "LTX-2.3, fp8",
+    "h3-int8": "MiniMax-H3, int8_convrot",
     "sdxl": "SDXL with a LoRA",
 }
 HEAD = (

@@ -3,86 +3,54 @@
 
 A row names what a prompt of the workload has. Its three models are made by ComfyUI's own loaders from state dicts of
 random numbers, so that they are what a file of that family would become. `sd21-small` is for a processor.
+
+LTX-2.3 and MiniMax-H3 sample sound beside the video, and the video alone is decoded. H3 takes 17k+5 frames, so 39 here.
+The matrices of their text encoders have 8 bits, where those of ComfyUI's templates have 4.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .backbones import BACKBONES, Backbone, drawn
+from .backbones import Backbone, drawn
+from .clock_networks import LTX_VAE, NETWORKS
 
 _HALF = torch.bfloat16
-_ZIMAGE = {
-    "patch_size": 2, "in_channels": 16, "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30,
-    "n_kv_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512], "rope_theta": 256.0,
-    "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0, "qk_norm": True,
-    "cap_feat_dim": 2560, "pad_tokens_multiple": 32,
-}  # fmt: skip
-_KLEIN = {
-    "image_model": "flux2", "in_channels": 128, "out_channels": 128, "context_in_dim": 12288, "hidden_size": 4096,
-    "num_heads": 32, "mlp_ratio": 3.0, "depth": 8, "depth_single_blocks": 24, "axes_dim": [32] * 4, "theta": 2000,
-    "patch_size": 1, "qkv_bias": False, "guidance_embed": False, "global_modulation": True, "mlp_silu_act": True,
-    "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0, "txt_ids_dims": [3],
-    "vec_in_dim": None,
-}  # fmt: skip
-_KREA = {
-    "image_model": "krea2", "features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "channels": 16, "patch": 2,
-    "txtlayers": 12, "txtdim": 2560,
-}  # fmt: skip
-_QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
-_WAN = {**BACKBONES["wan"].settings, "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
-_SIMPLE: Mapping[str, Any] = {"channels": 16, "cfg": 1.0, "scheduler": "simple"}
-NETWORKS = {
-    one.name: one
-    for one in (
-        Backbone("zimage", "comfy.ldm.lumina.model", "NextDiT", _ZIMAGE, _HALF, (128, 2560), (1024, 1024), **_SIMPLE),
-        Backbone(
-            "qwen", "comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel", _QWEN, _HALF, (256, 3584),
-            (1024, 1024), **{**_SIMPLE, "cfg": 4.0},
-        ),
-        Backbone(
-            "qwen-edit", "comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel", _QWEN, _HALF, (256, 3584),
-            (1024, 1024), **_SIMPLE,
-        ),
-        Backbone(
-            "krea2", "comfy.ldm.krea2.model", "SingleStreamDiT", _KREA, _HALF, (128, 30720), (1024, 1024), **_SIMPLE
-        ),
-        Backbone(
-            "klein9b", "comfy.ldm.flux.model", "Flux", _KLEIN, _HALF, (512, 12288), (1024, 1024),
-            **{**_SIMPLE, "channels": 128},
-        ),
-        Backbone(
-            "wan14b", "comfy.ldm.wan.model", "WanModel", _WAN, _HALF, (512, 4096), (480, 832), frames=33, **_SIMPLE
-        ),
-        BACKBONES["sdxl"],
-        replace(BACKBONES["sd21"].at_small_size(), name="sd21-small", cfg=1.0),
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder. classes: of ComfyUI, as "module:class"; called: it makes the class. kind: name of a CLIPType."""
+    """A text encoder. classes: of its files, as "module:class"; called: it makes the class. kind: name of a CLIPType.
+
+    quant: form of the matrices of layers. visual: how names of its vision tower begin in files. pieces: its first file
+    has a tokenizer.
+    """
 
     classes: tuple[str, ...]
     kind: str
     called: bool = False
+    quant: str = ""
+    visual: str = "model.visual."
+    pieces: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
     """One row. quant: form of the matrices of blocks. networks: how many of the network sample in turn.
 
-    ratio: pixels of a side per latent. frames_ratio: frames per latent frame. tokens: of the prompt. references:
-    pictures of the same size that the prompt refers to.
+    within: how names of those blocks begin. ratio: pixels of a side per latent. latents: latent frames of so many
+    frames. sound: shape of the sound that is sampled beside so many frames. tokens: of the prompt. references: pictures
+    of the same size that the prompt refers to. header: what the headers of its files say of their sizes.
     """
 
     name: str
@@ -91,31 +59,37 @@ class Workload:
     vae: Callable[[], torch.nn.Module]
     steps: int
     ratio: int = 8
-    frames_ratio: int = 4
+    latents: Callable[[int], int] = lambda frames: (frames - 1) // 4 + 1
+    sound: Callable[[int], tuple[int, ...]] | None = None
     quant: str = ""
+    within: str = ""
     lora: bool = False
     networks: int = 1
     tokens: int = 64
     references: int = 0
     least: int = 1024  # of both sides of a matrix that is quantised or has a LoRA
-    settings: dict[str, Any] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
 
     @property
     def backbone(self) -> Backbone:
         """Its network's row."""
         return NETWORKS[self.network]
 
-    def latent(self, height: int, width: int) -> torch.Tensor:
-        """Zeros of the latent's shape for so many pixels, on the CPU."""
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        """Of its files, as ComfyUI's loaders take it."""
+        return {"config": json.dumps(self.header)} if self.header else None
+
+    def latent(self, height: int, width: int) -> Any:
+        """Zeros of the latent's shape for so many pixels, on the CPU; with sound ComfyUI's pair of both."""
         frames = self.backbone.frames
-        time = (
-            ((frames - 1) // self.frames_ratio + 1,)
-            if frames
-            else (1,)
-            if self.backbone.cls == NETWORKS["qwen"].cls
-            else ()
-        )
-        return torch.zeros(1, self.backbone.channels, *time, height // self.ratio, width // self.ratio)
+        time = (self.latents(frames),) if frames else (1,) if self.backbone.cls == NETWORKS["qwen"].cls else ()
+        video = torch.zeros(1, self.backbone.channels, *time, height // self.ratio, width // self.ratio)
+        if self.sound is None:
+            return video
+        from comfy.nested_tensor import NestedTensor
+
+        return NestedTensor([video, torch.zeros(1, *self.sound(frames))])
 
     def reference(self, height: int, width: int, seed: int) -> torch.Tensor:
         """Random numbers that stand for the latent of a picture, on the CPU."""
@@ -165,6 +139,30 @@ def _wan_vae() -> torch.nn.Module:
     )  # fmt: skip
 
 
+def _ltx_vae() -> torch.nn.Module:
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return VideoVAE(config=LTX_VAE)
+
+
+def _h3_vae() -> torch.nn.Module:
+    from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
+
+    return MiniMaxH3VideoVAE()
+
+
+def projections(device: str, dtype: torch.dtype, video: int = 4096, sound: int = 2048) -> torch.nn.Module:
+    """What the file of LTX-2.3 has of its text encoder: projections of all layers of Gemma 3 12B."""
+    from comfy.ops import disable_weight_init
+    from comfy.text_encoders.llama import Gemma3_12B_Config as Gemma
+    from comfy.text_encoders.lt import DualLinearProjection
+
+    made, wide = torch.nn.Module(), (Gemma.num_hidden_layers + 1) * Gemma.hidden_size
+    projection = DualLinearProjection(wide, video, sound, dtype=dtype, device=device, operations=disable_weight_init)
+    made.transformer = torch.nn.ModuleDict({"text_embedding_projection": projection})
+    return made
+
+
 _QWEN3_4B = Encoder(("comfy.text_encoders.z_image:te",), "LUMINA2", called=True)
 _QWEN3_8B = Encoder(("comfy.text_encoders.flux:Qwen3_8BModel",), "FLUX2")
 _QWEN_VL = Encoder(("comfy.text_encoders.qwen_image:te",), "QWEN_IMAGE", called=True)
@@ -172,6 +170,11 @@ _KREA_VL = Encoder(("comfy.text_encoders.krea2:Krea2Qwen3VLClipModel",), "KREA2"
 _UMT5 = Encoder(("comfy.text_encoders.wan:UMT5XXlModel",), "WAN")
 _SDXL = Encoder(("comfy.sd1_clip:SDClipModel", "comfy.sdxl_clip:SDXLClipG"), "STABLE_DIFFUSION")
 _CLIP_H = Encoder(("comfy.text_encoders.sd2_clip:SD2ClipHModel",), "STABLE_DIFFUSION")
+_GEMMA = Encoder(
+    ("comfy.text_encoders.lt:Gemma3_12BModel", "benchmarks.clock_workloads:projections"), "LTXV", quant="fp8",
+    pieces=True,
+)  # fmt: skip
+_QWEN3_VL = Encoder(("comfy.text_encoders.minimax:MiniMaxH3ClipModel",), "MINIMAX", quant="fp8", visual="visual.")
 WORKLOADS = {
     one.name: one
     for one in (
@@ -183,6 +186,15 @@ WORKLOADS = {
         Workload("krea2-fp8", "krea2", _KREA_VL, _wan_vae, 8, quant="fp8", tokens=128),
         Workload("klein9b-fp8", "klein9b", _QWEN3_8B, _flux2_vae, 4, ratio=16, quant="fp8", tokens=256),
         Workload("wan22-fp8-lora", "wan14b", _UMT5, _wan_vae, 4, quant="fp8", lora=True, networks=2, tokens=128),
+        Workload(
+            "ltx23-fp8", "ltx23", _GEMMA, _ltx_vae, 8, ratio=32, latents=lambda frames: (frames - 1) // 8 + 1,
+            sound=lambda frames: (8, frames, 16), quant="fp8", within="transformer_blocks.", tokens=128,
+            header={"transformer": NETWORKS["ltx23"].settings, "vae": LTX_VAE},
+        ),
+        Workload(
+            "h3-int8", "h3", _QWEN3_VL, _h3_vae, 8, ratio=16, latents=lambda frames: (frames - 5) // 17 * 5 + 2,
+            sound=lambda frames: (32, 2, round(frames / 24 * 40)), quant="int8_convrot", within="blocks.", tokens=128,
+        ),
         Workload("sdxl", "sdxl", _SDXL, lambda: _image_vae(4, quantised=True), 20, lora=True, tokens=75, least=512),
         Workload(
             "sd21-small",
@@ -195,7 +207,7 @@ WORKLOADS = {
             least=64,
         ),
     )
-}
+}  # fmt: skip
 FORMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "int8_convrot": (
         "int8_tensorwise",
@@ -212,7 +224,8 @@ def weights_of(workload: Workload, device: torch.device, seed: int = 0) -> dict[
     with _layers_with_weights():
         for name, one in drawn(workload.backbone, device):
             plain = one.roll(seed, -1) if seed and one.ndim == 2 else one
-            made = _quantised(name, plain, workload) if workload.quant and _is_matrix(name, one, workload) else None
+            large = name.startswith(workload.within) and _is_matrix(name, one, workload.least)
+            made = _quantised(name, plain, workload.quant) if workload.quant and large else None
             weights |= {key: value.cpu() for key, value in (made or {name: plain}).items()}
     return weights
 
@@ -234,20 +247,21 @@ def model_of(workload: Workload, weights: Mapping[str, torch.Tensor]) -> Any:
     """The network as ComfyUI loads it from a file of these weights."""
     import comfy.sd
 
-    return comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options={"dtype": workload.backbone.dtype})
+    options = {"dtype": workload.backbone.dtype}
+    return comfy.sd.load_diffusion_model_state_dict(dict(weights), model_options=options, metadata=workload.metadata)
 
 
-def _is_matrix(name: str, weight: torch.Tensor, workload: Workload) -> bool:
+def _is_matrix(name: str, weight: torch.Tensor, least: int) -> bool:
     """Whether it is one of the large matrices of blocks, which files have quantised."""
     in_block = name.endswith("weight") and ("blocks." in name or "layers." in name)
-    return in_block and weight.ndim == 2 and min(weight.shape) >= workload.least and weight.shape[1] % 256 == 0
+    return in_block and weight.ndim == 2 and min(weight.shape) >= least and weight.shape[1] % 256 == 0
 
 
-def _quantised(name: str, weight: torch.Tensor, workload: Workload) -> dict[str, torch.Tensor]:
+def _quantised(name: str, weight: torch.Tensor, quant: str) -> dict[str, torch.Tensor]:
     """A matrix as ComfyUI's own files have it."""
     from comfy import quant_ops
 
-    form, how, words = FORMS[workload.quant]
+    form, how, words = FORMS[quant]
     layout = quant_ops.QUANT_ALGOS[form]["comfy_tensor_layout"]
     told = torch.tensor(list(json.dumps({"format": form, **words}).encode()), dtype=torch.uint8)
     made = quant_ops.QuantizedTensor.from_float(weight, layout, **how).state_dict(name)
@@ -276,8 +290,21 @@ def clip_weights(workload: Workload, number: int, device: torch.device) -> dict[
     with _layers_with_weights():
         whole = (kind() if workload.encoder.called else kind)(device="meta", dtype=_HALF)
     inner = getattr(whole, whole.clip) if hasattr(whole, "clip") else whole
-    like = {_in_file(name): one for name, one in inner.transformer.state_dict().items()}
-    return _drawn(like, _HALF, device)
+    encoder, weights = workload.encoder, inner.transformer.state_dict()
+    like = {re.sub("^visual\\.", encoder.visual, name): one for name, one in weights.items()}
+    own = {"spiece_model": _pieces()} if encoder.pieces and not number else {}
+    return _drawn(like, device, encoder.quant, workload.least) | own
+
+
+def _pieces() -> torch.Tensor:
+    """A tokenizer of a few words, as files have one that bring their own."""
+    import sentencepiece
+
+    written, words = io.BytesIO(), ["a horse in the rain", "another horse in the sun"]
+    places = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    size = {"vocab_size": 64, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(words), model_writer=written, **size, **places)
+    return torch.tensor(list(written.getvalue()), dtype=torch.uint8)
 
 
 def clip_of(workload: Workload, files: list[dict[str, torch.Tensor]]) -> Any:
@@ -288,26 +315,38 @@ def clip_of(workload: Workload, files: list[dict[str, torch.Tensor]]) -> Any:
     return comfy.sd.load_text_encoder_state_dicts(files, clip_type=kind_of)
 
 
-def _in_file(name: str) -> str:
-    return f"model.{name}" if name.startswith("visual.") else name
-
-
 def vae_weights(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
     """The state dict of the VAE's file, in main memory. device: where its numbers are drawn."""
     with torch.device("meta"), _layers_with_weights():
         like = workload.vae().state_dict()
-    return _drawn(like, _HALF, device)
+    return _drawn(like, device)
 
 
-def _drawn(like: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+def vae_of(workload: Workload, weights: dict[str, torch.Tensor]) -> Any:
+    """The VAE as ComfyUI loads it from a file of these weights."""
+    import comfy.sd
+
+    return comfy.sd.VAE(sd=weights, metadata=workload.metadata)
+
+
+def _drawn(
+    like: Mapping[str, torch.Tensor], device: torch.device, quant: str = "", least: int = 0
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {name: _one(name, one, dtype, device).cpu() for name, one in like.items()}
+    weights: dict[str, torch.Tensor] = {}
+    for name, one in like.items():
+        made = _one(name, one, _HALF, device)
+        large = quant and _is_matrix(name, one, least)
+        parts = _quantised(name, made, quant) if large else {name: made}
+        weights |= {key: value.cpu() for key, value in parts.items()}
+    return weights
 
 
 def _one(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
-    if (like.ndim == 1 and name.endswith(("weight", "gamma", "running_var"))) or name.endswith("gamma"):
+    ones = "weight", "gamma", "running_var", "std-of-means", "latents_std"
+    if (like.ndim == 1 and name.endswith(ones)) or name.endswith("gamma"):
         return torch.ones(like.shape, device=device, dtype=dtype)
     scale = 0.02 if like.ndim <= 1 else 1 / math.sqrt(max(1, like[0].numel()))
     return torch.randn(like.shape, device=device, dtype=dtype) * scale

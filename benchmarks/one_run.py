@@ -225,11 +225,12 @@ class Sampling:
         import torch
 
         latent = self.backbone.latent(*size)
-        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(1))
-        return comfy.sample.sample(
+        noise = comfy.sample.prepare_noise(latent, 1)
+        found = comfy.sample.sample(
             model, noise, steps, self.backbone.cfg, "euler", self.backbone.scheduler, self.positive, self.negative,
             latent, callback=after, disable_pbar=True, seed=1,
         )  # fmt: skip
+        return torch.cat([one.flatten() for one in found.unbind()]) if getattr(found, "is_nested", False) else found
 
     def queued(self, model: Any, steps: int, size: Any = None) -> float:
         """Seconds a step where only the first and the last are waited for."""

@@ -94,7 +94,10 @@ class Prompt:
             )  # fmt: skip
             latent = [f"sampler{place}", 0]
         nodes["latent"] = _node("ClockMark", value=latent, name="latent")
-        nodes["image"] = _node("VAEDecode", samples=["latent", 0], vae=["files", 1])
+        video = ["latent", 0]
+        if row.sound is not None:
+            nodes["video"], video = _node("LTXVSeparateAVLatent", av_latent=video), ["video", 0]
+        nodes["image"] = _node("VAEDecode", samples=video, vae=["files", 1])
         nodes["keep"] = _node("ClockKeep", image=["image", 0], file=str(file))
         return nodes
 

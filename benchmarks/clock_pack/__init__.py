@@ -123,14 +123,12 @@ class ClockFiles(_Node):
 
     def make(self, workload: str) -> tuple:
         """As ComfyUI's loaders give them."""
-        import comfy.sd
-
         row, clip = clock_workloads.WORKLOADS[workload], []
         for i in range(len(row.encoder.classes)):
             drawn = partial(clock_workloads.clip_weights, row, i, _device())
             clip.append(_weights(f"{workload}-clip{i}", drawn))
         vae = _weights(f"{workload}-vae", lambda: clock_workloads.vae_weights(row, _device()))
-        return clock_workloads.clip_of(row, clip), comfy.sd.VAE(sd=vae)
+        return clock_workloads.clip_of(row, clip), clock_workloads.vae_of(row, vae)
 
 
 class ClockText(_Node):
@@ -150,12 +148,15 @@ class ClockText(_Node):
 def _filled(empty: list[Any], other: list[Any], places: list[Any]) -> list[Any]:
     """The tokens of an empty text with others where a text stands. other: the tokens of any text.
 
-    Encoders of a fixed length keep it. RuntimeError where the tokenizer has no vocabulary.
+    Encoders of a fixed length keep it. Where the last token is another, the text stands at the end. RuntimeError where
+    the tokenizer has no vocabulary.
     """
     pairs = enumerate(zip(empty, other, strict=False))
     at = next((i for i, (one, two) in pairs if one[0] != two[0]), min(len(empty), len(other)))
     if at == max(len(empty), len(other)):
         raise RuntimeError("the tokenizer gives the same for every text; are its files there?")
+    if len(empty) == len(other) and empty[-1][0] != other[-1][0]:
+        return [*empty, *places][-len(empty) :]
     filled = [*empty[:at], *places, *empty[at:]]
     return filled[: len(empty)] if len(empty) == len(other) else filled
 
