@@ -81,7 +81,7 @@ _NAMES: Mapping[str, str] = {
     "torch._inductor.virtualized": "V",
     "torch._library.custom_ops": "OPDEFS",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
-    "torch._subclasses": "FakeTensor FakeTensorMode",
+    "torch._subclasses": "FakeTensor FakeTensorMode schema_check_mode",
     "torch._subclasses.fake_tensor": """
         FakeTensor FakeTensorMode.avoid_device_init FakeTensorMode.dispatch init_gpu_context
     """,

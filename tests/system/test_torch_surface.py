@@ -35,6 +35,8 @@ OTHERS = {
     "_get_": "begins names of torch._C that are put together; system/torch_modes.py does without those that are gone",
     "_get_cublas_": "the same",
     "_lowvram_function": "of ComfyUI's layers",
+    "_pin_state": "of ComfyUI's layers",
+    "_pins": "of ComfyUI's layers",
     "_per_tensor": "end of the name of a type of quantisation",
     "_prefetch": "of ComfyUI's layers",
     "_replace": "of named tuples",
