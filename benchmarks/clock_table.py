@@ -27,12 +27,17 @@ PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fas
 
 
 def newest(file: Path = CSV, *, steps: bool = True) -> list[dict[str, str]]:
-    """The last row of each workload, whatever the card: of its step, or of each kind of prompt."""
+    """The last row of each workload, whatever the card: of its step, or of each kind of prompt.
+
+    Of a step the last with a noise floor, where there is one: a distance says little without it.
+    """
     found: dict[tuple[str, str], dict[str, str]] = {}
     with file.open(newline="", encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
-            if (row["what"] == "step") is steps:
-                found[row["workload"], row["what"]] = row
+            key = row["workload"], row["what"]
+            says_less = steps and not row["noise_floor"] and key in found and found[key]["noise_floor"]
+            if (row["what"] == "step") is steps and not says_less:
+                found[key] = row
     return list(found.values())
 
 
