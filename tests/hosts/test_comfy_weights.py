@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import comfy_networks
@@ -19,6 +20,7 @@ from patchers import CONFIG, MOVES, STEPS, TOLERANCE, distance, patcher_around, 
 from subjects import Subject, graphs_as_they_are
 from subjects import distance as moved
 
+from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 
@@ -214,9 +216,15 @@ def test_pages_that_stay_are_filled_once(
     nothing_new(clone, mark)
 
 
-def test_what_the_host_notes_of_main_memory_beside_a_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_notes_of_main_memory_beside_a_plan_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each layer has its place there, and all of a network one state."""
     import comfy.ops
+
+    # where nothing is known or stored it is planned
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path / "store"))
+    config = CompileConfig.parse({"options": {"compile.prompt_once": False}})
 
     asked, pins, own = [0], {"weights": {"asked": 0}}, comfy.ops.cast_bias_weight
 
@@ -228,7 +236,7 @@ def test_what_the_host_notes_of_main_memory_beside_a_plan_stays(monkeypatch: pyt
     with graphs_as_they_are():
         for layer in page(patcher, PagedMemory(1 << 20), monkeypatch):
             layer._pins, layer._pin_state = pins, {"weights": (object(), [], [-1])}
-        clone = host.attach(patcher, CONFIG)
+        clone = host.attach(patcher, config)
         monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast)
         sample(clone)
     assert pins["weights"]["asked"] == asked[0] > 0 and not reported(clone)["eager"]
