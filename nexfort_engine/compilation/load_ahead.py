@@ -17,7 +17,7 @@ import torch
 from ..cache.store import Entry
 from ..capture.types import LOCK
 from ..lowering.preload import SWITCH, wait_for_import
-from ..reporting.resource_shortages import describe_error
+from ..reporting.resource_shortages import begun, describe_error
 from ..system.yielding import switching_within
 from .lookup import Finder
 
@@ -25,7 +25,7 @@ log = logging.getLogger("nexfort")
 
 _LOOK = 0.1  # seconds between two looks at whether a step is cancelled
 
-_running: list[tuple[threading.Thread, threading.Event]] = []
+_running: list[_Work] = []
 
 
 def begin(finder: Finder, primaries: Iterable[str], device: torch.device) -> None:
@@ -33,46 +33,52 @@ def begin(finder: Finder, primaries: Iterable[str], device: torch.device) -> Non
 
     device: where it will run.
     """
-    over = threading.Event()
-    thread = threading.Thread(
-        target=_work, args=(finder, list(dict.fromkeys(primaries)), device, over), name="nexfort-ahead", daemon=True
-    )
-    _running[:] = [one for one in _running if one[0].is_alive()]
-    try:
-        thread.start()
-    except RuntimeError as error:
-        log.debug("Nexfort: nothing is loaded ahead: %s", describe_error(error))
+    work = _Work()
+    _running[:] = [one for one in _running if not one.ended.is_set()]
+    if (reason := begun("nexfort-ahead", work.run, finder, list(dict.fromkeys(primaries)), device)) is not None:
+        log.debug("Nexfort: nothing is loaded ahead: %s", reason)
     else:
-        _running.append((thread, over))
+        _running.append(work)
 
 
 def finish(cancel: Callable[[], None]) -> None:
     """End it: nothing is loaded ahead once this returns. cancel: raises to stop waiting."""
-    for thread, over in list(_running):
-        over.set()
-        while thread.is_alive():
-            thread.join(_LOOK)
+    for work in list(_running):
+        work.over.set()
+        while not work.ended.wait(_LOOK):
             cancel()
     _running.clear()
 
 
-def _work(finder: Finder, primaries: list[str], device: torch.device, over: threading.Event) -> None:
-    store = finder.state.store
-    for primary in primaries:
-        if over.is_set():
-            return
-        store.ahead([primary])
-    wait_for_import()
-    entries = [entry for primary in primaries for entry in store.candidates(primary)]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), switching_within(SWITCH):
-        for entry in entries:
-            # whoever has the lock makes artefacts, and settings of torch's are the process's own
-            if over.is_set() or not LOCK.acquire(blocking=False):
+class _Work:
+    """What one thread does."""
+
+    def __init__(self) -> None:
+        self.over, self.ended = threading.Event(), threading.Event()
+
+    def run(self, finder: Finder, primaries: list[str], device: torch.device) -> None:
+        try:
+            self._run(finder, primaries, device)
+        finally:
+            self.ended.set()
+
+    def _run(self, finder: Finder, primaries: list[str], device: torch.device) -> None:
+        store = finder.state.store
+        for primary in primaries:
+            if self.over.is_set():
                 return
-            try:
-                _load(finder, entry)
-            finally:
-                LOCK.release()
+            store.ahead([primary])
+        wait_for_import()
+        entries = [entry for primary in primaries for entry in store.candidates(primary)]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), switching_within(SWITCH):
+            for entry in entries:
+                # whoever has the lock makes artefacts, and settings of torch's are the process's own
+                if self.over.is_set() or not LOCK.acquire(blocking=False):
+                    return
+                try:
+                    _load(finder, entry)
+                finally:
+                    LOCK.release()
 
 
 def _load(finder: Finder, entry: Entry) -> None:

@@ -107,9 +107,10 @@ class Finder:
         stale = sources_changed(entry.manifest.get("sources", {})) or driver_problem(entry.manifest.get("driver"))
         if stale or entry.id in (artefact.id for artefact in known):
             return
-        artefact = _loaded.get((str(self.state.store.root), entry.id))
+        artefact = self._described(entry)
         if artefact is None:
-            artefact = Artefact(entry.id, entry.primary, entry.manifest, entry)
+            return
+        if artefact.code is None:
             self.load_code(artefact, entry)
             self.share(artefact, entry)
         known.append(artefact)

@@ -64,9 +64,8 @@ def _agrees(compiled: Any) -> None:
 
 
 def _ended() -> None:
-    for thread, _ in list(load_ahead._running):
-        thread.join(WAITS)
-        assert not thread.is_alive()
+    for work in list(load_ahead._running):
+        assert work.ended.wait(WAITS)
 
 
 def _count(compiled: Any) -> int:
@@ -163,6 +162,6 @@ def test_without_a_thread_the_step_loads(again: Callable[[], Any], monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuses)
         compiled = again()
-    assert not any(thread.is_alive() for thread, _ in load_ahead._running)
+    assert all(work.ended.is_set() for work in load_ahead._running)
     _agrees(compiled)
     assert compiled.report.as_dict()["artefacts_loaded"] > 0
