@@ -111,7 +111,8 @@ class Finder:
         if artefact is None:
             return
         if artefact.code is None:
-            self.load_code(artefact, entry)
+            with self.state.hooks.apart():
+                self.load_code(artefact, entry)
             self.share(artefact, entry)
         known.append(artefact)
 

@@ -17,6 +17,7 @@ import nexfort_engine
 from nexfort_engine.api import CompiledModule
 from nexfort_engine.cache.store import Store
 from nexfort_engine.compilation import builder as builds
+from nexfort_engine.compilation import load_ahead
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
@@ -224,8 +225,15 @@ def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_th
 def _cold(compiled: Any) -> Any:
     """A pipeline whose UNet and decoder have a store of their own each."""
     for part in (compiled.unet, compiled.vae.decoder):
-        part._nexfort_engine.state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+        _with_empty_store(part)
     return compiled
+
+
+def _with_empty_store(part: Any) -> None:
+    load_ahead.finish(lambda: None)
+    state = part._nexfort_engine.state
+    state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    state.known.artefacts.clear()
 
 
 @pytest.mark.slow
@@ -355,7 +363,7 @@ def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> Non
     image(nexfort_engine.compile_pipe(pipe))
     expected.clear()
     compiled = nexfort_engine.compile_pipe(pipe)
-    compiled.unet._nexfort_engine.state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    _with_empty_store(compiled.unet)
     decoded: list[Any] = []
     decode = pipe.vae.decode
     pipe.vae.decode = lambda *args, **words: decoded.append(args) or decode(*args, **words)
@@ -376,7 +384,7 @@ def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
 
     pipe.unet.__class__ = OfOneSize
     compiled = nexfort_engine.compile_pipe(pipe, ignores=("vae",))
-    compiled.unet._nexfort_engine.state.store = Store(tempfile.mkdtemp(prefix="nexfort-cold-"))
+    _with_empty_store(compiled.unet)
     assert picture(compiled, (64, 64)).isfinite().all()
     assert len(set(seen)) == 2, "the other sides were tried"
     report = compiled.reports["unet"].as_dict()
