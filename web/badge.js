@@ -20,13 +20,15 @@ let visible = true
 
 /** Put the badge on a new compile node. */
 export function addBadge(node) {
-  const button = element('button', { type: 'button', class: 'nexfort-badge', click: () => openReport(node) })
+  const dot = element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' })
+  const state = element('span', { class: 'nexfort-state' })
+  const button = element('button', { type: 'button', class: 'nexfort-badge', click: () => openReport(node) }, dot, state)
   const height = () => HEIGHT
   const options = { serialize: false, hideOnZoom: false, margin: 6, getMinHeight: height, getMaxHeight: height }
   const widget = node.addDOMWidget('nexfort_status', 'nexfort_status', button, options)
   widget.serialize = false
   widget.label = ' '
-  badges.set(node, { button, widget })
+  badges.set(node, { button, state, widget })
   let placed = false
   const added = node.onAdded
   node.onAdded = function (...rest) {
@@ -110,15 +112,26 @@ function colourOf(status) {
 }
 
 function draw(node) {
-  const { button, widget } = badges.get(node)
+  const badge = badges.get(node)
+  const { button, state, widget } = badge
   const status = shownStatus(node)
-  badges.get(node).mode = node.mode
+  badge.mode = node.mode
   const said = stateText(status)
-  button.dataset.state = colourOf(status)
-  button.style.setProperty('--nexfort-done', status.total ? `${(100 * status.done) / status.total}%` : '0%')
-  button.replaceChildren(element('span', { class: 'nexfort-dot', 'aria-hidden': 'true' }), element('span', { class: 'nexfort-state', title: said }, said))
-  button.title = [status.speed?.reason, text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')].filter(Boolean).join('\n')
-  button.setAttribute('aria-label', text('badge.label', { said }))
+  const colour = colourOf(status)
+  const done = status.total ? `${(100 * status.done) / status.total}%` : '0%'
+  const title = [status.speed?.reason, text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')].filter(Boolean).join('\n')
+  const label = text('badge.label', { said })
+  const shown = [colour, done, said, title, label].join('\n')
+  // The server tells several times a second how far it is: what stays is not set again, so that the dot's animation
+  // goes on and nothing is laid out anew.
+  if (badge.shown !== shown) {
+    badge.shown = shown
+    button.dataset.state = colour
+    button.style.setProperty('--nexfort-done', done)
+    state.textContent = state.title = said
+    button.title = title
+    button.setAttribute('aria-label', label)
+  }
   if (Boolean(widget.hidden) === visible) {
     widget.hidden = !visible
     widget.options.hidden = !visible

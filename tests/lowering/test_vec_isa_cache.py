@@ -100,6 +100,48 @@ def test_one_that_the_compiler_cannot_build_is_an_answer(
     assert not probe(), "it is remembered"
 
 
+LIBRARIES = {
+    "plain": ("int answer() { return 42; }", True),
+    "of torch's": ("namespace c10 { int GetCPUAllocator(); } int answer() { return c10::GetCPUAllocator(); }", True),
+    "of nobody's": ("int nobody_has_this(); int answer() { return nobody_has_this(); }", False),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch loads it in its own way elsewhere")
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_a_library_is_loaded_without_the_import_of_torch(kind: str, tmp_path: Path) -> None:
+    code, loads = LIBRARIES[kind]
+    (tmp_path / "one.cpp").write_text(code, encoding="utf-8")
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", "one.so", "one.cpp"], cwd=tmp_path, check=True, timeout=60)
+    text = vec_isa_cache._LOAD.replace("__lib_path__", str(tmp_path / "one.so"))
+    command = [sys.executable, "-c", text + "\nimport sys\nassert 'torch' not in sys.modules"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) == loads, done.stderr
+    if not loads:
+        assert "nobody_has_this" in done.stderr
+
+
+def test_torch_s_own_text_is_back_after_the_probes() -> None:
+    own = cpu_vec_isa.VecISA._avx_py_load
+    with vec_isa_cache.remembered_probes():
+        assert cpu_vec_isa.VecISA._avx_py_load == vec_isa_cache._LOAD
+    assert cpu_vec_isa.VecISA._avx_py_load == own
+
+
+@pytest.mark.large  # a minute: torch imports itself once for each
+def test_the_answers_are_those_of_torch_s_own_way(tmp_path: Path) -> None:
+    ask = "from torch._inductor import cpu_vec_isa as isa; print([str(one) for one in isa.valid_vec_isa_list()])"
+    ours = f"from nexfort_engine.lowering.vec_isa_cache import remembered_probes\nwith remembered_probes():\n {ask}"
+    said = []
+    for number, code in enumerate((ask, ours)):
+        given = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number)), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=given)
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout)
+    assert said[0] == said[1] and "avx" in said[0]
+
+
 class Net(nn.Module):
     """Rows of no vector's width, and sums along them."""
 

@@ -22,6 +22,7 @@ import test_server_large
 import workflow_pictures
 import workflow_source
 import workflow_templates
+from browser_pages import page_of
 from PIL import Image
 from workflow_families.family import FLAVOURS
 from workflow_nodes import KINDS
@@ -379,11 +380,8 @@ WATCH = """() => {
 def page(server: ComfyServer) -> Iterator[Any]:
     """One page of the server for all tests: a browser is dear."""
     browser.front_end_or_skip()
-    with browser.running() as chromium:
-        context = chromium.new_context(viewport=browser.VIEWPORT, locale="en-US")
-        opened, faults = browser.open_page(context, server)
+    with browser.running() as chromium, page_of(chromium, server) as opened:
         yield opened
-        assert faults.found == []
 
 
 @pytest.mark.comfy
