@@ -212,7 +212,7 @@ async def post_clear(request: web.Request) -> dict[str, Any]:
         ids = ids_in(body)
         return await _remove(lambda store: store.remove(list(_rows_of(store, ids))))
     if body.get("confirm") is not True:
-        raise RefusedError(400, 'Clearing removes every artefact; expected {"confirm": true} to go on.')
+        raise RefusedError(400, 'Clearing removes all that is compiled; expected {"confirm": true} to go on.')
     return await _remove(lambda store: store.clear())
 
 
@@ -235,9 +235,9 @@ def _rows_of(store: Store, ids: list[str]) -> dict[str, dict[str, Any]]:
     rows = {row["id"]: row for row in store.rows()}
     for one in ids:
         if one not in rows:
-            raise RefusedError(404, f"There is no artefact {one}; expected an id as GET /nexfort/cache tells it.")
+            raise RefusedError(404, f"Nothing compiled has the id {one}; expected one as GET /nexfort/cache tells it.")
         if rows[one]["base"]:
-            raise RefusedError(409, f"The artefact {one} lies in the read-only base cache; expected one above it.")
+            raise RefusedError(409, f"{one} lies in the read-only base cache; expected one above it.")
     return {one: rows[one] for one in ids}
 
 
@@ -256,7 +256,7 @@ async def _changed(action: Callable[[Store], T]) -> T:
     try:
         return await asyncio.to_thread(action, _store())
     except LookupError as error:
-        raise RefusedError(404, f"An artefact is gone: {without_paths(str(error))}") from error
+        raise RefusedError(404, f"What was compiled is gone: {without_paths(str(error))}") from error
     except LockTimeout as error:
         raise RefusedError(
             409, "Another process is changing the cache right now; expected it free, try again."

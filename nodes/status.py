@@ -179,7 +179,7 @@ def state(report: Mapping[str, Any], progress: Event | None, beside: Event | Non
         found["slower"] = True
     if (speed := _speed((report.get("speed") or (None,))[-1])) is not None:
         found["speed"] = speed
-    if _is_unsaved(report):
+    if report["unsaved"] is not None:
         found["unsaved"] = True
     if report["compiling_beside"]:
         found["state"] = "background"
@@ -217,12 +217,6 @@ def _speed(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     found = ratio(row)
     rounded = None if found is None else round(found, 2)
     return {"ratio": rounded, "reason": row.get("reason", "") if is_slower(row) else ""}
-
-
-def _is_unsaved(report: Mapping[str, Any]) -> bool:
-    from nexfort_engine.reporting.report import UNSAVED
-
-    return any(UNSAVED in note for note in report["notes"])
 
 
 def _disabled() -> bool:

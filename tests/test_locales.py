@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from nexfort_engine.dispatch import speed
 
 LOCALES = served.ROOT / "locales"
 WEB = served.ROOT / "web"
+# Calls that are given the reason why a block runs uncompiled, or why a request is refused.
+REASONS = re.compile(r"(^|\.)(Refused|Ineligible|Unsupported|RefusedError|eager|decline)$|refusals\.add$|ForGood\.of$")
 LANGUAGES = ("en", "zh", "ja", "ko", "de", "fr", "es")
 FILES = ("main", "nodeDefs", "commands", "settings")
 # What is the same in every language: choices of the widgets, options, model names and commands.
@@ -142,6 +145,21 @@ def test_words_of_the_engine_are_not_those_of_the_nodes() -> None:
         assert found.keys() <= {"nexfort.cache.region"}, found
 
 
+def test_nor_are_they_those_of_reasons() -> None:
+    """What is given as the reason why a block runs uncompiled, or why a request is refused."""
+    words = re.compile(r"\b(artefacts?|regions?|eager|distance)\b", re.IGNORECASE)
+    given, found = 0, []
+    for path in sorted([*(served.ROOT / "nexfort_engine").rglob("*.py"), *(served.ROOT / "nodes").glob("*.py")]):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or not REASONS.search(ast.unparse(call.func)):
+                continue
+            texts_in = [one.value for of in call.args for one in ast.walk(of) if isinstance(one, ast.Constant)]
+            said = [text for text in texts_in if isinstance(text, str) and " " in text]
+            given += len(said)
+            found += [f"{path.name}: {text}" for text in said if words.search(text)]
+    assert given > 100 and not found, found
+
+
 @pytest.mark.parametrize("language", LANGUAGES[1:])
 def test_a_translation_is_one(language: str) -> None:
     english = dict(texts(content("en", "nodeDefs")))
@@ -195,14 +213,13 @@ def test_english_says_what_the_front_end_registers() -> None:
 
 @pytest.mark.comfy
 @pytest.mark.usefixtures("comfyui")
-def test_the_setting_offers_the_modes_of_every_compile_node() -> None:
+def test_the_setting_offers_the_modes_of_the_compile_nodes() -> None:
     code = (WEB / "nexfort.js").read_text(encoding="utf-8")
-    (offered,) = re.findall(r"^const MODES = \[(.*)\]$", code, re.MULTILINE)
+    (offered,) = re.findall(r"^const MODE_NAMES = \{\n(.*?)^\}$", code, re.MULTILINE | re.DOTALL)
     schemas = [node.define_schema() for node in served.plugin_nodes().NODES]
     modes = [tuple(one.options) for schema in schemas for one in schema.inputs if one.id == "mode"]
     assert len(modes) == 3
-    shared = [mode for mode in modes[0] if all(mode in one for one in modes)]
-    assert re.findall(r"'([^']+)'", offered) == shared
+    assert re.findall(r"^  '?([\w:-]+)'?: '", offered, re.MULTILINE) == list(max(modes, key=len))
 
 
 def test_every_text_of_the_panels_is_there_and_used() -> None:

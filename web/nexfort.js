@@ -10,7 +10,7 @@ import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, 
 import { loadStyles } from './elements.js'
 import { foldOptions, watchOptions } from './options.js'
 import { replaceCompileNodes } from './replace.js'
-import { UNSAVED, openReport, verifyNext } from './report.js'
+import { openReport, verifyNext, whyUnsaved } from './report.js'
 import { ask, change, toast } from './server.js'
 import { watchStatus } from './status.js'
 import { text, textsReady } from './texts.js'
@@ -19,7 +19,6 @@ const TAB = 'nexfort'
 const DEFAULT_MODE = 'Nexfort.Nodes.DefaultMode'
 const VERIFY = 'Nexfort.Nodes.Verify'
 const TELL_EAGER = 'Nexfort.Nodes.TellEager'
-const MODES = ['O2', 'max-autotune', 'max-optimize:max-autotune', 'jit:disable-runtime-fusion']
 // What people call the modes; the values are those of the API.
 const MODE_NAMES = {
   O2: 'mode.balanced',
@@ -28,6 +27,7 @@ const MODE_NAMES = {
   'jit:disable-runtime-fusion': 'mode.quick',
   O3: 'mode.fp8'
 }
+const DEFAULT = 'O2'
 // The English name is made for the search, and too long for a title.
 const LONG_NAME = /^Compile Model \(Nexfort: .*\)$/
 const told = new Set()
@@ -52,7 +52,7 @@ async function afterRun() {
   if (limit !== null) await change('cache/prune', { max_bytes: limit })
   await refreshCache()
   const report = await ask('report', { quiet: true })
-  for (const { report: one } of report?.engines ?? []) tellUnsaved(one.notes.find((note) => note.includes(UNSAVED)))
+  for (const { report: one } of report?.engines ?? []) await tellUnsaved(one.unsaved)
   if (setting(TELL_EAGER) === false) return
   for (const { name, report: one } of report?.engines ?? []) {
     const reasons = one.eager.map((row) => row.reason).filter((reason) => !told.has(`${name}: ${reason}`))
@@ -61,11 +61,11 @@ async function afterRun() {
   }
 }
 
-/** Say once why what is compiled cannot be kept. */
-function tellUnsaved(reason) {
+/** Say once why what is compiled cannot be saved. */
+async function tellUnsaved(reason) {
   if (!reason || told.has(reason)) return
   told.add(reason)
-  toast('warn', text('toast.unsaved'), reason)
+  toast('warn', text('toast.unsaved'), (await whyUnsaved()) ?? reason)
 }
 
 app.registerExtension({
@@ -77,8 +77,8 @@ app.registerExtension({
       name: 'Mode of new compile nodes',
       tooltip: 'How much time a compile node that you add spends on compiling. Nodes that are there already keep theirs.',
       type: 'combo',
-      options: MODES,
-      defaultValue: MODES[0]
+      options: () => Object.keys(MODE_NAMES).map((value) => ({ value, text: text(MODE_NAMES[value]) })),
+      defaultValue: DEFAULT
     },
     {
       id: VERIFY,
@@ -166,7 +166,7 @@ app.registerExtension({
     if (!COMPILE_NODES.includes(node.comfyClass)) return
     // A node of a workflow that is loaded gets its own values after this.
     const mode = node.widgets?.find((widget) => widget.name === 'mode')
-    if (mode && MODES.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
+    if (mode?.options.values.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
     if (mode) mode.options.getOptionLabel = (value) => (MODE_NAMES[value] ? text(MODE_NAMES[value]) : value)
     const verify = node.widgets?.find((widget) => widget.name === 'verify')
     if (verify) verify.value = setting(VERIFY) === true

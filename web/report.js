@@ -10,8 +10,6 @@ import { speedSection } from './speed.js'
 import { NO_ID, onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
 
-// In the server's note that what is compiled cannot be kept.
-export const UNSAVED = 'only as long as this process'
 let open = null
 
 /** Open the report of a node, or of everything that is alive without one. */
@@ -68,8 +66,7 @@ async function show(body, node) {
   const known = node && toldOf(node)
   const isOf = ({ nodes }) => nodes.some((one) => known.some(({ id, workflow }) => one.id === id && one.workflow === workflow))
   const engines = node ? told.engines.filter(isOf) : told.engines
-  const unsaved = engines.some(({ report }) => unsavedOf(report))
-  const problem = unsaved ? (await change('cache/place', {}))?.problem : null
+  const problem = engines.some(({ report }) => report.unsaved) ? await whyUnsaved() : null
   const opened = body.querySelector('.nexfort-details[open]') !== null // events come while somebody reads
   const parts = engines.map((engine) => engineSection(engine, told, problem))
   for (const part of parts) part.querySelector('.nexfort-details').open = opened
@@ -86,15 +83,15 @@ function benchmarked({ benchmarks, lost }) {
   return [...said, element('details', { open: true, class: 'nexfort-kept' }, element('summary', {}, text('benchmark.kept')), resultSection(kept))]
 }
 
-/** Why what is compiled cannot be kept, as the server notes it. */
-function unsavedOf(report) {
-  return report.notes.find((note) => note.includes(UNSAVED))
+/** Why what is compiled cannot be saved, with the path, which is told to this page alone; null once it can be. */
+export async function whyUnsaved() {
+  return (await change('cache/place', {}))?.problem ?? null
 }
 
 /** problem: the same with the path, which is told to this page alone. */
 function engineSection({ name, report }, { cache, memory }, problem) {
   const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed))
-  const unsaved = unsavedOf(report)
+  const { unsaved } = report
   if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem ?? unsaved })))
   if (isPlain(report)) section.append(element('p', { class: 'nexfort-banner' }, text('report.plain')))
   const verified = report.verifications.at(-1)

@@ -74,18 +74,18 @@ class Warmed:
             return "; ".join(["nothing ran compiled", *self.eager()])
         if self.kept < compiled:
             notes = dict.fromkeys(note for engine in self.engines for note in engine["report"]["notes"])
-            return "; ".join([f"{compiled} artefacts were compiled and the cache holds {self.kept}", *notes])
+            return "; ".join([f"{compiled} blocks were compiled and the cache holds {self.kept}", *notes])
         return None
 
     def eager(self) -> list[str]:
         """Each block that ran uncompiled, and why."""
         rows = [row for engine in self.engines for row in engine["report"]["eager"]]
-        return list(dict.fromkeys(f"{row['region']} ran eager: {row['reason']}" for row in rows))
+        return list(dict.fromkeys(f"{row['region']} ran uncompiled: {row['reason']}" for row in rows))
 
     def __str__(self) -> str:
         facts = self.as_dict()
         made = (
-            f"{self.name}: {facts['compiled']} artefacts compiled in {facts['seconds_compiling']:.1f} s, "
+            f"{self.name}: {facts['compiled']} blocks compiled in {facts['seconds_compiling']:.1f} s, "
             f"{facts['loaded']} loaded in {facts['seconds_loading']:.1f} s, {facts['seconds']:.1f} s in all, "
             f"for {self.device}"
         )

@@ -127,7 +127,7 @@ class Builder:
             region.remember(key, binding)
             self._note_sizes(binding.artefact, flat)
         if (problem := self.state.store.problem) is not None:
-            self.state.report.note(f"artefacts last only as long as this process: {problem}")
+            self.state.report.unsaved(problem)
         if binding is not None:
             return binding
         if not flat.lists and region.changes:  # its capture showed it: the call is made again
@@ -192,7 +192,7 @@ class Builder:
             binding = self._make(wanted, failure)
         if binding is None and self.refusals.of(wanted) is None and failure is not None and failure.sizes:
             return None, (failure.check, f"it was compiled for other sizes: {failure.reason}")
-        return binding, self.refusals.of(wanted) or (lambda _: True, "no artefact fits this call")
+        return binding, self.refusals.of(wanted) or (lambda _: True, "nothing that is compiled fits this call")
 
     @property
     def waits(self) -> bool:
@@ -432,7 +432,7 @@ class Builder:
             artefact = Artefact(entry.id, entry.primary, entry.manifest, entry)
             self.finder.load_code(artefact, entry)
         except Exception as error:
-            self.refusals.add(wanted, None, f"its artefact does not load: {named(error)}")
+            self.refusals.add(wanted, None, f"its compiled code does not load: {named(error)}")
             return
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
         self.state.known.compiled.add(code_of(wanted))

@@ -59,5 +59,5 @@ def _check(device_type: str, payload: Path) -> str | None:
         found = code([weights[i] for i in captured.weights] + [(x, scale)[i] for i in captured.tensors])[0]
         error = float((found - wanted).norm() / wanted.norm())
         if not error < 1e-3:
-            return f"a compiled block differs from eager by {error:.2g} at batch {batch}, length {length}"
+            return f"a compiled block differs from the uncompiled one by {error:.2g} at batch {batch}, length {length}"
     return None

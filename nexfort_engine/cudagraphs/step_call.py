@@ -114,7 +114,7 @@ def used_options(looked_up: list[torch.Tensor], flat: Flat, before: dict[Path, t
     """
     by_regions = places_of(looked_up, flat.mappings)
     if by_regions is None:
-        raise Refused("a region uses a tensor that the backbone puts into its options")
+        raise Refused("a block uses a tensor that the backbone puts into its options")
     for path, held in before.items():
         if not _equal(look(flat.mappings, path), held):  # a slot would be written to, not what the caller has
             raise Refused(f"the backbone writes to the tensor {where(path)}")

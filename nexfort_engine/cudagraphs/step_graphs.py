@@ -349,9 +349,9 @@ class StepGraphs:
             if invariants is not None and invariants.reason:
                 return self._without_invariants(key, invariants, call, plain)
             if trace.unrepeatable or trace.fetched or not fits:
-                raise Refused("a region ran eager, on weights fetched for it, or something else came back")
+                raise Refused("a block ran uncompiled, on weights fetched for it, or something else came back")
             if not set(map(id, trace.looked_up)) <= set(map(id, slots)):
-                raise Refused("a region took a tensor of the options that is no input")
+                raise Refused("a block took a tensor of the options that is no input")
             step.captured(graph, slots, outputs)
             if not step.is_prepared():
                 return call.plainly(plain)  # what was prepared was let go of meanwhile: not with this graph

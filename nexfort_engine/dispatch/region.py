@@ -269,7 +269,7 @@ class Region:
                 raise
             if self.weights.are_others():  # artefacts look at the sizes of what they are given before they do anything
                 return self.call(plain, args, kwargs, session)
-            reason = f"its artefact failed: {named(error)}"
+            reason = f"its compiled code failed: {named(error)}"
             whole = self.module is self.state.root
             if not whole and fallback.has_to_begin_anew(self.state, artefact, flat, tensors, session):
                 self.disabled_reason = reason

@@ -88,7 +88,7 @@ class RegionTable:
         if not found:
             report.note("no region: the module holds no weights; it runs as it is")
         for path, kind in beyond(root):
-            report.eager(path, f"this {kind} lies in a plain object, where no region is looked for")
+            report.eager(path, f"this {kind} lies in a plain object, where no block is looked for")
         return {id(spec.module): region for spec, region in found}
 
     # -- what they hold ----------------------------------------------------------------------------------

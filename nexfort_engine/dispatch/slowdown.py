@@ -90,7 +90,8 @@ class Promise:
         if facts is not None:
             if facts.ran_eager:
                 blocks = len({row["region"] for row in told["eager"]})
-                found.append(f"{blocks} of its blocks run eager" if blocks != 1 else "one of its blocks runs eager")
+                many = f"{blocks} of its blocks run" if blocks != 1 else "one of its blocks runs"
+                found.append(f"{many} uncompiled")
             found += [_FETCHED] if facts.fetched else []
             found += [_OTHERS] if facts.others else []
         if self._graphs and torch.cuda.is_available() and not (facts and facts.replayed):

@@ -208,7 +208,7 @@ class Recording(dict):
             raise ValueUsed(path)
         # refused here, without a word on which block it is: the same refusal serves all that are replaced
         what = f"{where(self._path)} at the key of its own place ({describe_foreign(value)})"
-        raise Refused(f"it uses {what}, which an artefact cannot hold")
+        raise Refused(f"it uses {what}, which compiled code cannot hold")
 
     def _read(self, key: Any, *, fetched: bool = False) -> Any:
         """Log the look-up of one key and give what the block may see, or MISSING. `fetched`: as `mapping[key]`."""
@@ -411,7 +411,7 @@ def admit(mappings: list[Any], path: Path) -> Any:
 def cannot_hold(path: Path, value: Any, of_options: bool = True) -> str:
     """The reason for a value that is neither data nor plain."""
     place = where(path) if of_options else "an entry of a list that it is given"
-    return f"it uses {place} ({describe_foreign(value)}), which an artefact cannot hold"
+    return f"it uses {place} ({describe_foreign(value)}), which compiled code cannot hold"
 
 
 def is_plain(value: Any) -> bool:

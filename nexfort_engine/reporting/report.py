@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..config.compile_config import CompileConfig
 
 MOST_REASONS = 64  # that are kept of one region
-UNSAVED = "only as long as this process"  # in a note: what is compiled cannot be kept
 MOST_SPEEDS = 32  # kinds of steps
 MORE_REASONS = "and for more reasons, which are not kept"
 _LISTS = ("regions", "artefacts", "variants", "eager", "notes", "precision", "verifications", "pace")
@@ -78,6 +77,7 @@ class Report:
         self._seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in _LISTS}
         self._reasons: Counter[tuple[str, str]] = Counter()  # of each list and region
         self._models: list[str] = []
+        self._unsaved: str | None = None
         self._speed: dict[str, dict[str, Any]] = {}  # by the kind of step, the one that ran last at the end
         self._calls = 0
         self._made_ns = 0  # on the clock, while artefacts were made
@@ -156,6 +156,12 @@ class Report:
         with self._lock:
             self._append_once("notes", (text,), text)
 
+    def unsaved(self, reason: str) -> None:
+        """The cache could not be written, so something that was compiled goes with the process."""
+        with self._lock:
+            self._unsaved = reason
+            self._append_once("notes", (reason,), f"artefacts last only as long as this process: {reason}")
+
     def verified(self, result: Mapping[str, Any]) -> None:
         """A step was compared with eager; `result` is as dispatch/verify.py makes it."""
         with self._lock:
@@ -233,7 +239,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data that JSON can hold.
 
-        `compiling_beside`: artefacts are being made beside the steps now, which run eager meanwhile.
+        `compiling_beside`: artefacts are being made beside the steps now, which run eager meanwhile. `unsaved`: why
+        something that was compiled could not be written to the cache, or None.
         `seconds_cold` is the time on the clock in which artefacts were captured and lowered, several at once;
         `seconds_warm` adds up the loading of each. The seconds of each artefact are those of its own work.
         """
@@ -337,6 +344,7 @@ class Report:
             "config": _copied(self._config),
             "inactive": [dict(row) for row in self._inactive],
             "notes": new["notes"],
+            "unsaved": self._unsaved,
             "precision": new["precision"],
             "verifications": new["verifications"],
             "pace": new["pace"],

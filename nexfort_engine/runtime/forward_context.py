@@ -45,9 +45,9 @@ class StepTrace:
     def unrepeatable(self) -> str:
         """Why a replay of the step would not do what it did, or "". Not for good where a region ran eager."""
         if self.ran_eager:
-            return "a region ran eager"
+            return "a block ran uncompiled"
         if self.lists:
-            return "a region may change a list that it is given"
+            return "a block may change a list that it is given"
         return "code of others runs inside its blocks" if self.others else ""
 
 

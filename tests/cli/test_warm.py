@@ -84,7 +84,7 @@ def test_a_warming_that_kept_nothing_has_failed() -> None:
     assert done_with(6, artefacts_loaded=6).problem is None
     assert done_with(6, "node 3: out of memory", artefacts_compiled=6).problem == "node 3: out of memory"
     problem = done_with(2, artefacts_compiled=6, notes=["the disk is full"]).problem
-    assert problem == "6 artefacts were compiled and the cache holds 2; the disk is full"
+    assert problem == "6 blocks were compiled and the cache holds 2; the disk is full"
 
 
 def test_a_warming_that_compiled_nothing_has_failed() -> None:
@@ -146,7 +146,7 @@ def left_behind(base: Path) -> list[Path]:
 def test_a_model_file_warms_the_cache(warmed: dict[str, Any], base: Path) -> None:
     assert warmed["problem"] is None and warmed["compiled"] > 0 and warmed["loaded"] == 0 and warmed["eager"] == []
     assert warmed["seconds"] > 0 and warmed["seconds_compiling"] > 0 and warmed["device"] == "cpu"
-    assert f"{warmed['compiled']} artefacts compiled" in warmed["text"] and "cpu" in warmed["text"]
+    assert f"{warmed['compiled']} blocks compiled" in warmed["text"] and "cpu" in warmed["text"]
     assert left_behind(base) == []
 
 

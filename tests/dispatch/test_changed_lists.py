@@ -271,7 +271,7 @@ def test_a_step_that_keeps_things_in_lists_is_no_cuda_graph(pair: Pair) -> None:
     agrees(pair, video(5))
     with pair.engine.active() as session, torch.no_grad():
         pair.net(video(5))
-        assert session.trace.unrepeatable == "a region may change a list that it is given"
+        assert session.trace.unrepeatable == "a block may change a list that it is given"
 
 
 class OfThread(nn.Module):

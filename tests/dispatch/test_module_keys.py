@@ -234,7 +234,7 @@ def test_a_step_with_such_a_mapping_is_no_cuda_graph(pair: Pair) -> None:
     agrees(pair, video(8))
     with pair.engine.active() as session, torch.no_grad():
         pair.net(video(8))
-        assert session.trace.unrepeatable == "a region may change a list that it is given"
+        assert session.trace.unrepeatable == "a block may change a list that it is given"
 
 
 def test_modules_are_named_by_where_they_are_once() -> None:

@@ -98,7 +98,7 @@ def test_steps_slower_than_a_run_without_the_engine_are_told_of(
             ours(x)
     (row,) = warned(ours)
     assert (row["compiled_ms"], row["eager_ms"], row["sizes"]) == (pytest.approx(200), pytest.approx(100), [[2, 8]])
-    assert row["source"] == slowdown.WITHOUT and row["reason"] == "2 of its blocks run eager"
+    assert row["source"] == slowdown.WITHOUT and row["reason"] == "2 of its blocks run uncompiled"
     assert "slower than eager: a step takes 200.0 ms, eager 100.0 ms (at 2x8); 2 of its blocks" in str(ours.report)
     assert Net.runs == STEPS + 2 + 3 + 1, "a step was run that nobody asked for, besides the plan"
     clock.seconds = 0.1

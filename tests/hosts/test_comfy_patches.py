@@ -82,7 +82,7 @@ IN_EVERY_ATTENTION: dict[str, Change] = {
 def test_patches_of_attention_run_attention_eager_and_nothing_else(pair: MakePair, change: Change) -> None:
     at = pair("comfy_unet")
     assert len(attentions(at)) == 11
-    eager_only(at.honours(change), attentions(at), "which an artefact cannot hold")
+    eager_only(at.honours(change), attentions(at), "which compiled code cannot hold")
 
 
 IN_ONE_BLOCK: dict[str, tuple[Change, str]] = {

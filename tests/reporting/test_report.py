@@ -32,6 +32,7 @@ _KEYS = {
     "pace",
     "precision",
     "speed",
+    "unsaved",
     "verifications",
 }
 

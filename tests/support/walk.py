@@ -31,7 +31,7 @@ from patches_of_users import (
 )
 
 State = tuple[int, ...]
-_REPLACED = "which an artefact cannot hold"  # the words of the report for code of others inside a block
+_REPLACED = "which compiled code cannot hold"  # the words of the report for code of others inside a block
 
 
 @dataclass(frozen=True)

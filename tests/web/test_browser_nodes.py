@@ -105,6 +105,19 @@ def test_modes_have_names_and_the_menu_says_nexfort_once(page: Any) -> None:
     page.locator(browser.REPORT).wait_for()
 
 
+def test_the_setting_for_new_nodes_calls_modes_so_too(page: Any) -> None:
+    browser.run_command(page, "Comfy.ShowSettingsDialog")
+    dialog = page.get_by_role("dialog").first
+    dialog.get_by_text("Nexfort", exact=True).first.click()
+    dialog.get_by_role("combobox").filter(has_text="Balanced (O2)").click()
+    names = page.get_by_role("option").all_inner_texts()
+    assert [name for name in names if name.endswith("(O3)")] == ["fp8: fastest, changes the picture a little (O3)"]
+    page.get_by_role("option", name="Quick (jit)").click()
+    setting = "window.app.extensionManager.setting.get('Nexfort.Nodes.DefaultMode')"
+    page.wait_for_function(f"() => {setting} === 'jit:disable-runtime-fusion'")
+    page.keyboard.press("Escape")
+
+
 # Brings the compile node into the middle; its fields with where each is in the window, on the canvas.
 FIELDS = """() => {
   const { canvas, graph } = window.app

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import browser
 import pytest
 import served
 from browser_pages import front_end_server, page_of
+from large_rows import few
+from refusing import small_disk
 
 from nexfort_engine import __version__
 from nexfort_engine.cli.comfy_server import ComfyServer
@@ -205,40 +209,65 @@ def test_the_first_picture_does_not_wait_and_the_badge_says_why(
         assert row["steps"] > 0 and row["source"] in ("", "first"), "steps beside the compiler are no measurement"
 
 
+@contextlib.contextmanager
+def folder_that(kind: str, tmp_path: Path) -> Iterator[Path]:
+    """A directory for the cache that cannot be written, really."""
+    if kind == "no folder":
+        blocked = tmp_path / "blocked"
+        blocked.write_text("no folder", encoding="utf-8")
+        yield blocked
+        return
+    with small_disk(tmp_path / "disk", "size=96k" if kind == "full" else "size=4m") as disk:
+        if kind == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+        yield disk
+
+
 @pytest.fixture
-def started(
+def unsaving(
     request: pytest.FixtureRequest, comfyui: Path, base: Path, tmp_path: Path
 ) -> Iterator[tuple[ComfyServer, str]]:
-    """A server in a state of its own, and what the badge ends with."""
-    variable, end = request.param
+    """A server that cannot keep what it compiles, and the system's word for why."""
+    kind, why = request.param
     tmp_path.chmod(0o700)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("no folder", encoding="utf-8")
-    folder = tmp_path if variable else blocked
-    made = front_end_server(comfyui, base, folder)
-    made.env.update({variable: "1"} if variable else {})
-    with made as running:
-        yield running, end
+    with folder_that(kind, tmp_path) as folder, front_end_server(comfyui, base, folder) as running:
+        yield running, why
+
+
+def test_a_server_that_is_switched_off_says_so(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    made = front_end_server(comfyui, base, tmp_path)
+    made.env["NEXFORT_DISABLE"] = "1"
+    with made as running, page_of(chromium, running) as page:
+        said = browser.run_and_watch(page, seed=331)
+        assert said[0] == "not run yet" and said[-1].endswith("off (NEXFORT_DISABLE)"), said
 
 
 @pytest.mark.parametrize(
-    "started",
-    [("NEXFORT_DISABLE", "off (NEXFORT_DISABLE)"), ("", "cannot be saved")],
-    ids=["disabled", "unsaved"],
+    "unsaving",
+    few(
+        {
+            "full": (("full", "No space left on device"),),
+            "read-only": (("read-only", "Read-only file system"),),
+            "no folder": (("no folder", "expected a directory"),),
+        },
+        ["full"],
+    ),
     indirect=True,
 )
-def test_a_server_that_cannot_says_so(chromium: Any, started: tuple[ComfyServer, str]) -> None:
-    running, end = started
+def test_a_server_that_cannot_save_says_so(chromium: Any, unsaving: tuple[ComfyServer, str]) -> None:
+    running, why = unsaving
+    where = str(running.cache_dir)
     with page_of(chromium, running) as page:
         said = browser.run_and_watch(page, seed=331)
-        assert said[0] == "not run yet" and said[-1].endswith(end), said
-        if end.startswith("off"):
-            return
+        assert said[0] == "not run yet" and said[-1].endswith("cannot be saved"), said
         browser.wait_for_message(page, "Nexfort cannot save what is compiled")
+        message = page.locator(".p-toast-message").filter(has_text="Nexfort cannot save").first.inner_text()
+        assert where in message and why in message
         page.locator(BADGE).click()
         banner = page.locator(REPORT).locator(".nexfort-banner")
-        where = str(running.cache_dir)
-        assert where in banner.inner_text() and "Make room or give access" in banner.inner_text()
+        assert where in banner.inner_text() and why in banner.inner_text()
+        assert "Make room or give access" in banner.inner_text()
         browser.in_both_themes(page, REPORT, "unsaved")
         page.keyboard.press("Escape")
         browser.tab_button(page).click()
