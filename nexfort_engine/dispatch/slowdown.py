@@ -16,7 +16,7 @@ import torch
 
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
-from .speed import BYPASSED, FIRST_STEPS, Speed
+from .speed import BYPASSED, FIRST_STEPS, Speed, compiles_now
 from .step_times import Lap, Pace, begin, kind_of
 
 WITHOUT = "a run without Nexfort"
@@ -37,6 +37,14 @@ class Facts:
     replayed: bool
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A step that ended. alone: whether nothing was compiled when it began."""
+
+    lap: Lap
+    alone: bool
+
+
 class Promise:
     """The watch on one engine's steps."""
 
@@ -48,18 +56,19 @@ class Promise:
 
     def without(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step that its user wants eager, which shows how long eager takes."""
-        ends = begin(_device(args, kwargs))
+        ends = _begin(args, kwargs)
         result = plain(*args, **kwargs)
         if ends is not None:
-            kind = self._kind(args, kwargs)
-            self.pace.ran_eager(self.speed.timed(ends(), (args, kwargs), kind[-1], BYPASSED), kind, WITHOUT)
+            kind, step = self._kind(args, kwargs), ends()
+            lap = self.speed.timed(step.lap, (args, kwargs), kind[-1], BYPASSED, alone=step.alone)
+            self.pace.ran_eager(lap, kind, WITHOUT)
         return result
 
-    def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Lap] | None:
+    def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Timed] | None:
         """A step of a session begins; None where its time is nobody's matter."""
-        return begin(_device(args, kwargs)) if session.asked is not None else None
+        return _begin(args, kwargs) if session.asked is not None else None
 
-    def ended(self, lap: Lap, session: ForwardContext) -> None:
+    def ended(self, step: Timed, session: ForwardContext) -> None:
         """It ended. Its time is kept if it says something: a step that made artefacts says nothing."""
         if session.asked is None or session.planned or session.aside:
             return
@@ -67,9 +76,11 @@ class Promise:
         kind = self._kind(*given)
         if session.replayed or (session.trace.used and not session.behind):
             facts = Facts(session.trace.ran_eager, session.trace.fetched, session.trace.others, session.replayed)
-            self.pace.ran(self.speed.timed(lap, given, kind[-1], facts=facts), kind, facts)
+            lap = self.speed.timed(step.lap, given, kind[-1], facts=facts, alone=step.alone)
+            self.pace.ran(lap, kind, facts)
         elif session.behind and not session.trace.used:
-            self.pace.ran_eager(self.speed.timed(lap, given, kind[-1], FIRST_STEPS), kind, BEFORE)
+            lap = self.speed.timed(step.lap, given, kind[-1], FIRST_STEPS, alone=step.alone)
+            self.pace.ran_eager(lap, kind, BEFORE)
 
     def verified(self, told: Mapping[str, Any] | None, session: ForwardContext) -> None:
         """A step like this one was compared with eager, if it could be."""
@@ -98,6 +109,11 @@ class Promise:
             notes = [note for note in told["notes"] if note.startswith(_NO_GRAPH)]
             found.append(notes[-1] if notes else _NO_GRAPH)
         return "; ".join(found) or _UNKNOWN
+
+
+def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Timed] | None:
+    ends, alone = begin(_device(args, kwargs)), not compiles_now()
+    return None if ends is None else lambda: Timed(ends(), alone)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -89,13 +89,16 @@ class Speed:
 
     # -- steps -------------------------------------------------------------------------------------------
 
-    def timed(self, lap: Lap, given: Given, others: str | None, source: str = "", facts: Any = None) -> Lap:
+    def timed(
+        self, lap: Lap, given: Given, others: str | None, source: str = "", facts: Any = None, *, alone: bool = True
+    ) -> Lap:
         """A lap that counts here once it is read.
 
         given: what the step was called with. others: the code of others that runs in it. source: of an uncompiled step;
-        "" for a compiled one, with its facts.
+        "" for a compiled one, with its facts. alone: whether nothing was compiled when it began; its end is looked at
+        here.
         """
-        key = None if compiles_now() else self._key(given, others)
+        key = self._key(given, others) if alone and not compiles_now() else None
         if key is None:
             return lap
 

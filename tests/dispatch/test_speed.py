@@ -179,8 +179,16 @@ def test_steps_beside_a_compiler_say_nothing(tmp_path: Path, clock: Clock) -> No
     thread.start()
     assert begun.wait(60)
     bypassed(ours, FIRST_EAGER + LEAST)
-    ends.set()
-    thread.join()
+    assert ratio(last(ours)) is None
+    plain = ours._nexfort_engine.promise.without
+
+    def compiled_until_its_end(x: torch.Tensor) -> torch.Tensor:
+        ends.set()
+        thread.join()
+        return x
+
+    plain(compiled_until_its_end, (X,), {})  # nothing is compiled any more when it ends
+    bypassed(ours, FIRST_EAGER + LEAST - 1)
     assert ratio(last(ours)) is None
     bypassed(ours, FIRST_EAGER + LEAST)
     assert ratio(last(ours)) == pytest.approx(1)
