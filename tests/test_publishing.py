@@ -187,3 +187,12 @@ def test_what_comfyui_reads_besides_code_is_in_it(folder: str) -> None:
     on_disk = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
     unknown = {name for name in on_disk if not Path(name).name.startswith(".")} - set(packed.names())
     assert not unknown, "a file that is not tracked is in no package"
+
+
+def test_the_form_for_problems_has_the_field_that_the_report_panel_fills_in() -> None:
+    code = (ROOT / "web" / "help.js").read_text(encoding="utf-8")
+    (name,) = re.findall(r"^const FORM = '([\w.]+)'", code, re.MULTILINE)
+    (field,) = re.findall(r"URLSearchParams\(\{ template: FORM, (\w+) \}\)", code)
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8")
+    assert re.findall(r"^    id: (\w+)$", form, re.MULTILINE) == ["what", "workflow", field]
+    assert form.startswith("name: ") and "\ndescription: " in form and "\nbody:\n" in form

@@ -6,6 +6,7 @@ import { ask } from './server.js'
 import { text } from './texts.js'
 
 const LONGEST = 6000 // characters in an address, which browsers and the form still take
+const FORM = 'problem.yml' // in the repository's .github/ISSUE_TEMPLATE
 
 /** Put the report and the facts about the machine into the clipboard; what is said of it. */
 export async function copyReport() {
@@ -20,8 +21,8 @@ export async function reportProblem() {
   if (told === undefined) return
   const fits = told.markdown.length <= LONGEST
   if (!fits) await copied(told.markdown)
-  const body = fits ? told.markdown : `${text('help.paste')}\n`
-  open(`${told.issues}?${new URLSearchParams({ body })}`)
+  const report = fits ? told.markdown : `${text('help.paste')}\n`
+  open(`${told.issues}?${new URLSearchParams({ template: FORM, report })}`)
 }
 
 /** Open the page of symptoms and cures. */

@@ -168,6 +168,16 @@ def test_a_model_that_cannot_be_compiled_says_why(page: Any, server: ComfyServer
     browser.forget(server)  # the forward stays as long as the model
 
 
+FORM = "https://github.com/nexfort/nexfort/issues/new?template=problem.yml&report="
+
+
+def longer(route: Any) -> None:
+    """What the server tells for help, longer than an address may be."""
+    answer = route.fetch()
+    told = answer.json()
+    route.fulfill(response=answer, json={**told, "markdown": told["markdown"] + "x" * 10_000 + "end"})
+
+
 def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyServer) -> None:
     with page_of(chromium, server) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -185,8 +195,14 @@ def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyS
         report.get_by_role("button", name="Help: ").click()
         page.wait_for_function("() => window.opened.length === 2")
         form, help_page = page.evaluate("() => window.opened")
-        assert form.startswith("https://github.com/nexfort/nexfort/issues/new?body=%23%23+Nexfort")
+        assert form.startswith(f"{FORM}%23%23+Nexfort")
         assert help_page.endswith("docs/troubleshooting.md")
+        page.route("**/nexfort/help", longer)
+        report.get_by_role("button", name="Report a problem").click()
+        page.wait_for_function("() => window.opened.length === 3")
+        assert page.evaluate("() => window.opened[2]").startswith(f"{FORM}%28The+report+was+too+long")
+        copied = page.evaluate("() => navigator.clipboard.readText()")
+        assert copied.startswith("## Nexfort") and copied.endswith("end")
 
 
 def test_the_first_picture_does_not_wait_and_the_badge_says_why(
