@@ -417,11 +417,13 @@ def run_and_watch(page: Any, seed: int = 3) -> list[str]:
 def queue(page: Any) -> None:
     """Click Run, and wait for the end of the run."""
     page.evaluate(
-        "() => { const { api } = window.comfyAPI.api; window.finished = false;"
-        "api.addEventListener('execution_success', () => { window.finished = true }, { once: true }) }"
+        "() => { const { api } = window.comfyAPI.api; window.finished = '';"
+        "const ends = ({ type, detail }) => { window.finished = detail.exception_message ?? type };"
+        "for (const one of ['execution_success', 'execution_error']) api.addEventListener(one, ends, { once: true }) }"
     )
     page.get_by_test_id("queue-button").click()
     page.wait_for_function("() => window.finished", timeout=600_000)  # most of it on a machine with other work
+    assert page.evaluate("() => window.finished") == "execution_success"
     page.wait_for_timeout(300)  # the last event and the end of the run come by different ways
 
 

@@ -53,11 +53,11 @@ def page(kept: Any) -> Any:
     return kept
 
 
-def behind(kind: str) -> dict[str, Any]:
+def behind(kind: str, **inputs: Any) -> dict[str, Any]:
     """That workflow with a node of this kind before ours."""
     made = workflow()
     (ours,) = [node for node in made.values() if node["class_type"] == "NexfortCompileModel"]
-    made["forward"] = {"class_type": kind, "inputs": {"model": ours["inputs"]["model"]}}
+    made["forward"] = {"class_type": kind, "inputs": {**inputs, "model": ours["inputs"]["model"]}}
     ours["inputs"]["model"] = ["forward", 0]
     return made
 
@@ -120,6 +120,28 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         kept = speed(again)
         assert kept["eager"] == row["eager"] and kept["pictures"] == row["pictures"] + 1
         assert WORDS[verdict(kept)] in said and said.endswith("ready from cache")
+
+
+@pytest.mark.parametrize(
+    ("slow", "told", "colour"), few([("compiled", "slower", "eager"), ("uncompiled", "faster", "compiled")], 1)
+)
+def test_the_badge_is_amber_where_steps_are_slower(
+    page: Any, server: ComfyServer, slow: str, told: str, colour: str
+) -> None:
+    browser.load(page, behind("TestSlow", slow=slow))
+    page.locator(BADGE).wait_for()
+    for seed, mode in ((371, RUN), (372, BYPASSED)):
+        run(page, seed, mode)
+    said = run(page, 373)
+    assert WORDS[told] in said, said
+    assert page.locator(BADGE).get_attribute("data-state") in (colour, "warm" if colour == "compiled" else colour)
+    page.locator(BADGE).click()
+    report = page.locator(REPORT)
+    assert report.locator(HEADLINE).get_attribute("data-verdict") == told
+    assert ("Try another mode" in report.inner_text()) == (told == "slower")
+    if told == "slower":
+        reason = speed(server)["reason"]
+        assert reason and reason in report.inner_text() and reason in page.locator(BADGE).get_attribute("title")
 
 
 def test_steps_of_another_size_are_not_compared(page: Any, server: ComfyServer) -> None:

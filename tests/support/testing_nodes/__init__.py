@@ -7,7 +7,11 @@ Tests mount this folder in ComfyUI's custom_nodes. It is no part of the plugin.
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from comfy_api.latest import ComfyExtension, io
@@ -85,6 +89,60 @@ class TestModelForward(io.ComfyNode):
         """The model itself."""
         model.model.diffusion_model.forward = lambda x, *args, **kwargs: x * 0.5
         return io.NodeOutput(model)
+
+
+class TestSlow(io.ComfyNode):
+    """A Flux whose uncompiled attention, or whose compiled blocks, take longer than they need."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node as the front end sees it."""
+        return io.Schema(
+            node_id="TestSlow",
+            display_name="Test Slow",
+            category="testing",
+            inputs=[io.Model.Input("model"), io.Combo.Input("slow", options=["uncompiled", "compiled"])],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type, slow: str) -> io.NodeOutput:
+        """A clone with a wrapper around each step."""
+        kind = _slow_attention if slow == "uncompiled" else _slow_regions
+        made: list[tuple[Any, str, Any]] = []  # at the first step: what is compiled for is loaded by then
+
+        def step(apply: Callable[..., Any], given: dict[str, Any]) -> Any:
+            made.extend([] if made else [kind()])
+            with mock.patch.object(*made[0]):
+                return apply(given["input"], given["timestep"], **given["c"])
+
+        clone = model.clone()
+        clone.set_model_unet_function_wrapper(step)
+        return io.NodeOutput(clone)
+
+
+def _slow_attention() -> tuple[Any, str, Any]:
+    """Attention that waits before it begins, which compiled code does not."""
+    from comfy.ldm.flux import layers
+
+    own = layers.attention
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return own(*args, **kwargs)
+
+    return layers, "attention", attention
+
+
+def _slow_regions() -> tuple[Any, str, Any]:
+    region = next(module for name, module in sys.modules.items() if name.endswith("nexfort_engine.dispatch.region"))
+    own = region.Region._ran
+
+    def ran(self: Any, *args: Any) -> Any:
+        time.sleep(0.05)
+        return own(self, *args)
+
+    return region.Region, "_ran", ran
 
 
 class TestNetwork(io.ComfyNode):
@@ -184,7 +242,7 @@ class TestingExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes of this pack."""
         return [
-            *(TestRandomConditioning, TestBlockForward, TestModelForward),
+            *(TestRandomConditioning, TestBlockForward, TestModelForward, TestSlow),
             *(TestNetwork, TestSoundLatent, TestFrames, TestSound),
         ]
 
