@@ -175,7 +175,8 @@ class Builder:
         elif (given_up := self._given_up(wanted)) is not None:
             return None, self.refusals.of(wanted) or given_up
         if binding is None and not session.planned and self.may_make(wanted, failure):
-            if not self.waits and self.handover.puts_off(session):
+            last = failure is not None and failure.wide  # the picture's other steps have theirs, and do not lack this
+            if not (self.waits or last) and self.handover.puts_off(session):
                 return None, _PENDING
             found = self.planner.calls(session)
             if not self.planner.pays(found, session):
@@ -231,7 +232,8 @@ class Builder:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
         Where a size of 1 was taken for a constant, each region gets one that takes more. So does a region that keeps
         frames in a list for what is of one frame: chunks of a video are of one or of more.
-        Blocks whose code asks whether a number is even get one for each answer.
+        Blocks whose code asks whether a number is even get one for each answer. Blocks that were captured for more than
+        1 get one for 1: MiniMax-H3's first step has one time for all tokens, and its others have two.
         Blocks whose code loops over a size, such as a video's frames, get one for each of a few where no step waits.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
@@ -250,6 +252,8 @@ class Builder:
             return False
         few = len(self.artefacts.get(wanted.primary, ())) < MOST_SIZES
         if failure.parity and not failure.fixed and few:
+            return True
+        if failure.wide and few and not any(0 in sizes for sizes, *_ in wanted.example.tensors):
             return True
         return first or self.state.report.calls == 0 or (failure.fixed and few and not self.waits)
 
