@@ -62,17 +62,19 @@ class Host:
     def picture(self, groups: int = 2, first: int = 1) -> list[int]:
         """One picture, whose first step has as many times as `first` says; what is begun meanwhile is made after it."""
         self.now = Picture(Name(), STEPS, lambda: 0)
-        counts = []
-        for step in range(STEPS):
-            call = torch.randn(groups, 7, 16), torch.randn(first if step == 0 else groups, 1, 16)
-            ran, own = [], artifact.Binding.run
-            with self.patch.context() as inner, torch.inference_mode():
-                inner.setattr(artifact.Binding, "run", lambda self, *rest: (ran.append(self), own(self, *rest))[1])
-                assert distance([self.compiled(*call)], [self.net(*call)]) < TOLERANCE
-            counts.append(len(ran))
+        times = [first] + [groups] * (STEPS - 1)
+        counts = [self._step(torch.randn(groups, 7, 16), torch.randn(rows, 1, 16)) for rows in times]
         background = self.compiled._nexfort_engine.builder.background
         assert background is None or background.join(60)
         return counts
+
+    def _step(self, *call: Tensor) -> int:
+        ran: list[Any] = []
+        own = artifact.Binding.run
+        with self.patch.context() as inner, torch.inference_mode():
+            inner.setattr(artifact.Binding, "run", lambda self, *rest: (ran.append(self), own(self, *rest))[1])
+            assert distance([self.compiled(*call)], [self.net(*call)]) < TOLERANCE
+        return len(ran)
 
 
 @pytest.fixture
