@@ -162,10 +162,12 @@ def test_every_mode_key_and_option_has_its_line() -> None:
 
 
 def test_the_front_end_offers_the_modes_of_the_nodes() -> None:
-    """A setting chooses the mode of new nodes; web/nexfort.js has the list that nodes/compile_inputs.py has."""
-    shown = re.search(r"^const MODES = \[(.*)\]$", read(ROOT / "web" / "nexfort.js"), re.MULTILINE)
-    offered = re.search(r"^MODES = \[(.*)\]$", read(ROOT / "nodes" / "compile_inputs.py"), re.MULTILINE)
-    assert shown and offered and shown[1].replace("'", '"') == offered[1]
+    """A setting chooses the mode of new nodes; web/nexfort.js names all that nodes/compile_inputs.py has."""
+    named = re.search(r"^const MODE_NAMES = \{\n(.*?)^\}$", read(ROOT / "web" / "nexfort.js"), re.MULTILINE | re.DOTALL)
+    offered = re.search(r"^MODES = \[(.*)\]\nLOW_PRECISION = (.*)$", read(ROOT / "nodes" / "compile_inputs.py"), re.M)
+    assert named and offered
+    modes = re.findall(r'"([^"]+)"', f"{offered[1]}, {offered[2]}")
+    assert re.findall(r"^  '?([\w:-]+)'?: '", named[1], re.MULTILINE) == modes
 
 
 def test_what_is_not_there_is_noticed(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ _ATTRIBUTES: Mapping[str, str] = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.fx.experimental.sym_node.SymNode": "_expr",
     "torch._inductor.codegen.triton.TritonKernel": "_load_mask",
-    "torch._inductor.cpu_vec_isa.VecISA": "_arch_flags",
+    "torch._inductor.cpu_vec_isa.VecISA": "_arch_flags _avx_py_load",
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner": "_create_compile_meta _create_compile_options",
     "torch._library.custom_ops.CustomOpDef": "_init_fn",
     "torch._ops.OpOverload": "_schema",

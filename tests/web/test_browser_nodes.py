@@ -7,6 +7,7 @@ Which old nodes are told to ComfyUI as replaceable is tested in nodes/test_repla
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import browser
@@ -115,7 +116,8 @@ def test_the_setting_for_new_nodes_calls_modes_so_too(page: Any) -> None:
     page.get_by_role("option", name="Quick (jit)").click()
     setting = "window.app.extensionManager.setting.get('Nexfort.Nodes.DefaultMode')"
     page.wait_for_function(f"() => {setting} === 'jit:disable-runtime-fusion'")
-    page.keyboard.press("Escape")
+    dialog.get_by_role("button", name=re.compile("close", re.IGNORECASE)).first.click()
+    dialog.wait_for(state="detached")
 
 
 # Brings the compile node into the middle; its fields with where each is in the window, on the canvas.
