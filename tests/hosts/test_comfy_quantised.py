@@ -351,7 +351,9 @@ def test_what_the_machine_cannot_multiply_falls_back_as_in_eager(pair: Callable[
     if _multiplies_fp8():
         assert not found
         pytest.skip(f"torch {torch.__version__} multiplies fp8 on a CPU, so that nothing has to fall back")
-    assert {row["region"] for row in found} == {"double_blocks.0"} and "compiled code failed" in found[0]["reason"], found
+    assert {row["region"] for row in found} == {"double_blocks.0"} and "compiled code failed" in found[0]["reason"], (
+        found
+    )
 
 
 def _multiplies_fp8() -> bool:
