@@ -251,9 +251,8 @@ class Builder:
         if not self._table.is_block(wanted.region):
             return False
         few = len(self.artefacts.get(wanted.primary, ())) < MOST_SIZES
-        if failure.parity and not failure.fixed and few:
-            return True
-        if failure.wide and few and not any(0 in sizes for sizes, *_ in wanted.example.tensors):
+        one = failure.wide and not any(0 in sizes for sizes, *_ in wanted.example.tensors)
+        if few and (one or (failure.parity and not failure.fixed)):
             return True
         return first or self.state.report.calls == 0 or (failure.fixed and few and not self.waits)
 
