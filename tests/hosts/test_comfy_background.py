@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from backbones import make
 from patchers import MOVES, STEPS, TOLERANCE, distance, in_the_middle, patcher_around, sample, with_lora
-from subjects import graphs_as_they_are
+from subjects import graphs_as_they_are, ran
 from tiny_autoencoders import taesd, vae
 
 from nexfort_engine.compilation import handover
@@ -21,7 +21,6 @@ from nexfort_engine.compilation.background import Background
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.hosts.comfy import model as host
 from nexfort_engine.lowering import inductor
-from nexfort_engine.runtime import artifact
 from nexfort_engine.system.traced_thread import kept_to_its_thread
 
 pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_cache")]
@@ -63,15 +62,6 @@ def background_of(patcher: Any) -> Background:
 def finish(patcher: Any, opened: threading.Event) -> None:
     opened.set()
     assert background_of(patcher).join(60)
-
-
-def ran(run: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """How many artefacts run meanwhile, and the result."""
-    seen, own = [], artifact.Binding.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(artifact.Binding, "run", lambda self, *rest: (seen.append(self), own(self, *rest))[1])
-        found = run()
-    return len(seen), found
 
 
 def report(patcher: Any) -> dict[str, Any]:

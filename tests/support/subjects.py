@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -33,7 +33,10 @@ from nexfort_engine.dispatch import forward_shim
 from nexfort_engine.engine import Engine
 from nexfort_engine.lowering import inductor
 from nexfort_engine.reporting.report import Report
+from nexfort_engine.runtime import artifact
 from nexfort_engine.runtime.engine_state import HostHooks
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-4  # the distance rule in fp32 on a CPU, as a relative norm
 SECONDS_BETWEEN_LOOKS = 0.02  # or looking takes as long as what is looked at
@@ -162,6 +165,15 @@ _graphs: dict[str, tuple[torch.fx.GraphModule, list[torch.Tensor]]] = {}
 def _graph_cache() -> str:
     """The graphs last as long as this process, and so does what is stored about them."""
     return tempfile.mkdtemp(prefix="nexfort-graphs-")
+
+
+def ran(run: Callable[[], T]) -> tuple[int, T]:
+    """How many artefacts run meanwhile, and the result."""
+    seen, own = [], artifact.Binding.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(artifact.Binding, "run", lambda self, *rest: (seen.append(self), own(self, *rest))[1])
+        found = run()
+    return len(seen), found
 
 
 @contextmanager
