@@ -121,16 +121,37 @@ def _holds(guard: str, symbols: Mapping[str, int]) -> bool:
         return False
 
 
+def _compared(guard: str) -> tuple[bool, Sequence[ast.expr]]:
+    """Whether a relation says that two numbers are equal, and both; no numbers if it says something else."""
+    node = _parse(guard)
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+        return isinstance(node.ops[0], ast.Eq), (node.left, *node.comparators)
+    if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in ("Eq", "Ne"):
+        return name == "Eq", node.args
+    return False, ()
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_of_parity(guard: str) -> bool:
     """Whether a relation says no more than that a number is even, or that it is odd."""
-    node = _parse(guard)
-    sides: Sequence[ast.expr] = ()
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-        sides = (node.left, *node.comparators)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Eq", "Ne"):
-        sides = node.args
+    _, sides = _compared(guard)
     return len(sides) == 2 and any(map(_is_half, sides)) and any(isinstance(side, ast.Constant) for side in sides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _says_one(guard: str) -> bool | None:
+    """Whether a relation says that a size made of others, such as half of one, is 1 or none; False: that it is not.
+
+    None if it says something else, such as what is left by a division.
+    """
+    equal, sides = _compared(guard)
+    counts = any(isinstance(side, ast.Constant) and side.value in (0, 1) for side in sides)
+    return equal if counts and not any(map(_has_remainder, sides)) else None
+
+
+def _has_remainder(node: ast.expr) -> bool:
+    calls = (ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call))
+    return any(isinstance(one, ast.Mod) for one in ast.walk(node)) or not {"Mod", "PythonMod"}.isdisjoint(calls)
 
 
 def _is_half(node: ast.expr) -> bool:
@@ -184,12 +205,10 @@ class Conditions:
 
     def broken(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> str | None:
         """Why a call with these sizes may not use the artefact, or None if it may."""
-        symbols: dict[str, int] = {}
         for shape, expected in zip(shapes, self.shapes, strict=True):
             if len(shape) != len(expected):
                 return f"rank {len(shape)} where {len(expected)} was captured"
-        for name, i, d in self._bind:
-            symbols[name] = int(ints[d] if i < 0 else shapes[i][d])
+        symbols = self._symbols(shapes, ints)
         for i, (shape, expected) in enumerate(zip(shapes, self.shapes, strict=True)):
             for d, size in enumerate(expected):
                 wanted = size if isinstance(size, int) else evaluate(size, symbols)
@@ -210,10 +229,13 @@ class Conditions:
                 return _BROKEN.format(guard)
         return None
 
-    def narrow(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
-        """Whether a size of 1 or none was taken for a constant where the call has more."""
+    def narrow(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> bool:
+        """Whether a size of 1 or none was taken for a constant where the call has more.
+
+        It may be one that code makes of the sizes given, such as a number of pairs; then a relation says so.
+        """
         both = zip(shapes, self.shapes, strict=True)
-        return any(
+        return self._breaks_one(True, shapes, ints) or any(
             expected in (0, 1) and size > expected
             for shape, captured in both
             for size, expected in zip(shape, captured, strict=False)  # ranks are for `broken`
@@ -228,22 +250,35 @@ class Conditions:
             for size, expected in zip(shape, captured, strict=False)
         )
 
-    def wide(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
-        """Whether a size is 1 or none where more was captured."""
+    def wide(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> bool:
+        """Whether a size is 1 or none where more was captured; one that code makes of those given as well."""
         both = zip(shapes, self.shapes, strict=True)
-        return any(
+        return self._breaks_one(False, shapes, ints) or any(
             size in (0, 1) and expected not in (0, 1)
             for shape, captured in both
             for size, expected in zip(shape, captured, strict=False)
         )
 
+    def _breaks_one(self, one: bool, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int]) -> bool:
+        """Whether a relation does not hold that a size is 1 or none (`one`), or that it is not."""
+        if not self._same_ranks(shapes):
+            return False
+        relations = [guard for guard in self.guards if _says_one(guard) is one]
+        return any(not _holds(guard, self._symbols(shapes, ints)) for guard in relations)
+
     def other_parity(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> str | None:
         """Says where the code is for an even number and the call has an odd one, or the other way round; else None."""
-        if any(len(shape) != len(expected) for shape, expected in zip(shapes, self.shapes, strict=True)):
+        if not self._same_ranks(shapes):
             return None
-        symbols = {name: int(ints[d] if i < 0 else shapes[i][d]) for name, i, d in self._bind}
+        symbols = self._symbols(shapes, ints)
         parities = filter(_is_of_parity, self.guards)
         return next((_BROKEN.format(guard) for guard in parities if not _holds(guard, symbols)), None)
+
+    def _same_ranks(self, shapes: Sequence[torch.Size | Sequence[int]]) -> bool:
+        return all(len(shape) == len(expected) for shape, expected in zip(shapes, self.shapes, strict=True))
+
+    def _symbols(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int]) -> dict[str, int]:
+        return {name: int(ints[d] if i < 0 else shapes[i][d]) for name, i, d in self._bind}
 
     def as_json(self) -> dict[str, Any]:
         return {"shapes": self.shapes, "ints": self.ints, "ranges": self.ranges, "guards": self.guards}

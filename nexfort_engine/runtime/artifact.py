@@ -194,8 +194,8 @@ class Artefact:
             return None
         told = self.conditions
         parity = told.other_parity(shapes, flat.ints)
-        kinds = told.narrow(shapes), told.wide(shapes), told.fixed(shapes), parity is not None
-        return GuardFailure(parity or reason, True, *kinds, self.check)
+        narrow, wide = told.narrow(shapes, flat.ints), told.wide(shapes, flat.ints)
+        return GuardFailure(parity or reason, True, narrow, wide, told.fixed(shapes), parity is not None, self.check)
 
 
 class Binding:

@@ -170,3 +170,24 @@ def test_a_parity_is_told_from_other_relations(guard: str, even: bool, odd: bool
     assert [one is not None for one in found] == [even, even, odd, odd]
     assert {one for one in found if one} <= {f"the relation {guard} does not hold"}
     assert told.other_parity([torch.Size([4])]) is None
+
+
+@pytest.mark.parametrize(
+    ("guard", "given", "narrow", "wide"),
+    [
+        ("(s0 // 2) == 1", 4, True, False),
+        ("(s0 // 2) == 1", 3, False, False),
+        ("Eq(1, FloorDiv(s0, 4))", 12, True, False),
+        ("Eq(s0 - 2, 0)", 5, True, False),
+        ("Ne(s0 // 2, 1)", 3, False, True),
+        ("s0 // 4 != 0", 2, False, True),
+        ("Eq(Mod(s0, 4), 1)", 6, False, False),
+        ("(s0 % 3) == 0", 4, False, False),
+        ("Eq(s0 // 2, 2)", 6, False, False),
+        ("s0 // 2 < 1", 6, False, False),
+    ],
+)
+def test_a_size_of_one_that_code_makes_of_others_is_told(guard: str, given: int, narrow: bool, wide: bool) -> None:
+    told = Conditions(shapes=[["s0", 4]], guards=[guard])
+    assert (told.narrow([(given, 4)]), told.wide([(given, 4)])) == (narrow, wide)
+    assert (told.narrow([(4,)]), told.wide([(4,)])) == (False, False), "ranks are told by `broken`"
