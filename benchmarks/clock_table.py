@@ -21,7 +21,7 @@ NAMES = {
     "sdxl": "SDXL with a LoRA",
 }
 HEAD = (
-    "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | distance to eager | noise floor | date, commit |"
+    "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | difference | noise floor | date, commit |"
 )
 PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fast | GPU memory, GiB | date, commit |"
 

@@ -84,7 +84,7 @@ def taken(file: Path = RESULTS) -> str:
 
 def low_precision(file: Path = RESULTS) -> str:
     """The table of mode `O3` beside `O2`: speed, and distance to the uncompiled result."""
-    head = "| GPU | workload | `O2` | `O3` | distance, `O2` | distance, `O3` |"
+    head = "| GPU | workload | `O2` | `O3` | difference, `O2` | difference, `O3` |"
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     whole = runs(read(file), MODES["O2"], MODES["O3"])
     for (gpu, backbone), run in sorted(whole.items(), key=lambda one: (one[0][0], _place(one[0][1]))):

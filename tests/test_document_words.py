@@ -50,6 +50,8 @@ PRIVATE = {
     r"fast profile": "fast-compile profile",
     r"core's TorchCompile\w+": "ComfyUI's",
 }
+# Words of the engine that a user needs not know: they stand in pages on how it works.
+OF_THE_ENGINE = re.compile(r"\b(?:artefacts?|eager|regions?|distances?)\b", re.IGNORECASE)
 PRIVATE_WORD = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
 # (page, line's beginning): where a word stands for what it means in plain English
 PLAIN: set[tuple[str, str]] = set()
@@ -105,6 +107,11 @@ def test_words_are_those_of_the_field(page: Path) -> None:
             seen = re.finditer(rf"\b(?:{word})\b", line, re.IGNORECASE)
             found += [f"{name_of(page)}:{number}: {one[0]!r}, say {better}" for one in seen]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "web" / "docs").glob("*.md"))], ids=name_of)
+def test_a_user_s_first_pages_have_no_words_of_the_engine(page: Path) -> None:
+    assert OF_THE_ENGINE.findall(read(page)) == [], "tables and pictures' texts are read too"
 
 
 # ---- tooltips, panels, report, log ------------------------------------------------------------------------
