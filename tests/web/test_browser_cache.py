@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import browser
 import browser_pages
 import pytest
 
+from nexfort_engine.cache import model_names
+from nexfort_engine.cache.store import Store
 from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 TAB, BADGE = browser.TAB, browser.BADGE
-MODELS, BLOCKS = 200, 14
+MODELS, BLOCKS = 200, 2
+SHARED = 60  # the model whose blocks three files have
 
 
 def test_nothing_is_cut_off_in_a_small_window(chromium: Any, filled: ComfyServer) -> None:
@@ -65,52 +69,66 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     assert filled.get("/nexfort/cache")["count"] == 0
 
 
-def entries() -> list[dict[str, Any]]:
-    """Artefacts of many models, as the route tells them."""
-    return [
-        {
-            **{"id": f"{model:04x}{block:020x}", "region": f"blocks.{block}", "family": "Flux", "kind": "Block"},
-            **{"model": f"{model:032x}", "mode": "O2", "files": [f"model{model}.safetensors"], "shapes": []},
-            **{"size": 1000 * (model + 1), "created": "2026-11-01T10:00:00Z", "state": "ready"},
-            **{"last_used": f"2026-11-{model % 28 + 1:02d}T10:00:00Z", "pinned": False, "base": False},
-        }
-        for model in range(MODELS)
-        for block in range(BLOCKS)
-    ]
+@pytest.fixture(scope="module")
+def stocked(server: ComfyServer) -> Iterator[list[str]]:
+    """Artefacts of many models in the server's store, each as large as its number; one key for each model."""
+    server.post("/nexfort/cache/clear", {"confirm": True})
+    store = Store(server.cache_dir)
+    for model, block in itertools.product(range(MODELS), range(BLOCKS)):
+        info = {"region": f"blocks.{block}", "family": "Flux", "kind": "Block", "model": key(model), "mode": "O2"}
+        with store.stage() as staged:
+            (staged / "payload" / "code").write_bytes(b"x" * 100 * (model + 1))
+            store.commit(f"{model:08x}{block:08x}", staged, {"info": info})
+    for model in range(MODELS):
+        model_names.note(store.root, [key(model)], f"model{model}.safetensors")
+    for file in ("krea.safetensors", "dev.safetensors"):
+        model_names.note(store.root, [key(SHARED)], file)
+    yield [key(model) for model in range(MODELS)]
+    server.post("/nexfort/cache/clear", {"confirm": True})
 
 
-def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServer) -> None:
-    rows = entries()
-    told = {"count": len(rows), "size": sum(row["size"] for row in rows), "limit": 8 << 30, "entries": rows}
-    page.route("**/nexfort/cache", lambda route: route.fulfill(json=told))
+def key(model: int) -> str:
+    return f"{model:032x}"
+
+
+def blocks_of(server: ComfyServer, model: int) -> list[dict[str, Any]]:
+    return [row for row in server.get("/nexfort/cache")["entries"] if row["model"] == key(model)]
+
+
+def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServer, stocked: list[str]) -> None:
+    assert len(server.get("/nexfort/cache")["entries"]) == MODELS * BLOCKS
     browser.tab_button(page).click()
     models = page.locator(f"{TAB} .nexfort-model")
     models.first.wait_for()
-    assert models.count() == MODELS
+    assert models.count() == MODELS + 2, "three files share one model's blocks"
     page.locator(TAB).get_by_label("Sort by").select_option("Size")
-    assert "model199" in models.first.inner_text() and "14 blocks" in models.first.inner_text()
+    assert "model199" in models.first.inner_text() and f"{BLOCKS} blocks" in models.first.inner_text()
     page.locator(TAB).get_by_role("searchbox").fill("model17")
     wanted = [number for number in range(MODELS) if str(number).startswith("17")]
     assert models.count() == len(wanted)
-    # The server has none of these blocks and would refuse.
-    page.route("**/nexfort/cache/pin", lambda route: route.fulfill(json={"ids": [], "pinned": True}))
-    with page.expect_response("**/nexfort/cache/pin") as answered:
-        models.first.locator(".nexfort-icon").first.click()
-    body = json.loads(answered.value.request.post_data)
-    assert body["pinned"] is True and len(body["ids"]) == BLOCKS
+    with page.expect_response("**/nexfort/cache/pin"):
+        models.first.locator(".nexfort-head .nexfort-icon").first.click()
+    page.wait_for_function("() => document.querySelector('.nexfort-cache .nexfort-head [data-pinned=true]')")
+    assert [row["pinned"] for row in blocks_of(server, max(wanted))] == [True] * BLOCKS
+    models.nth(1).locator(".nexfort-head .nexfort-icon").last.click()
+    page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+    page.wait_for_function(
+        "left => document.querySelectorAll('.nexfort-cache .nexfort-model').length === left", arg=len(wanted) - 1
+    )
+    left = server.get("/nexfort/cache")["entries"]
+    assert len(left) == (MODELS - 1) * BLOCKS and not blocks_of(server, sorted(wanted)[-2])
 
 
-def test_each_file_has_a_row_and_says_with_whom_it_shares(page: Any, server: ComfyServer) -> None:
-    files = ["dev.safetensors", "krea.safetensors"]
-    rows = [{**row, "files": files} for row in entries()[:BLOCKS]]
-    told = {"count": BLOCKS, "size": sum(row["size"] for row in rows), "limit": 8 << 30, "entries": rows}
-    page.route("**/nexfort/cache", lambda route: route.fulfill(json=told))
+def test_each_file_has_a_row_and_says_with_whom_it_shares(page: Any, server: ComfyServer, stocked: list[str]) -> None:
     browser.tab_button(page).click()
-    models = page.locator(f"{TAB} .nexfort-model")
+    models = page.locator(f"{TAB} .nexfort-model").filter(has_text="shares its blocks with ")
     models.first.wait_for()
-    assert [one.split()[-1] for one in models.locator(".nexfort-toggle").all_inner_texts()] == ["dev", "krea"]
-    assert "14 blocks" in models.first.inner_text() and "shares its blocks with krea" in models.first.inner_text()
-    models.first.locator(".nexfort-head .nexfort-icon").last.click()
+    names = sorted(one.split()[-1] for one in models.locator(".nexfort-toggle").all_inner_texts())
+    assert names == ["dev", "krea", f"model{SHARED}"]
+    dev = models.filter(has=page.locator(".nexfort-toggle", has_text="dev"))
+    assert f"{BLOCKS} blocks" in dev.inner_text() and "shares its blocks with krea" in dev.inner_text()
+    dev.locator(".nexfort-head .nexfort-icon").last.click()
     dialog = page.get_by_role("dialog")
-    assert "krea uses the same blocks" in dialog.inner_text()
+    assert "krea" in dialog.inner_text() and "the same blocks" in dialog.inner_text()
     dialog.get_by_role("button", name="Cancel").click()
+    assert len(blocks_of(server, SHARED)) == BLOCKS
