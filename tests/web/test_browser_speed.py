@@ -105,7 +105,7 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         said = run(page, 303)
         row = speed(server)
         assert row["source"] == "bypassed" and WORDS[verdict(row)] in said and said.endswith("compiled just now")
-        browser.shoot(page, "speed_badge")
+        browser.in_both_themes(page, BADGE, "speed_badge")
         browser.reload(page)
         page.locator(BADGE, has_text=WORDS[verdict(row)]).wait_for()
         page.locator(BADGE).click()
