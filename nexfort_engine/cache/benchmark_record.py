@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .sidecar import UnreadableError, recall_own, update
+from .sidecar import UnreadableError, recall_own, tell_once, update
 from .speed_record import FOLDER
 
 log = logging.getLogger("nexfort")
@@ -36,8 +36,9 @@ def read(root: Path) -> tuple[list[dict[str, Any]], str]:
             raise UnreadableError("it does not hold what it should")
         return rows, ""
     except UnreadableError as reason:
-        log.info("Nexfort: %s is not read and is made again: %s", root / FOLDER / FILE, reason)
-        return [], f"Earlier benchmarks cannot be read: {FILE} is damaged. The next benchmark makes it anew."
+        lost = f"Earlier benchmarks cannot be read: {FILE} {reason.in_short}. The next benchmark makes it anew."
+        tell_once(f"{lost} ({root / FOLDER / FILE}: {reason})")
+        return [], lost
     except OSError as error:
         log.debug("Nexfort: %s cannot be read: %s", root / FOLDER, error)
     return [], ""

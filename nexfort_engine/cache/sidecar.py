@@ -22,7 +22,15 @@ _MOST = 4 << 20  # bytes of a file
 
 
 class UnreadableError(Exception):
-    """A file is there and is not to be read. The text is why."""
+    """A file is there and is not to be read. The text is why. in_short: what is said of the file to its user."""
+
+    in_short = "is damaged"
+
+
+class NotOwnError(UnreadableError):
+    """Others could have written it."""
+
+    in_short = "is not yours alone"
 
 
 def recall(folder: Path | None, name: str) -> Any:
@@ -57,6 +65,12 @@ def recall_own(folder: Path, name: str) -> Any:
     return _read(folder, name)
 
 
+@functools.cache
+def tell_once(text: str) -> None:
+    """Log it, unless this process has said the same: a file may be read many times before it is made anew."""
+    log.info("Nexfort: %s", text)
+
+
 def update(folder: Path, name: str, change: Callable[[Any], object]) -> None:
     """Replace what is remembered under this name by what `change` makes of it; one process at a time.
 
@@ -77,12 +91,12 @@ def _read(folder: Path, name: str, loose: int | None = None) -> Any:
     rules, file = trust.own(), folder / name
     try:
         if (reason := rules.problem(folder, folder.stat(), loose)) is not None:
-            raise UnreadableError(reason)
+            raise NotOwnError(reason)
         return json.loads(read_plain(file, _MOST, functools.partial(rules.check, file)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except trust.DistrustError as error:
-        raise UnreadableError(str(error)) from error
+        raise NotOwnError(str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         what = "it is no file of ours" if isinstance(error, NotPlainError) else "it cannot be read"
         raise UnreadableError(f"{what} ({error})") from error

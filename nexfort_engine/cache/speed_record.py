@@ -2,8 +2,8 @@
 """How long steps took, on disk: the last times of each kind of step, compiled and uncompiled, of the last 30 days.
 
 One readable JSON file in a folder of its own beside the artefacts. A file that is damaged, or that somebody else could
-have written, is not read, with one line in the log. Losing it costs measuring again. What makes two steps of one kind
-is the business of whoever makes the keys.
+have written, is not read; whoever asks is told so in one sentence, and the next picture makes it anew. Losing it costs
+measuring again. What makes two steps of one kind is the business of whoever makes the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .sidecar import UnreadableError, recall_own, update
+from ..reporting.speed import HOW
+from .sidecar import UnreadableError, recall_own, tell_once, update
 
 log = logging.getLogger("nexfort")
 
@@ -43,19 +44,21 @@ def blank(**known: Any) -> dict[str, Any]:
     return {**row, **known}
 
 
-def read(root: Path) -> dict[str, dict[str, Any]]:
-    """The rows that are kept below the root of a store, by their keys."""
+def read(root: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """The rows that are kept below the root of a store, by their keys, and "" or a sentence on why there are none."""
     try:
         found = recall_own(root / FOLDER, FILE)
         rows = {} if found is None else _rows(found)
         if rows is None:
             raise UnreadableError("it does not hold what it should")
-        return rows
+        return rows, ""
     except UnreadableError as reason:
-        log.info("Nexfort: %s is not read and is made again: %s", root / FOLDER / FILE, reason)
+        lost = f"earlier times of steps are lost: {FILE} {reason.in_short} and is made anew; to compare again, {HOW}"
+        tell_once(f"{lost} ({root / FOLDER / FILE}: {reason})")
+        return {}, lost
     except OSError as error:
         log.debug("Nexfort: %s cannot be read: %s", root / FOLDER, error)
-    return {}
+    return {}, ""
 
 
 def write(root: Path, changed: Mapping[str, Mapping[str, Any]], more: Mapping[str, Mapping[str, float]]) -> None:

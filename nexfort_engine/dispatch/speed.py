@@ -198,7 +198,9 @@ class Speed:
         found = self._kinds.get(key.text)
         if found is None:
             if self._known is None:
-                self._known = speed_record.read(self._state.store.root)
+                self._known, lost = speed_record.read(self._state.store.root)
+                if lost:
+                    self._state.report.note(lost)
             found = _Kind(self._known.get(key.text) or speed_record.blank(**key.known))
             self._kinds[key.text] = found
         self._kinds.move_to_end(key.text)

@@ -15,6 +15,13 @@ import pytest
 
 from nexfort_engine.cache import speed_record
 from nexfort_engine.cache.speed_record import DAYS, FILE, FOLDER, MOST, blank, read, write
+from nexfort_engine.reporting.speed import HOW
+
+MADE_ANEW = f" and is made anew; to compare again, {HOW}"
+
+
+def rows(root: Path) -> dict[str, dict[str, Any]]:
+    return read(root)[0]
 
 
 def row(**given: Any) -> dict[str, Any]:
@@ -23,10 +30,10 @@ def row(**given: Any) -> dict[str, Any]:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    assert read(tmp_path) == {}
+    assert rows(tmp_path) == {}
     mine = row(model="Flux", mode="O2", device="a card", sizes=[[1, 4, 8, 8]], recent=[[1.0, 0.5]])
     write(tmp_path, {"a": {**mine, "reason": "not kept"}}, {})
-    assert read(tmp_path) == {"a": mine}
+    assert rows(tmp_path) == {"a": mine}
 
 
 def test_the_last_time_of_each_counts_and_counts_add_up(tmp_path: Path) -> None:
@@ -34,7 +41,7 @@ def test_the_last_time_of_each_counts_and_counts_add_up(tmp_path: Path) -> None:
     write(tmp_path, {"a": ours}, {"a": {"steps": 3}})
     theirs = {**ours, "compiled": 0.25, "compiled_at": ours["compiled_at"] + 5, "eager": 9.0, "eager_at": 1.0}
     write(tmp_path, {"a": theirs}, {"a": {"steps": 2, "pictures": 1, "saved": 0.5}})
-    found = read(tmp_path)["a"]
+    found = rows(tmp_path)["a"]
     assert (found["compiled"], found["eager"], found["source"]) == (0.25, 1.0, "verified")
     assert (found["steps"], found["pictures"], found["saved"]) == (5, 2, 2.0)
 
@@ -45,16 +52,16 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other(tmp_path: Path)
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(read(tmp_path)) == [str(n) for n in range(8)]
+    assert sorted(rows(tmp_path)) == [str(n) for n in range(8)]
 
 
 def test_what_is_old_goes_and_there_is_an_end_to_it(tmp_path: Path) -> None:
     old = time.time() - DAYS * 86400 - 10
     write(tmp_path, {"half": {**row(), "eager_at": old}, "all": {**row(), "eager_at": old, "compiled_at": old}}, {})
-    found = read(tmp_path)
+    found = rows(tmp_path)
     assert list(found) == ["half"] and found["half"]["eager"] is None and found["half"]["compiled"] == 0.5
     write(tmp_path, {str(n): {**row(), "compiled_at": time.time() + n} for n in range(MOST + 5)}, {})
-    assert len(read(tmp_path)) == MOST and "4" not in read(tmp_path)
+    assert len(rows(tmp_path)) == MOST and "4" not in rows(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +79,18 @@ def test_what_is_old_goes_and_there_is_an_end_to_it(tmp_path: Path) -> None:
         json.dumps({"format": 1, "rows": {"a": {**row(), "saved": float("nan")}}}),
     ],
 )
-def test_a_damaged_file_is_ignored_with_one_line_and_made_again(
+def test_a_damaged_file_is_told_in_one_sentence_and_one_line_and_made_again(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, {"a": row()}, {})
     (tmp_path / FOLDER / FILE).write_text(content)
     with caplog.at_level(logging.INFO, "nexfort"):
-        assert read(tmp_path) == {}
+        for _ in range(2):
+            assert read(tmp_path) == ({}, f"earlier times of steps are lost: {FILE} is damaged{MADE_ANEW}")
     assert [FILE in record.message for record in caplog.records] == [True]
     write(tmp_path, {"b": row()}, {})
-    assert list(read(tmp_path)) == ["b"]
+    found, lost = read(tmp_path)
+    assert list(found) == ["b"] and lost == ""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="owners and kinds of files are POSIX's here")
@@ -90,12 +99,12 @@ def test_what_others_could_have_written_is_not_read(tmp_path: Path, caplog: pyte
     file = tmp_path / FOLDER / FILE
     file.chmod(0o666)
     with caplog.at_level(logging.INFO, "nexfort"):
-        assert read(tmp_path) == {}
+        assert read(tmp_path) == ({}, f"earlier times of steps are lost: {FILE} is not yours alone{MADE_ANEW}")
     assert "0666" in caplog.records[0].message
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").chmod(0o600)
-    assert read(tmp_path) == {}
+    assert rows(tmp_path) == {}
 
 
 def test_a_place_that_takes_nothing_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,4 +115,4 @@ def test_a_place_that_takes_nothing_is_no_error(tmp_path: Path, monkeypatch: pyt
     write(tmp_path, {"a": row()}, {})
     (tmp_path / "file").write_text("")
     write(tmp_path / "file", {"a": row()}, {})
-    assert read(tmp_path) == {} == read(tmp_path / "file")
+    assert rows(tmp_path) == {} == rows(tmp_path / "file")

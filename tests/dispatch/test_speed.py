@@ -212,8 +212,35 @@ def test_it_is_kept_over_a_restart_and_adds_up(tmp_path: Path, clock: Clock) -> 
     again._nexfort_engine.promise.speed.begin_picture()
     run(again, FIRST + LEAST)
     assert again._nexfort_engine.promise.speed.end_picture().endswith("2.0x; 0 compiled, 0 loaded")
-    kept = list(speed_record.read(tmp_path).values())
+    kept = list(speed_record.read(tmp_path)[0].values())
     assert len(kept) == 1 and kept[0]["pictures"] == 2 and kept[0]["steps"] > LEAST
+
+
+def test_a_damaged_record_is_told_in_one_sentence_and_nothing_else_is_lost(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picture(ours: Any) -> None:
+        ours._nexfort_engine.promise.speed.begin_picture()
+        run(ours, MADE + FIRST + LEAST)
+        ours._nexfort_engine.promise.speed.end_picture()
+
+    picture(compiled(tmp_path))
+    file = tmp_path / speed_record.FOLDER / speed_record.FILE
+    file.write_text(file.read_text()[:-9])
+    with caplog.at_level(logging.INFO, "nexfort"):
+        both = [compiled(tmp_path), compiled(tmp_path)]
+        for ours in both:
+            run(ours, MADE + 1)
+    for ours in both:
+        told = ours.report.as_dict()
+        (note,) = told["notes"]
+        assert note.startswith(f"earlier times of steps are lost: {file.name} is damaged and is made anew; to compare")
+        assert f"note: {note}" in str(ours.report)
+        assert (told["artefacts_compiled"], told["artefacts_loaded"], told["eager"]) == (0, 1, [])
+    assert len([record for record in caplog.records if note in record.getMessage()]) == 1
+    picture(both[0])
+    (kept,), lost = speed_record.read(tmp_path)[0].values(), speed_record.read(tmp_path)[1]
+    assert kept["pictures"] == 1 and lost == ""
 
 
 def test_slower_steps_are_told_with_a_likely_reason(tmp_path: Path, clock: Clock) -> None:
@@ -245,7 +272,7 @@ def test_a_step_is_not_kept_waiting_by_the_disk(
     with caplog.at_level(logging.DEBUG, "nexfort"):
         run(ours, MADE + FIRST + 1)
     assert written and any("no threads" in record.message for record in caplog.records)
-    assert not speed_record.read(tmp_path)
+    assert speed_record.read(tmp_path) == ({}, "")
 
 
 def test_words_of_a_headline() -> None:
