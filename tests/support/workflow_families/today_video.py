@@ -70,7 +70,7 @@ def minimax_h3(graph: Graph) -> None:
     turbo = parts.file("loras", "minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors", H3_TURBO)
     vaes = [
         parts.file("vae", f"minimax_h3_{kind}.safetensors", H3 + "vae/")
-        for kind in ("video_vae_int8_convrot", "audio_vae_fp32")
+        for kind in ("video_vae_fp16", "audio_vae_fp32")
     ]
     loaded = parts.split_files(graph, unet, (text,), "minimax", vaes[0])
     sound = graph.add("VAELoader", 0, "VAE of the sound", {"vae_name": vaes[1][0]}, (vaes[1],))[0]
