@@ -209,7 +209,8 @@ class Talk:
         required = {"text": ("STRING", {}), "fail": ("BOOLEAN", {})}
         return {"required": required, "hidden": {"node": "UNIQUE_ID"}}
     def run(self, text, fail, node):
-        PromptServer.instance.send_progress_text(text, node)
+        for line in text.split("|"):
+            PromptServer.instance.send_progress_text(line, node)
         if fail:
             raise ValueError("asked to fail")
         return {}
@@ -296,7 +297,8 @@ def test_the_run_command(comfyui: Path, tmp_path: Path) -> None:
     pack.mkdir(parents=True)
     (pack / "__init__.py").write_text(PACK)
     preview = {**WORKFLOW, "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}}
-    failing = {"7": {"class_type": "NexfortTestTalk", "inputs": {"text": "Nexfort: 1 of 2", "fail": True}}}
+    text = "|".join(f"Nexfort: {count} of 30 blocks, about {30 - count} s left" for count in range(1, 31))
+    failing = {"7": {"class_type": "NexfortTestTalk", "inputs": {"text": text, "fail": True}}}
     for name, workflow in (("good", WORKFLOW), ("preview", preview), ("failing", failing)):
         (tmp_path / f"{name}.json").write_text(json.dumps(workflow))
     command = [sys.executable, "-m", "nexfort_engine", "run"]
@@ -313,7 +315,9 @@ def test_the_run_command(comfyui: Path, tmp_path: Path) -> None:
     root = Path(comfy_server.__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "COMFYUI_PATH": ""})
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "Nexfort: 1 of 2" in done.stdout and "ValueError: asked to fail" in done.stdout
+    counted = [line.split(",")[0] for line in done.stdout.splitlines() if " of 30 blocks" in line]
+    assert counted == ["Nexfort: 1 of 30 blocks", "Nexfort: 30 of 30 blocks"], "a pipe gets no line a second"
+    assert "ValueError: asked to fail" in done.stdout and "\x1b" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert [prompt["error"] is None for prompt in report["prompts"]] == [True, True, False]

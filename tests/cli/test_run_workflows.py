@@ -18,6 +18,7 @@ from imitated_comfyui import WORKFLOW, ends
 
 from nexfort_engine.cli import comfy_server, run_workflows
 from nexfort_engine.cli.comfy_server import ComfyServer
+from nexfort_engine.cli.missing_models import HEAD
 
 imitation = imitated_comfyui.imitation  # a fixture
 
@@ -81,6 +82,22 @@ def test_a_run_reports_prompts_and_what_the_plugin_tells(imitation: Path, tmp_pa
     assert said[-1] == "Flux: 2.00x faster: 0.50 s a step, was 1.00 s (verified, 1970-01-01) - compiled once in 22 s"
     assert "one: done in 2.5 s" in said
     json.dumps(run.as_dict())
+
+
+def test_a_run_command_without_its_models_lists_them_and_fails(imitation: Path, tmp_path: Path) -> None:
+    """As a process into a pipe. What a real ComfyUI answers is in test_comfy_server.py and test_warm.py."""
+    files = {"a": "flux1-dev.safetensors", "b": "own.safetensors"}
+    (tmp_path / "workflow.json").write_text(json.dumps({"missing": {"class_type": "Loader", "inputs": files}}))
+    command = [sys.executable, "-m", "nexfort_engine", "run", str(tmp_path / "workflow.json")]
+    command += ["--comfyui", str(imitation), "--comfy-arg=--cpu"]
+    root = Path(comfy_server.__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, timeout=120)
+    assert done.returncode == 1 and done.stderr == "", done.stderr
+    said = done.stdout.splitlines()
+    head = next(number for number, line in enumerate(said) if line.endswith(HEAD))
+    known, own = said[head + 1 : head + 3]
+    assert known.startswith("  flux1-dev.safetensors -> models/diffusion_models (node missing, Loader)  https://")
+    assert own == "  own.safetensors (node missing, Loader)" and "\x1b" not in done.stdout
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent on POSIX only")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,12 @@ import tiny_checkpoints
 
 from nexfort_engine.cli import comfy_server, warm
 from nexfort_engine.cli import main as cli
+from nexfort_engine.cli.missing_models import HEAD
 
 MODEL = "flux_unet"
+HEADLINE = re.compile(
+    r"(.+): (\d+) blocks compiled in ([\d.]+) s, (\d+) loaded in ([\d.]+) s, ([\d.]+) s in all, for (.+)"
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -118,14 +125,24 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("warmed")
 
 
+def as_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`warm --cpu` as a process of its own, into a pipe."""
+    command = [sys.executable, "-m", "nexfort_engine", "warm", "--cpu", *map(str, arguments)]
+    return subprocess.run(command, cwd=served.ROOT, capture_output=True, text=True, check=False, timeout=500)
+
+
 @pytest.fixture(scope="module")
 def warmed(comfyui: Path, base: Path, cache: Path, elsewhere: dict[str, Path]) -> dict[str, Any]:
-    """A cold `warm --model`, with the options of a server farm."""
-    wish = warm.Wish(model=elsewhere[MODEL], sizes={"width": 96, "height": 64, "batch": 1, "length": 5})
-    lines: list[str] = []
-    done = warm.warm(comfyui, wish, lines.append, cpu=True, cache_dir=cache, base_dir=base)
-    assert any("compiling what is not in the cache" in line for line in lines)
-    return {**done.as_dict(), "text": str(done)}
+    """A cold `warm --model`, with the options of a server farm: what it said, and the figures of its headline."""
+    sizes = ("--width", 96, "--height", 64, "--length", 5)
+    where = ("--comfyui", comfyui, "--base-directory", base, "--cache-dir", cache)
+    done = as_process("--model", elsewhere[MODEL], *sizes, *where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (headline,) = [found for line in done.stdout.splitlines() if (found := HEADLINE.fullmatch(line))]
+    name, compiled, *seconds, device = headline.groups()
+    assert name == str(elsewhere[MODEL])
+    told = dict(zip(("compiling", "loaded", "loading", "all"), map(float, seconds), strict=True))
+    return {"compiled": int(compiled), "device": device, **told, "said": done.stdout, "error": done.stderr}
 
 
 def set_writable(folder: Path, writable: bool) -> None:
@@ -144,9 +161,13 @@ def left_behind(base: Path) -> list[Path]:
 @pytest.mark.comfy
 @pytest.mark.slow
 def test_a_model_file_warms_the_cache(warmed: dict[str, Any], base: Path) -> None:
-    assert warmed["problem"] is None and warmed["compiled"] > 0 and warmed["loaded"] == 0 and warmed["eager"] == []
-    assert warmed["seconds"] > 0 and warmed["seconds_compiling"] > 0 and warmed["device"] == "cpu"
-    assert f"{warmed['compiled']} blocks compiled" in warmed["text"] and "cpu" in warmed["text"]
+    assert warmed["compiled"] > 0 and warmed["loaded"] == 0 and warmed["device"] == "cpu"
+    assert warmed["all"] >= warmed["compiling"] > 0
+    said, lines = warmed["said"], warmed["said"].splitlines()
+    assert "not warm: " not in said and " ran uncompiled: " not in said and "Traceback" not in warmed["error"]
+    assert lines[0] == warm.CPU_ONLY and "compiling what is not in the cache" in said
+    counted = [line for line in lines if re.search(r"\d of \d", line)]
+    assert len(counted) <= 2 + warmed["all"] / 10 and "\x1b" not in said + warmed["error"], counted
     assert left_behind(base) == []
 
 
@@ -167,6 +188,18 @@ def test_a_run_after_it_compiles_nothing(
     assert sum(one["artefacts_compiled"] for one in reports) == 0
     assert sum(one["artefacts_loaded"] for one in reports) == warmed["compiled"]
     assert len(listed) == warmed["compiled"] and all(one["state"] == "base" for one in listed)
+
+
+@pytest.mark.comfy
+@pytest.mark.slow
+def test_a_workflow_without_its_models_lists_them_and_fails(comfyui: Path, base: Path, tmp_path: Path) -> None:
+    workflow = served.API / "flux_plain.json"
+    done = as_process("--workflow", workflow, "--comfyui", comfyui, "--base-directory", base)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "\x1b" not in done.stdout + done.stderr
+    head, *files = done.stderr.splitlines()
+    assert head.startswith("nexfort: ") and head.endswith(HEAD)
+    for name, line in zip(("ae", "clip_l", "flux1-dev", "t5xxl_fp16"), sorted(files), strict=True):
+        assert line.startswith(f"  {name}.safetensors -> models/") and line.count("https://") == 1
 
 
 @pytest.mark.comfy

@@ -51,6 +51,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             error = {"message": "Value not in list", "details": "x"}
             node_errors = {"bad": {"class_type": "Loader", "errors": [error]}}
             return self.answer(400, {"error": {"message": "invalid"}, "node_errors": node_errors})
+        if "missing" in prompt:
+            error = {"type": "value_not_in_list", "message": "Value not in list", "details": "..."}
+            names = prompt["missing"]["inputs"].values()
+            errors = [{**error, "extra_info": {"received_value": name}} for name in names]
+            node_errors = {"missing": {"class_type": "Loader", "errors": errors}}
+            return self.answer(400, {"error": {"message": "invalid"}, "node_errors": node_errors})
         messages = [["execution_start", {"timestamp": 1000}], ["execution_success", {"timestamp": 3500}]]
         status = {"status_str": "success", "completed": True, "messages": messages}
         image = {"filename": "a.png", "subfolder": "", "type": "output"}
