@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import browser
+import numpy
 import pytest
+import served
 import workflow_blueprint
 import workflow_pictures
 import workflow_templates
@@ -28,6 +31,22 @@ VIEW = """() => {
 # Whether a card's picture is there; the card itself may be drawn anew meanwhile.
 PICTURED = """([card, side]) => [...document.querySelectorAll(`[data-testid="${card}"] img`)]
   .some((picture) => picture.complete && picture.naturalWidth === side)"""
+# The subgraph takes the place of the loaders and of the compile node in the workflow that is open, with these files.
+TAKE_PLACE = """(files) => {
+  const { graph } = window.app
+  const whole = graph.nodes.find((one) => one.isSubgraphNode?.())
+  for (const widget of whole.widgets) if (widget.name in files) widget.value = files[widget.name]
+  for (const [kind, slot] of [['NexfortCompileModel', 0], ['VAELoader', 2]]) {
+    const old = graph.nodes.find((one) => one.comfyClass === kind)
+    for (const id of [...old.outputs[0].links]) {
+      const { target_id: target, target_slot: place } = graph.links.get(id)
+      whole.connect(slot, graph.getNodeById(target), place)
+    }
+    graph.remove(old)
+  }
+  graph.remove(graph.nodes.find((one) => one.comfyClass === 'UNETLoader'))
+  return graph.nodes.map((one) => one.comfyClass ?? one.type)
+}"""
 # The kinds of the nodes behind the outputs of the subgraph in what would be queued.
 QUEUED = """async () => {
   const { output } = await window.app.graphToPrompt()
@@ -83,3 +102,25 @@ def test_the_subgraph_is_offered_in_the_search_and_holds_the_compile_node(page: 
     )
     page.locator(browser.BADGE, has_text="not run yet").wait_for()
     browser.shoot(page, "blueprint_inside")
+
+
+def test_the_subgraph_runs_to_the_picture_of_its_nodes(page: Any, filled: ComfyServer, base: Path) -> None:
+    workflow = served.tiny_workflow("flux_compile_model", seed=80)
+    wanted = served.images(base, filled.run(workflow, timeout=300))
+    filled.run(served.tiny_workflow("flux_compile_model", seed=81), timeout=300)  # ComfyUI keeps an equal prompt's
+    files = {name: node["inputs"][name] for node in workflow.values() for name in ("unet_name", "vae_name")
+             if name in node["inputs"]}  # fmt: skip
+    browser.load(page, workflow)
+    browser.search_and_place(page, "load and compile", workflow_blueprint.NAME, browser.EMPTY_PLACE)
+    page.wait_for_function("() => window.app.graph.nodes.some((node) => node.isSubgraphNode?.())")
+    left = page.evaluate(TAKE_PLACE, files)
+    assert len(left) == len(workflow) - 2 and not {"UNETLoader", "VAELoader", "NexfortCompileModel"} & set(left), left
+    browser.queue(page)
+    (run,) = filled.get("/history?max_items=1").values()
+    ran = {node["class_type"]: number for number, node in run["prompt"][2].items()}
+    states = {node["id"]: node["state"] for node in filled.get("/nexfort/nodes")["nodes"]}
+    assert ":" in ran["NexfortCompileModel"] and states[ran["NexfortCompileModel"]] in ("compiled", "warm"), states
+    found = served.images(base, run)
+    assert wanted and len(found) == len(wanted)
+    for image, expected in zip(found, wanted, strict=True):
+        assert numpy.array_equal(image, expected)
