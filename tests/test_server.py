@@ -39,7 +39,9 @@ RUNNABLE += ["hunyuan_video_compile_model", "ltxv_compile_model"]
 # Each of the loaders, each kind of node in between, an image and a video; the others run by `make test-large`.
 SHORT = ("sd15_compile_model_vae", "flux_compile_model", "wan_compile_model_lora")
 STEPS = 8  # as many as a measurement wants
-SAMPLED = re.compile(rf".*Nexfort: {STEPS} steps of [\d.]+ m?s, not measured yet; 0 compiled, [1-9]\d* loaded")
+SAMPLED = re.compile(
+    rf".*Nexfort: {STEPS} steps of [\d.]+ m?s, (not measured yet|[\d.]+x); 0 compiled, [1-9]\d* loaded"
+)
 # Compiled in contracts.py already, and compiling takes long.
 PLAIN = ["sd35_plain"]
 
