@@ -128,9 +128,9 @@ class Movie:
         self.frames.append(frame)
         self._since = now
 
-    def watch(self) -> None:
-        """Take frames while the run that was queued goes on."""
-        while not self.page.evaluate("() => window.finished"):
+    def watch(self, state: str = "") -> None:
+        """Take frames until the run that was queued is over, and the node says this."""
+        while not self.page.evaluate("() => window.finished") or state not in str(self._said):
             self.look()
             time.sleep(LOOK_EVERY)
         self.page.wait_for_timeout(300)
