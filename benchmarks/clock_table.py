@@ -20,9 +20,7 @@ NAMES = {
     "h3-int8": "MiniMax-H3, int8_convrot",
     "sdxl": "SDXL with a LoRA",
 }
-HEAD = (
-    "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | difference | noise floor | date, commit |"
-)
+HEAD = "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | difference | noise floor | date, commit |"
 PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fast | GPU memory, GiB | date, commit |"
 
 
