@@ -152,6 +152,7 @@ print(json.dumps({"digests": [first, digest(run(again))], "report": compiled.rep
 """
 
 
+@pytest.mark.large  # cache/test_store_races.py has two on one store, without a compiler
 @pytest.mark.slow
 def test_two_processes_start_on_one_cache_at_once(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()

@@ -95,6 +95,7 @@ def _in_another(folder: Path, states: str, names: list[str], comfyui: Path | Non
     return found
 
 
+@pytest.mark.large  # below two networks are found by another process
 @pytest.mark.slow
 def test_the_store_is_asked_for_what_is_there_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with one store: one after a change, one before it and after. What comes then is asked below."""

@@ -58,6 +58,7 @@ def test_a_user_without_a_name(tmp_path: Path) -> None:
     assert "1 compiled" in report[1] and "eager" not in "".join(report)
 
 
+@pytest.mark.large  # above one without a name has a home
 def test_a_user_without_name_and_home(tmp_path: Path) -> None:
     _, root, *report = told(BEFORE + STEPS, tmp_path)
     assert root == str(tmp_path / "tmp" / f"nexfort-{os.geteuid()}")

@@ -57,7 +57,12 @@ BY_HAND = "os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/somewhere/else'"
 
 @pytest.mark.parametrize(
     ("later", "proc"),
-    [(INDUCTOR, True), pytest.param(INDUCTOR, False, marks=pytest.mark.large), (BY_HAND, True), (BY_HAND, False)],
+    [
+        (INDUCTOR, True),
+        pytest.param(INDUCTOR, False, marks=pytest.mark.large),
+        pytest.param(BY_HAND, True, marks=pytest.mark.large),
+        (BY_HAND, False),
+    ],
 )
 def test_what_is_written_later_is_not(tmp_path: Path, later: str, proc: bool) -> None:
     """With /proc and, as on other systems, without: there the value counts that the engine's import found."""
@@ -99,6 +104,7 @@ def test_names_that_only_begin_alike_are_others(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.comfy
+@pytest.mark.large  # above the command line is told, by the same function
 def test_comfyui_keeps_its_artefacts_where_it_was_told(comfyui: Path, tmp_path: Path) -> None:
     code = (
         f"sys.path.insert(0, {str(comfyui)!r})\n"
@@ -142,6 +148,7 @@ print(json.dumps({"compiled": facts["artefacts_compiled"], "eager": facts["eager
 """
 
 
+@pytest.mark.large  # above is how the variable is read
 @pytest.mark.slow
 def test_with_0_nothing_is_read_from_or_written_to_disk(tmp_path: Path) -> None:
     cache, temporary = tmp_path / "cache", tmp_path / "temporary"

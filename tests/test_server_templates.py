@@ -19,7 +19,6 @@ from nexfort_engine.cli.comfy_server import ComfyServer
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
-SHORT = ("Krea 2 Turbo",)  # the others by `make test-large`
 # Whose files cannot be tiny: testing nodes stand for network, text encoder and decoders.
 NEVER_TINY = set(sounding_templates.FAMILY)
 ALSO_WORKFLOWS = {
@@ -64,9 +63,10 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
         yield running
 
 
+@pytest.mark.large  # in test_server.py is FLUX.1 dev, which is a template too
 @pytest.mark.parametrize(
     ("base", "template"),
-    [pytest.param(one, one, id=one.title, marks=() if one.title in SHORT else pytest.mark.large) for one in HERE],
+    [pytest.param(one, one, id=one.title) for one in HERE],
     indirect=["base"],
     scope="module",
 )

@@ -190,6 +190,7 @@ def test_a_run_after_it_compiles_nothing(
     assert len(listed) == warmed["compiled"] and all(one["state"] == "base" for one in listed)
 
 
+@pytest.mark.large  # test_run_workflows.py has it for `run`
 @pytest.mark.comfy
 @pytest.mark.slow
 def test_a_workflow_without_its_models_lists_them_and_fails(comfyui: Path, base: Path, tmp_path: Path) -> None:

@@ -424,6 +424,7 @@ print(json.dumps([torch.equal(eager, first), background.busy, told["artefacts_co
 """
 
 
+@pytest.mark.large  # test_background.py ends such a thread within one process
 @pytest.mark.slow
 def test_an_exit_while_it_compiles_loses_nothing_that_was_made(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)

@@ -61,6 +61,7 @@ def test_a_mapping_by_modules_is_left_as_eager_leaves_it(pair: Pair) -> None:
     assert len(pair.engine.regions) == 3 and len(artefacts) == 2  # the first chunk's and the others', for all blocks
 
 
+@pytest.mark.large  # contracts.py has a second process for other blocks
 def test_another_process_finds_the_artefacts_by_their_names(tmp_path: Path) -> None:
     runs = []
     for _ in range(2):

@@ -251,6 +251,7 @@ print(json.dumps(pair.compiled.report.as_dict()))
 """
 
 
+@pytest.mark.large  # contracts.py has a second process for other blocks
 def test_another_process_loads_it(pair: Pair) -> None:
     folder = Path(__file__).parent
     places = [str(folder), str(folder.parent / "support"), str(folder.parents[1])]

@@ -198,6 +198,7 @@ print(json.dumps([apart, told["artefacts_compiled"], told["artefacts_loaded"], t
 """
 
 
+@pytest.mark.large  # the tests above run such graphs as they were captured
 def test_lowered_a_strength_is_honoured_in_this_process_and_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

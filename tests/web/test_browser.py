@@ -260,6 +260,7 @@ def test_the_tab_lists_the_cache(page: Any, filled: ComfyServer) -> None:
     assert set(browser.rows_of(tab)) == wanted, "a refusal takes nothing away"
 
 
+@pytest.mark.large  # test_browser_speed.py has a restart, and what the badge says after it
 def test_after_a_restart(
     chromium: Any, filled: ComfyServer, comfyui: Path, base: Path, cache: Path, tmp_path: Path
 ) -> None:

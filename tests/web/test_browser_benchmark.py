@@ -137,6 +137,7 @@ def test_few_steps_are_not_judged(page: Any, filled: ComfyServer) -> None:
     browser.in_both_themes(page, DIALOG, "benchmark_few")
 
 
+@pytest.mark.large  # one more way in which it does not begin
 def test_two_tabs_do_not_run_one_at_once(page: Any, filled: ComfyServer) -> None:
     open_with(page, 40, steps=2000)
     start(page)
@@ -155,6 +156,7 @@ def test_two_tabs_do_not_run_one_at_once(page: Any, filled: ComfyServer) -> None
     page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
 
 
+@pytest.mark.large  # one more way to end a benchmark
 def test_what_is_closed_before_its_prompt_is_queued_takes_the_prompt_back(page: Any, filled: ComfyServer) -> None:
     open_with(page, 45, steps=2000)
     held: list[Any] = []
@@ -183,6 +185,7 @@ def test_a_prompt_that_the_server_refuses_is_told(page: Any, filled: ComfyServer
     page.locator(DIALOG).get_by_role("status").filter(has_text="The benchmark ended: ").wait_for()
 
 
+@pytest.mark.large  # a prompt that the server refuses is told in the same way
 def test_a_server_that_restarts_in_the_middle_is_told(
     chromium: Any,
     filled: ComfyServer,
@@ -226,6 +229,7 @@ def test_a_damaged_file_of_results_is_told_and_made_anew(page: Any, filled: Comf
     assert answer[0] == 200 and answer[1]["kept"] and filled.get("/nexfort/report")["lost"] == ""
 
 
+@pytest.mark.large  # only its beginning differs from the first of this file
 def test_it_waits_for_what_is_compiled_in_the_background(
     chromium: Any, comfyui: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ MODELS, BLOCKS = 200, 2
 SHARED = 60  # the model whose blocks three files have
 
 
+@pytest.mark.large  # those of test_browser_pictures.py are as narrow
 def test_nothing_is_cut_off_in_a_small_window(chromium: Any, filled: ComfyServer) -> None:
     with browser_pages.page_of(chromium, filled, browser.SMALL) as page:
         browser.run_and_watch(page, seed=411)

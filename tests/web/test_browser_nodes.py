@@ -134,7 +134,7 @@ FIELDS = """() => {
 NAMES = ["mode", "dynamic", "memory_format", "options", "enabled", "verify", "wait"]
 
 
-@pytest.mark.parametrize("vue", [False, True], ids=["canvas", "vue_nodes"])
+@pytest.mark.parametrize("vue", [False, pytest.param(True, marks=pytest.mark.large)], ids=["canvas", "vue_nodes"])
 def test_every_field_has_a_tooltip(page: Any, vue: bool) -> None:
     tooltips = json.loads((served.ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))
     wanted = {name: one["tooltip"].split(".")[0] for name, one in tooltips["NexfortCompileModel"]["inputs"].items()}

@@ -158,6 +158,7 @@ def test_steps_of_another_size_are_not_compared(page: Any, server: ComfyServer) 
     assert page.locator(REPORT).locator(HEADLINE).inner_text().startswith("Not measured yet")
 
 
+@pytest.mark.large  # the first minute has the count
 def test_a_compile_is_counted_with_a_bar_on_the_node(page: Any, server: ComfyServer) -> None:
     browser.forget(server)
     page.evaluate(
@@ -228,6 +229,7 @@ def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyS
         assert copied.startswith("## Nexfort") and copied.endswith("end")
 
 
+@pytest.mark.large  # test_server_background.py has the pictures of such a server
 def test_the_first_picture_does_not_wait_and_the_badge_says_why(
     chromium: Any, comfyui: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -273,6 +275,7 @@ def unsaving(
         yield running, why
 
 
+@pytest.mark.large  # test_browser_pictures.py goes through all states
 def test_a_server_that_is_switched_off_says_so(chromium: Any, comfyui: Path, base: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     made = front_end_server(comfyui, base, tmp_path)
