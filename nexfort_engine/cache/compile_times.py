@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sidecar import UnreadableError, recall_own, update
+from .sidecar import UnreadableError, recall_own, tell_once, update
 from .speed_record import FOLDER
 
 log = logging.getLogger("nexfort")
@@ -36,7 +36,7 @@ def read(root: Path) -> dict[str, list[list[float]]]:
     try:
         return _compiles(recall_own(root / FOLDER, FILE))
     except (UnreadableError, OSError) as reason:
-        log.info("Nexfort: %s is not read and is made again: %s", root / FOLDER / FILE, reason)
+        tell_once(f"{root / FOLDER / FILE} is not read and is made again: {reason}")
         return {}
 
 

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from .sidecar import UnreadableError, recall_own, update
+from .sidecar import UnreadableError, recall_own, tell_once, update
 
 log = logging.getLogger("nexfort")
 
@@ -26,7 +26,7 @@ def read(root: Path) -> dict[str, list[str]]:
     try:
         return _names(recall_own(root / FOLDER, FILE))
     except (UnreadableError, OSError) as reason:
-        log.info("Nexfort: %s is not read and is made again: %s", root / FOLDER / FILE, reason)
+        tell_once(f"{root / FOLDER / FILE} is not read and is made again: {reason}")
         return {}
 
 

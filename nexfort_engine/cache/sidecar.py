@@ -43,7 +43,7 @@ def recall(folder: Path | None, name: str) -> Any:
     try:
         return _read(folder, name, trust.WRITABLE_BY_OTHERS)
     except UnreadableError as reason:
-        log.info("Nexfort: %s is not read and is made again: %s", folder / name, reason)
+        tell_once(f"{folder / name} is not read and is made again: {reason}")
         return None
 
 
