@@ -11,6 +11,13 @@ from ahead import SHARED_OF_90, Case, run
 from nexfort_engine.kernels.scaled_linear import choice, gluon_kernel
 from nexfort_engine.kernels.scaled_linear.gluon_kernel import multiply_in_groups as kernel
 
+FORMS = (
+    ("i8", "fp16", True, (3, True), 10240, 3840),
+    ("i8", "bf16", False, (0, False), 3840, 10240),
+    ("i8", "bf16", False, (1, True), 200, 144),
+    ("fp8e4nv", "bf16", False, (2, True), 3072, 3072),
+)
+
 
 def check(made: Any, factor: str, told: tuple[Any, ...]) -> None:
     text = made.asm["ptx"]
@@ -23,12 +30,7 @@ def check(made: Any, factor: str, told: tuple[Any, ...]) -> None:
 
 
 def cases(every: bool) -> Iterator[Case]:
-    for told in (
-        ("i8", "bf16", False, (0, False), 3840, 10240),
-        ("i8", "fp16", True, (3, True), 10240, 3840),
-        ("i8", "bf16", False, (1, True), 200, 144),
-        ("fp8e4nv", "bf16", False, (2, True), 3072, 3072),
-    ):
+    for told in FORMS if every else FORMS[:1]:
         factor, dtype, up, (activation, more), columns, inner = told
         constants = {"COLUMNS": columns, "INNER": inner, "ROW_SCALES": True, "COLUMN_SCALES": factor == "i8"}
         constants |= {"ACTIVATION": activation, "UP": up, **choice.GROUPED.blocks(), "PROGRAMS": 132}

@@ -31,8 +31,8 @@ def check(made: Any, dtype: str) -> None:
 
 
 def cases(every: bool) -> Iterator[Case]:
-    for number, width in enumerate(WIDTHS):
-        for dtype, stride in KINDS if every else (KINDS[number % 2],):
+    for width in WIDTHS if every else WIDTHS[1:]:  # lowered blocks of the tests have the other
+        for dtype, stride in KINDS if every else KINDS[1:]:
             yield Case(
                 kernel,
                 90,

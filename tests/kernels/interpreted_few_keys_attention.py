@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from interpreting import with_bfloat16, with_numbers, with_rounding
+from interpreting import some, with_bfloat16, with_numbers, with_rounding
 
 from nexfort_engine.kernels.short_kv_attention import op as short_kv_attention
 from nexfort_engine.kernels.short_kv_attention.op import KEYS, QUERIES, WIDTH
@@ -59,6 +59,7 @@ with_rounding()
 torch.manual_seed(0)
 LAYOUTS = ((BEHIND, BEHIND, BEHIND), (PLAIN, BEHIND, OUTERMOST), (OUTERMOST, PLAIN, PLAIN))
 SIZES = ((3, 7, 1, 77), (2, 3, 65, 1), (2, 2, 64, 128), (1, 2, 65, 231), (2, 1, 130, 32))
-for (number, sizes), dtype in itertools.product(enumerate(SIZES), (torch.float16, torch.bfloat16)):
-    check(sizes, LAYOUTS[number % 3], 0.125, dtype, shared=False)
-    check(sizes, LAYOUTS[(number + 1) % 3], 0.5, dtype, shared=True)
+for (number, sizes), dtype, shared in some(
+    itertools.product(enumerate(SIZES), (torch.float16, torch.bfloat16), (False, True))
+):
+    check(sizes, LAYOUTS[(number + shared) % 3], 0.5 if shared else 0.125, dtype, shared)

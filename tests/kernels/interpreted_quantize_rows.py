@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from interpreting import with_bfloat16, with_numbers, with_rounding
+from interpreting import some, with_bfloat16, with_numbers, with_rounding
 
 from nexfort_engine.kernels.quantize_rows import op
 from nexfort_engine.kernels.quantize_rows.triton_kernel import quantize
@@ -96,16 +97,21 @@ def edges() -> None:
         assert (out.int() - wanted.int())[finite].abs().max() <= 1, (dtype, group)
 
 
+def cases() -> Iterator[tuple[int, str, tuple[int, int, int], torch.dtype, int]]:
+    """A number of the kind, the kind, sizes, dtype and group."""
+    shapes = ((1, 1, 256), (2, 3, 768), (1, 7, 1280), (3, 1, 2304))
+    for (number, kind), (batch, tokens, inner), dtype in itertools.product(enumerate(op.KINDS), shapes, op.DTYPES):
+        if batch * tokens > 6 and kind not in ("", "rms_norm"):
+            continue
+        for group in op.GROUPS if inner == 768 else (op.GROUPS[(number + inner) % 4],):
+            yield number, kind, (batch, tokens, inner), dtype, group
+
+
 torch.manual_seed(0)
-SHAPES = ((1, 1, 256), (2, 3, 768), (1, 7, 1280), (3, 1, 2304))
-for (number, kind), (batch, tokens, inner), dtype in itertools.product(enumerate(op.KINDS), SHAPES, op.DTYPES):
-    if batch * tokens > 6 and kind not in ("", "rms_norm"):
-        continue
+for number, kind, shape, dtype, group in some(cases()):
     modulated = ("", "batch", "tokens")[number % 3] if kind.endswith("norm") else ""
-    groups = op.GROUPS if inner == 768 else (op.GROUPS[(number + inner) % 4],)
-    for group in groups:
-        x, given = of(kind, batch, tokens, inner, dtype, modulated)
-        check(x, given, kind=kind, eps=1e-6, plus_one=number % 2 == 0, group=group)
+    x, given = of(kind, *shape, dtype, modulated)
+    check(x, given, kind=kind, eps=1e-6, plus_one=number % 2 == 0, group=group)
 x, given = of("", 2, 2, 48, torch.half, "")
 check(x, given, kind="", eps=0.0, plus_one=False, group=16)
 edges()

@@ -31,8 +31,9 @@ def test_the_kernel_gives_what_plain_torch_gives() -> None:
     run("interpreted_gated_linear.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_the_kernel_is_compiled_for_its_card(tmp_path: Path) -> None:
-    run("compiled_gated_linear.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("forms", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_is_compiled_for_its_card(forms: str, tmp_path: Path) -> None:
+    run("compiled_gated_linear.py", forms, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(6)])

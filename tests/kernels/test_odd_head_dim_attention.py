@@ -195,7 +195,12 @@ def _layouts(width: int, batch: int = 2, queries: int = 1024, keys: int = 1025) 
 
 
 def _in_layouts(
-    one: Callable[..., torch.Tensor], rows: torch.Tensor, odd: torch.Tensor, more: torch.Tensor, across: torch.Tensor
+    one: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    odd: torch.Tensor,
+    more: torch.Tensor,
+    across: torch.Tensor,
+    count: int = len(ORDERS),
 ) -> Tensors:
     """Heads as parts of rows, which begin anywhere in some of odd lengths, or are computed on the way; keys across, and
     one head of them for all; to other rows and to their own.
@@ -208,19 +213,26 @@ def _in_layouts(
         *((q, k, v, 0.125), (aside, keys, values, 0.5), (q * 2, keys + 1, values + 1, 0.125)),
         *((q, across.mT, values, 0.125), (q, keys[:, :1].expand_as(keys), values, 0.125)),
     )
-    return [one(*arguments, order) for arguments, order in zip(given, ORDERS, strict=True)]
+    return [one(*arguments, order) for arguments, order in zip(given[:count], ORDERS[:count], strict=True)]
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
-def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "read"),
+    [(2, 5), pytest.param(len(ORDERS), 9, marks=pytest.mark.large)],  # the first are parts of rows, one behind one
+    ids=["some", "all"],
+)
+def test_the_kernel_is_told_how_its_tensors_lie(
+    count: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the card cannot copy from where it lies is handed over as a copy."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu_blocks.__file__).parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launches = launches_of(
         *(tmp_path, "unpadded_attention", "attend_unpadded_in_groups"),
-        *(lambda _, *given: _in_layouts(torchs, *given), _layouts(72), ORDERS),
+        *(lambda _, *given: _in_layouts(torchs, *given, count), _layouts(72), ORDERS[:count]),
     )
-    assert len(launches) == len(ORDERS)
+    assert len(launches) == count
     in_place = []
     for launch in launches:
         assert len(launch.strides) == 4 and all(numbers[-1] == "1" for numbers in launch.strides), launch
@@ -230,7 +242,7 @@ def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pyt
         assert launch.rest[4:16] == [number for numbers in launch.strides for number in numbers[:-1]], launch
         parts = zip(launch.strides[:3], launch.views[:3], strict=True)
         in_place += [numbers[2] in ("432", "288") for numbers, is_view in parts if is_view]
-    assert sum(in_place) == 9, "parts of rows are read where they lie"
+    assert sum(in_place) == read, "parts of rows are read where they lie"
 
 
 # batch, queries, keys; with two heads. Single queries so often that chance decides nothing. Of the last three a card

@@ -21,8 +21,9 @@ kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization", reaso
 Tensor = torch.Tensor
 
 
-def test_the_kernel_gives_what_plain_torch_gives() -> None:
-    run("interpreted_quantize_rows.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_gives_what_plain_torch_gives(cases: str) -> None:
+    run("interpreted_quantize_rows.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])

@@ -23,8 +23,9 @@ kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization", reaso
 Tensor = torch.Tensor
 
 
-def test_the_kernel_gives_what_plain_torch_gives() -> None:
-    run("interpreted_scaled_linear.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_gives_what_plain_torch_gives(cases: str) -> None:
+    run("interpreted_scaled_linear.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
@@ -32,8 +33,9 @@ def test_the_kernel_is_compiled_for_every_card(cards: str, tmp_path: Path) -> No
     run("compiled_scaled_linear.py", cards, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
-def test_the_kernel_in_gluon_is_compiled_for_its_card(tmp_path: Path) -> None:
-    run("compiled_scaled_linear_groups.py", CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("forms", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_in_gluon_is_compiled_for_its_card(forms: str, tmp_path: Path) -> None:
+    run("compiled_scaled_linear_groups.py", forms, CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("factor", op.FACTORS)

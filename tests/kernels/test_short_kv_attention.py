@@ -45,8 +45,9 @@ from nexfort_engine.passes.short_kv_attention import FEW, few_keys_attentions
 pytest.importorskip("triton", reason="the kernel is Triton's")
 
 
-def test_the_kernel_gives_what_plain_torch_gives() -> None:
-    run("interpreted_few_keys_attention.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("cases", ["some", pytest.param("all", marks=pytest.mark.large)])
+def test_the_kernel_gives_what_plain_torch_gives(cases: str) -> None:
+    run("interpreted_few_keys_attention.py", cases, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize("cards", ["few", pytest.param("all", marks=pytest.mark.large)])
@@ -140,7 +141,7 @@ def _of_both(_: Tensors, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
         (_of_itself, [(SMALL[0], (0,))]),
         (_of_its_pooled_self, [SMALL]),
         (_of_both, [SMALL, PROMPT]),
-        (_of_both, [SMALL, (PROMPT[0], (0,))]),
+        pytest.param(_of_both, [SMALL, (PROMPT[0], (0,))], marks=pytest.mark.large),  # the row above is of more sizes
         (crossed, [((2, 77, 128), (0,)), (PROMPT[0], (0,))]),
     ],
 )
@@ -265,6 +266,7 @@ def _in_layouts(
 
 
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
+@pytest.mark.large  # lowering/test_lower_ahead.py lowers this kernel, and has it for that of attention in 8 bits
 def test_the_kernel_is_told_how_its_tensors_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that lie as Inductor likes, and of which it says something else before it knows."""
     monkeypatch.setenv("PYTHONPATH", str(Path(gpu_blocks.__file__).parent))

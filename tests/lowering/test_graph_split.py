@@ -122,10 +122,11 @@ def sliced(batch: int = 1, image: int = 24, text: int = 7) -> tuple[torch.Tensor
 
 def test_a_part_takes_an_input_whose_strides_are_no_size(tmp_path: Path) -> None:
     probe = Probe(made(Pair), *sliced())
-    parts = part(probe.captured.graph, least=8)
+    parts = part(probe.captured.graph)
     assert parts is not None and len(parts.pieces) >= 2
     payload = tmp_path / "payload"
     inductor.lower(probe.captured, payload, CompileConfig.parse("O2").lowering_options("cpu") | {"nexfort.fold": True})
+    assert len(list(payload.glob("piece_*"))) == len(parts.pieces)
     code = inductor.load(payload, {}, [])
     for size in [(1, 24, 7), (1, 64, 5)]:
         ours, theirs = sliced(*size), sliced(*size)
@@ -184,6 +185,8 @@ def test_what_writes_to_a_value_of_its_own_stays_whole() -> None:
     assert part(probe.captured.graph, large=20, least=4) is None
 
 
+# above a block is lowered in parts, test_subgraph_dedup.py has a network that is lowered in pieces by itself
+@pytest.mark.large
 def test_parts_are_lowered_at_once_and_loaded_as_one_artefact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))  # that of the tests may have it from a run before
     block = made(Twice)
@@ -200,10 +203,12 @@ def test_parts_are_lowered_at_once_and_loaded_as_one_artefact(tmp_path: Path, mo
     assert told["pieces"] == len(list(payload.glob("piece_*"))) >= 2
 
 
-def test_the_option_turns_it_off(tmp_path: Path, probe: Probe) -> None:
+def test_the_option_turns_it_off(tmp_path: Path, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[Path] = []
+    monkeypatch.setattr(inductor, "_inductor", lambda _, place, *__: (place.mkdir(), lowered.append(place)))
     off = CompileConfig.parse({"options": {"compile.fold": False}}).lowering_options("cpu")
     inductor.lower(probe.captured, tmp_path / "payload", off)
-    assert not (tmp_path / "payload" / "folded.json").exists()
+    assert lowered == [tmp_path / "payload"] and not (tmp_path / "payload" / "folded.json").exists()
 
 
 class Sorting(nn.Module):

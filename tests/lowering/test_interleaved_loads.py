@@ -7,17 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sympy
 import torch
-from gpu_blocks import TURNED, lowered
+from gpu_blocks import TURNED
 from large_rows import few
+from lowering_ahead import LoweredOnDemand
 
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.lowering import interleaved_loads, worker_pool
+from nexfort_engine.lowering import interleaved_loads
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 if torch.version.cuda is None or torch.cuda.is_available():
@@ -27,40 +29,43 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], str]:
-    """The one kernel of each block, in which pairs are read once or not."""
-    found = {}
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], str]:
+    """Gives the one kernel of a block, in which pairs are read once or not."""
+    payloads = {}
     for once in (True, False):
         options = CompileConfig.parse({"mode": "O2", "options": {"fuse.rotary": once}}).lowering_options("cuda")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(TESTS / "support"))
-            patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            patch.setattr(worker_pool, "_MANY", 1)
-            payloads = lowered(tmp_path_factory.mktemp("pairs"), "pretended_worker", list(TURNED), options)
-        for kind, payload in payloads.items():
-            (code,) = (text for file in payload.rglob("*.py") if "def call(" in (text := file.read_text()))
-            (found[kind, once],) = re.findall(r"async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.DOTALL)
-    return found
+        payloads[once] = LoweredOnDemand(tmp_path_factory.mktemp("pairs"), options)
+
+    def kernel(kind: str, once: bool) -> str:
+        files = payloads[once][kind].rglob("*.py")
+        (code,) = (text for file in files if "def call(" in (text := file.read_text()))
+        (found,) = re.findall(r"async_compile\.triton\('\w+', '''(.*?)''', device_str", code, re.DOTALL)
+        return str(found)
+
+    return kernel
 
 
-@pytest.mark.parametrize("kind", TURNED)
+KINDS = few(list(TURNED), ["turned_heads"])  # one with a norm has all that the others have
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_reads_no_partner_and_a_pair_s_matrix_in_one_piece(
-    kind: str, kernels: dict[tuple[str, bool], str]
+    kind: str, kernels: Callable[[str, bool], str]
 ) -> None:
-    reads = {once: kernels[kind, once].count("tl.load(") for once in (True, False)}
+    reads = {once: kernels(kind, once).count("tl.load(") for once in (True, False)}
     each = 1 if kind == "turned_alone" else 2  # numbers, and weights of a norm
     assert reads[False] == 2 * each + 2, "with the partners of each, and two numbers of the matrix"
     assert reads[True] == each + 1
-    assert kernels[kind, True].count("tl.arange(0, 4)") == 1
-    assert kind == "turned_alone" or "R0_BLOCK: tl.constexpr = " in kernels[kind, True], "a row in registers"
+    assert kernels(kind, True).count("tl.arange(0, 4)") == 1
+    assert kind == "turned_alone" or "R0_BLOCK: tl.constexpr = " in kernels(kind, True), "a row in registers"
 
 
-@pytest.mark.parametrize("kind", few(list(TURNED), 1))
+@pytest.mark.parametrize("kind", KINDS)
 def test_its_numbers_are_those_of_a_kernel_that_reads_pairs_twice(
-    kind: str, kernels: dict[tuple[str, bool], str], tmp_path: Path
+    kind: str, kernels: Callable[[str, bool], str], tmp_path: Path
 ) -> None:
     for once in (True, False):
-        (tmp_path / f"kernel_{once}.py").write_text(_runnable(kernels[kind, once]))
+        (tmp_path / f"kernel_{once}.py").write_text(_runnable(kernels(kind, once)))
     dtype = str(TURNED[kind][1]).removeprefix("torch.")
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
     script = [sys.executable, str(TESTS / "kernels" / "interpreted_pairs.py"), kind, dtype]

@@ -39,6 +39,8 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
+KEPT = BLOCKS.keys() - {"looking", "wide"}  # the others are lowered for more than one test
+
 
 @pytest.fixture(scope="module")
 def payloads(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
@@ -62,7 +64,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return payloads["stack"], forked
 
 
-@pytest.mark.parametrize("kind", few(BLOCKS.keys(), BLOCKS.keys() - {"looking"}))
+@pytest.mark.parametrize("kind", few(BLOCKS.keys(), KEPT))
 def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads: Mapping[str, Path]) -> None:
     assert len(list((payloads[kind] / "aotautograd").iterdir())) == 1
     kernels = kernels_of(payloads[kind])
@@ -70,7 +72,7 @@ def test_a_worker_without_a_device_makes_the_whole_artefact(kind: str, payloads:
     assert {kernel["target"]["arch"] for kernel in kernels} == {90}
 
 
-@pytest.mark.parametrize("kind", few(BLOCKS.keys(), BLOCKS.keys() - {"looking"}))
+@pytest.mark.parametrize("kind", few(BLOCKS.keys(), KEPT))
 def test_every_kernel_has_one_configuration_so_nothing_is_ever_timed(kind: str, payloads: Mapping[str, Path]) -> None:
     names = [kernel["name"] for kernel in kernels_of(payloads[kind])]
     assert sorted(names) == sorted(set(names))
@@ -114,8 +116,8 @@ def test_attention_that_pays_in_8_bits_is_two_launches(payloads: Mapping[str, Pa
     assert call.count("narrow_keys_values_0.run(") == call.count("attend_in_groups_1.run(") == 1
     kernels = [kernel for kernel in kernels_of(payloads["long"]) if kernel["name"].startswith("attend")]
     assert [kernel["num_warps"] for kernel in kernels] == [12], "four that copy, and two times four that compute"
-    few = code_of(payloads["wide"]).partition("def call(")[2].partition("runner = ")[0]
-    assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 1024 tokens it is cuDNN's"
+    few = code_of(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
+    assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 4096 tokens it is cuDNN's"
 
 
 def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: Mapping[str, Path]) -> None:
@@ -187,6 +189,8 @@ def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: Mapping[str
     assert sizes and not [text for text in sizes if not re.fullmatch(r"[\d, ]+", text)], sizes
 
 
+# test_subgraph_dedup.py has where a graph is cut, that pieces are lowered once, and what they give
+@pytest.mark.large
 def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(
     payloads: Mapping[str, Path], stack: tuple[Path, list[str]]
 ) -> None:
@@ -208,6 +212,7 @@ def _pieces(payload: Path) -> list[int]:
     return pieces
 
 
+@pytest.mark.large  # test_worker_pool.py has parts of a work that are done in forks
 def test_pieces_are_lowered_at_once_where_the_worker_has_not_asked_for_its_device(
     stack: tuple[Path, list[str]],
 ) -> None:
@@ -259,6 +264,7 @@ def test_attention_in_8_bits_is_told_how_its_tensors_lie(tmp_path: Path) -> None
     assert queries.split(", ")[10:13] == strides[2], queries
 
 
+@pytest.mark.large  # below it is in fp8, kernels/test_descriptors.py lowers one in 16 bits
 def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) -> None:
     """By torch's own launcher, which gives the kernel the memory that Triton would give it."""
     payloads = lowered_ahead(tmp_path, [*GATED], CompileConfig.parse("O2").lowering_options("cuda"))
@@ -273,21 +279,22 @@ def test_a_layer_and_the_gate_between_its_halves_are_one_launch(tmp_path: Path) 
     )
 
 
-def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", few(PAYING.keys(), 1))
+def test_a_gate_behind_a_product_in_fp8_is_part_of_its_launch(kind: str, tmp_path: Path) -> None:
     """What is packed of the weight is prepared, the input brought to fp8 by one kernel, and that is all."""
-    for kind, payload in lowered_ahead(tmp_path, [*PAYING], OPTIONS).items():
-        code = code_of(payload)
-        call = code.partition("def call(")[2].partition("runner = ")[0]
-        assert call.count(".run(") == 2 and "_scaled_mm" not in call and "extern_kernels" not in call, call
-        (launch,) = re.findall(r"multiply_gated_in_groups_\d\.run\((.*)\)", call)
-        assert launch.startswith("buf"), "rows in fp8, as they were written"
-        (found,) = re.findall(r"'signature': (\{'x': .*?\})", code)
-        assert "'x': '*fp8e4nv', 'weight': '*fp8e4nv'" in found and "'x_scale': '*fp32'" in found, found
-        told = json.loads((payload / "preparation.json").read_text())
-        assert told == {"takes": [0], "keeps": [1] if kind == "paying" else [], "gives": 2}
+    payload = lowered_ahead(tmp_path, [kind], OPTIONS)[kind]
+    code = code_of(payload)
+    call = code.partition("def call(")[2].partition("runner = ")[0]
+    assert call.count(".run(") == 2 and "_scaled_mm" not in call and "extern_kernels" not in call, call
+    (launch,) = re.findall(r"multiply_gated_in_groups_\d\.run\((.*)\)", call)
+    assert launch.startswith("buf"), "rows in fp8, as they were written"
+    (found,) = re.findall(r"'signature': (\{'x': .*?\})", code)
+    assert "'x': '*fp8e4nv', 'weight': '*fp8e4nv'" in found and "'x_scale': '*fp32'" in found, found
+    told = json.loads((payload / "preparation.json").read_text())
+    assert told == {"takes": [0], "keeps": [1] if kind == "paying" else [], "gives": 2}
 
 
-@pytest.mark.large  # above rows that begin so are copied
+@pytest.mark.large  # test_lower_convolutions.py has an image that begins so
 def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) -> None:
     """As it was in the captured call: Inductor hands on what it was told to lie so."""
     options = CompileConfig.parse("O2").lowering_options("cuda")
@@ -328,6 +335,8 @@ def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Pat
     assert sum(calls) == LAYERS and told["pieces"] < LAYERS
 
 
+# above a worker that compiles kernels in forks has been forked by a process that has asked for none
+@pytest.mark.large
 def test_what_is_done_before_a_fork_asks_no_device() -> None:
     """Without a GPU every question to CUDA's runtime raises; with one it would keep the forked workers from it."""
     code = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_blocks import CONVOLVED, FROZEN, UPSAMPLED
+from large_rows import few
 from lowering_ahead import LoweredOnDemand, code_of, lowered_ahead
 
 from nexfort_engine.config.compile_config import CompileConfig
@@ -30,7 +31,7 @@ def _without(option: str, folder: Path) -> Mapping[str, Path]:
     return LoweredOnDemand(folder, CompileConfig.parse({"options": {option: False}}).lowering_options("cuda"))
 
 
-@pytest.mark.parametrize("mode", ["O2", pytest.param("freezing", marks=pytest.mark.large), "untold"])
+@pytest.mark.parametrize("mode", few(["O2", "freezing", "untold"], 1))
 def test_convolutions_read_weights_that_are_laid_out_ahead(
     mode: str, payloads: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -61,6 +62,8 @@ def test_convolutions_read_weights_that_are_laid_out_ahead(
     assert before.count(".run(") == before.count("empty_strided_cuda((128, 3, 3, ") == 2
 
 
+# below are some that are launched so, kernels/test_conv3x3.py has the numbers of channels that are left
+@pytest.mark.large
 def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_call(
     payloads: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -82,15 +85,12 @@ def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_c
     assert launches["shortened", True][:4] == ([], 0, 0, 4), "128 channels"
 
 
-def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(
-    payloads: Mapping[str, Path], tmp_path: Path
-) -> None:
+DOUBLED = r"empty_strided_cuda\(\(s\d+, 320, 2\*s\d+, 2\*s\d+\)"
+
+
+def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(payloads: Mapping[str, Path]) -> None:
     """A kernel adds weights, one convolves; where the other image's sizes are others in a call cuDNN does."""
-    launches = {}
-    for own, lowered in ((True, payloads), (False, _without("fuse.upsampled_convolution", tmp_path))):
-        code = code_of(lowered["upsampled"])
-        launches[own] = code.partition("def call(")[2].partition("runner = ")[0]
-    ours = launches[True]
+    ours = code_of(payloads["upsampled"]).partition("def call(")[2].partition("runner = ")[0]
     assert ours.count("sum_places_0.run(") == 2
     assert re.search(
         r"form = None if \(\(2\*s\d+\), \(2\*s\d+\)\) != \(2 \* \(s\d+\), 2 \* \(s\d+\)\) else part_of", ours
@@ -100,8 +100,12 @@ def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(
     )
     assert ours.count("cudnn_convolution.out(torch.ops.aten.upsample_nearest2d.default(") == 2
     assert ours.count(".add_(arg") == 1, "one has a bias"
-    doubled = r"empty_strided_cuda\(\(s\d+, 320, 2\*s\d+, 2\*s\d+\)"
-    assert re.search(doubled, launches[False]) and not re.search(doubled, ours)
+    assert not re.search(DOUBLED, ours)
+
+
+@pytest.mark.large  # what the kernel is for; above is what it does
+def test_without_the_kernel_an_upsampled_image_is_in_memory(tmp_path: Path) -> None:
+    assert re.search(DOUBLED, code_of(_without("fuse.upsampled_convolution", tmp_path)["upsampled"]))
 
 
 def test_what_tunes_kernels_is_python_where_a_call_decides_between_them(tmp_path: Path) -> None:

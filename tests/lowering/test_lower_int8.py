@@ -52,6 +52,8 @@ def test_the_input_of_layers_in_fp8_is_made_by_the_norm_before_them_once(payload
     assert len([line for line in launches if "rms_norm" in line and "_to_copy" in line]) == 1 and len(launches) == 2
 
 
+# the kernel is compiled in kernels/test_scaled_linear.py; others in Gluon are lowered in test_lower_convolutions.py
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["sandwich"])
 def test_products_in_groups_of_warps_are_lowered_too(kind: str, tmp_path: Path) -> None:
     """As where they were measured to be the fastest: with descriptors, for which the launch has memory."""

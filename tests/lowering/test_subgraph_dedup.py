@@ -27,7 +27,7 @@ from nexfort_engine.lowering.loaded_code import FoldedCode
 from nexfort_engine.lowering.subgraph_dedup import fold
 
 aten = torch.ops.aten
-WIDE, HEADS, DEPTH = 32, 2, 6
+WIDE, HEADS, DEPTH = 32, 2, 5
 
 
 class Layer(nn.Module):
@@ -153,7 +153,7 @@ def test_two_layers_are_one_piece_where_that_saves_enough() -> None:
 
 def test_a_layer_that_is_another_parts_the_rest_in_two() -> None:
     """All before and behind it still share one piece each."""
-    probe = Probe(made(Stack, 9, [1.0] * 4 + [2.0] + [1.0] * 4), *call())
+    probe = Probe(made(Stack, 5, [1.0] * 2 + [2.0] + [1.0] * 2), *call())
     folded = fold(probe.captured.graph)
     assert folded is not None and len(folded.pieces) == 5
     weights = probe.weights
@@ -181,7 +181,7 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2 * DEPTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(2 * 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = x
@@ -197,7 +197,7 @@ class Remembering(nn.Module):
 def test_two_inputs_that_are_one_tensor_in_the_first_call_are_two_in_the_next() -> None:
     """Lowering tells by memory that a result is a look at an input."""
     folded = fold(Probe(made(Remembering), call()[1]).captured.graph)
-    assert folded is not None and len(folded.calls) >= DEPTH
+    assert folded is not None and len(folded.calls) >= 6
     for piece in folded.pieces:
         values = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -254,6 +254,7 @@ def test_what_no_call_needs_any_more_is_given_up() -> None:
     assert result.tolist() == [3.0] * 3 and [ref() is not None for ref in seen] == [False, False, True]
 
 
+@pytest.mark.large  # the network below is lowered in pieces and loaded, test_worker_pool.py has graphs in a worker
 def test_pieces_are_lowered_in_a_worker_and_loaded_as_one_artefact(tmp_path: Path) -> None:
     block = made(Stack)
     probe, payload = Probe(block, *call()), tmp_path / "payload"
@@ -284,7 +285,7 @@ class Noted:
 
 @pytest.mark.parametrize("breaks", ["fold", "_inductor"])
 def test_what_cannot_be_lowered_in_pieces_is_lowered_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: str, probe: Probe
 ) -> None:
     asked = []
 
@@ -300,7 +301,7 @@ def test_what_cannot_be_lowered_in_pieces_is_lowered_whole(
     monkeypatch.setattr(inductor, "Limits", Noted)
     Noted.made = 0
     payload = tmp_path / "payload"
-    inductor.lower(Probe(made(Stack), *call()).captured, payload, CompileConfig.parse("O2").lowering_options("cpu"))
+    inductor.lower(probe.captured, payload, CompileConfig.parse("O2").lowering_options("cpu"))
     assert asked == (["piece_0", "piece_1", "payload"] if breaks == "_inductor" else [""])
     assert Noted.made == 1 and json.loads((payload / "limits.json").read_text()) == ["s0 <= 7"]
     assert "could not be lowered in pieces" in caplog.text

@@ -293,7 +293,8 @@ def test_one_that_had_to_end_is_replaced(why: str, gone: list[Any], monkeypatch:
 
 
 @forks
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with a worker"])
+# test_worker_lifetime.py has one with workers
+@pytest.mark.parametrize("busy", few({"idle": False, "with a worker": True}, ["idle"]))
 def test_nothing_outlives_a_process_that_is_killed(busy: bool) -> None:
     code = (
         "import os, signal, time; from nexfort_engine.lowering import worker_pool as pool; "
