@@ -39,7 +39,7 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
-KEPT = BLOCKS.keys() - {"looking", "wide"}  # the others are lowered for more than one test
+KEPT = BLOCKS.keys() - {"looking"}
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,8 @@ def test_attention_that_pays_in_8_bits_is_two_launches(payloads: Mapping[str, Pa
     assert call.count("narrow_keys_values_0.run(") == call.count("attend_in_groups_1.run(") == 1
     kernels = [kernel for kernel in kernels_of(payloads["long"]) if kernel["name"].startswith("attend")]
     assert [kernel["num_warps"] for kernel in kernels] == [12], "four that copy, and two times four that compute"
-    few = code_of(payloads["transformer"]).partition("def call(")[2].partition("runner = ")[0]
-    assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 4096 tokens it is cuDNN's"
+    few = code_of(payloads["wide"]).partition("def call(")[2].partition("runner = ")[0]
+    assert "torch.ops.nexfort.cudnn_attention.default(" in few and "attend_" not in few, "of 1024 tokens it is cuDNN's"
 
 
 def test_low_precision_multiplies_in_fp8_with_weights_that_are_prepared(payloads: Mapping[str, Path]) -> None:
@@ -189,8 +189,6 @@ def test_a_norm_puts_no_image_in_memory_in_fp32(kind: str, payloads: Mapping[str
     assert sizes and not [text for text in sizes if not re.fullmatch(r"[\d, ]+", text)], sizes
 
 
-# test_subgraph_dedup.py has where a graph is cut, that pieces are lowered once, and what they give
-@pytest.mark.large
 def test_layers_are_lowered_once_and_launch_no_kernel_more_for_it(
     payloads: Mapping[str, Path], stack: tuple[Path, list[str]]
 ) -> None:
