@@ -64,6 +64,7 @@ def test_pages_of_what_is_kept_are_given_back_once(roomy: Paged, kind: Kind) -> 
     assert len(memory.given_back) == 1 and not +memory.pins
 
 
+@pytest.mark.large  # the others are in half precision
 def test_in_full_precision_weights_are_laid_out_once_where_pages_are_given_back_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,6 +139,7 @@ def test_which_layers_pay_goes_by_the_pages_of_their_own_memory(monkeypatch: pyt
     assert any("was not compared" in note for note in engine_of(roomy.clone).report.as_dict()["notes"])
 
 
+@pytest.mark.large  # above pages are given back once, and test_comfy_prepack.py has LoRAs
 def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = roomy.memory
     first, _ = roomy.sampled()

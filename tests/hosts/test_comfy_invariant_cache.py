@@ -103,6 +103,7 @@ def test_wrappers_of_others_see_the_prompt_as_it_was_given() -> None:
     assert set(seen) == {torch.float32} and invariants(compiled) == [0]
 
 
+@pytest.mark.large  # cudagraphs/test_invariant_cache.py has writes to what is kept
 def test_a_wrapper_of_others_that_writes_to_the_prompt_is_heeded() -> None:
     from comfy.patcher_extension import WrappersMP
 

@@ -292,6 +292,7 @@ def test_area_conditions(pair: MakePair, name: str) -> None:
 @pytest.mark.parametrize(
     "name", by_family(*((name,) for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")))
 )
+@pytest.mark.large  # test_comfy_controlnet.py has them
 def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: str) -> None:
     at, control = pair(name), control_of(name)
     rows = {

@@ -149,6 +149,7 @@ def masked(positive: Any, negative: Any) -> Any:
 
 
 @pytest.mark.parametrize("room", few([True, False], [False]))
+@pytest.mark.large  # below are graphs of one kind of call
 def test_two_kinds_of_calls_in_turn_are_both_captured(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:

@@ -95,7 +95,7 @@ def eager_since(clone: Any, mark: Any) -> list[dict[str, Any]]:
 
 
 # Two of the five are like another one of them in all but the number of their digits, and int8 is lowered below.
-MOST = few(list(FORMATS), ("float8_e4m3fn", "nvfp4"))
+MOST = few(list(FORMATS), ("float8_e4m3fn",))
 
 
 @pytest.mark.parametrize("form", MOST)

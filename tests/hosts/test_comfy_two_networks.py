@@ -95,6 +95,7 @@ def test_the_second_network_needs_nothing_of_its_own(share: float | None) -> Non
     unload()
 
 
+@pytest.mark.large  # test_comfy_dynamic_vram.py has one network's
 def test_each_keeps_its_graph_under_dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     file_of(WAN, FORM)

@@ -211,6 +211,7 @@ STEPS = st.tuples(st.sampled_from(KINDS), st.integers(0, CHOICES - 1), st.intege
 
 
 @pytest.mark.parametrize("name", WALKERS)
+@pytest.mark.large  # the other files change one setting after the other
 def test_a_walk_of_sixty_operations(make_pair: Callable[[str], Pair], name: str) -> None:
     done: list[Walk] = []
 

@@ -232,6 +232,7 @@ def test_the_mode_says_where_nothing_is_quantised() -> None:
     assert [row["token"] for row in alone.report.as_dict()["inactive"]] == ["quant"]
 
 
+@pytest.mark.large  # only some pipelines can fuse them
 def test_projections_are_fused_before_and_never_after() -> None:
     pipe = pipeline()
     quantised = nexfort_engine.quantize_pipe(pipe)
@@ -281,6 +282,7 @@ def test_a_lora_beside_packed_weights_is_honoured(name: str) -> None:
     assert distance(seen[0], picture(pipe)) < 0.3 * distance(seen[0], first), "it is what it is beside whole weights"
 
 
+@pytest.mark.large  # above it lies beside packed weights
 def test_a_lora_s_strength_fused_before_packing_compiles_nothing() -> None:
     pytest.importorskip("peft")
     pipe = pipeline()
