@@ -134,6 +134,7 @@ def test_patches_have_a_name_that_says_which_they_are(patcher: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.large  # test_comfy_quantised.py has it for a Flux in int8
 def test_flux_of_comfyui_serves_every_size_length_and_guidance() -> None:
     patcher = patcher_around(make("comfy_flux").module, flux=True)
     compiled = host.attach(patcher, CONFIG)

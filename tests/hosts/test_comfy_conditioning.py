@@ -154,8 +154,7 @@ def test_a_name_is_that_of_bits_in_a_run_and_the_prompt_has_the_dtype_that_is_as
 
 
 @pytest.mark.comfy
-@pytest.mark.usefixtures("comfyui", "artefact_cache")
-@pytest.mark.large  # above is which of them are copied
+@pytest.mark.usefixtures("comfyui", "artefact_cache", "quick")
 def test_steps_copy_a_prompt_and_its_guidance_once_and_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """By ComfyUI's own sampler, and gone with the model."""
     patcher = patcher_around(make("comfy_flux").module, flux=True)

@@ -154,7 +154,7 @@ def test_switched_off_it_gives_back_what_it_gets(monkeypatch: pytest.MonkeyPatch
 # ---- what changes from run to run ----------
 
 
-@pytest.mark.parametrize("name", few(list(KINDS), ("flux", "unet")))
+@pytest.mark.parametrize("name", few(list(KINDS), ["flux"]))
 def test_sizes_batches_and_prompt_lengths_compile_nothing(name: str) -> None:
     pair, mark = begun(name)
     base = pair.eager()

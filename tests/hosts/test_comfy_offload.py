@@ -113,7 +113,6 @@ def test_who_runs_the_layers_own_code_has_them_back(offloaded: Offloaded, kind: 
     assert torch.equal(offloaded.settled(), first) and kind.one in offloaded.away, "and they leave again"
 
 
-@both
 def test_a_lora_is_seen_and_goes_as_if_nothing_had_left(
     offloaded: Offloaded, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +187,6 @@ def test_weights_that_are_changed_in_their_place_are_seen_in_the_next_picture(
     assert first is not None
 
 
-@both
 def test_comfyui_moves_and_copies_them_wherever_they_are(offloaded: Offloaded, kind: Kind) -> None:
     first = offloaded.settled()
     saved = {name: weight.clone() for name, weight in offloaded.plain.model_state_dict().items()}

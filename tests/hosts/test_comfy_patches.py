@@ -289,10 +289,10 @@ def test_area_conditions(pair: MakePair, name: str) -> None:
     nothing_new(follows(pair(name), left_half, cfg=24.0))
 
 
+# test_comfy_controlnet.py has one beside a UNet
 @pytest.mark.parametrize(
-    "name", by_family(*((name,) for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")))
+    "name", few([name for name in FAMILIES if name not in ("comfy_wan", "comfy_lumina")], ["comfy_flux"])
 )
-@pytest.mark.large  # test_comfy_controlnet.py has them
 def test_controlnets_one_two_and_for_a_part_of_the_steps(pair: MakePair, name: str) -> None:
     at, control = pair(name), control_of(name)
     rows = {

@@ -135,7 +135,6 @@ def test_the_host_is_not_asked_again_for_what_is_kept(paged: Paged, kind: Kind) 
     assert not +paged.memory.pins, "what was taken out is given back"
 
 
-@both
 def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(lease.Layers, "placeholders_for", lambda *_: {})
@@ -149,7 +148,6 @@ def test_without_stand_ins_the_picture_is_the_same(paged: Paged, monkeypatch: py
     assert all(kept(paged.clone)) and not set(kept(paged.clone)) & set(made)
 
 
-@both
 def test_a_lora_is_seen_wherever_the_weights_are(paged: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = paged.sampled()
     changed = kind.changed(paged.clone)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from large_rows import few
 from patchers import CONFIG, TOLERANCE, distance
 from subjects import graphs_as_they_are
 from tiny_video_vaes import VIDEO_VAES, Kind
@@ -37,7 +36,8 @@ def tiled(vae: Any, kind: Kind, name: str, size: tuple[int, int, int]) -> tuple[
     return video, vae.encode_tiled(video[0], **sides, **times)
 
 
-@pytest.mark.parametrize("name", few(NAMES, ["ltx"]))
+@pytest.mark.large  # test_comfy_vae.py has tiles, test_comfy_video_vaes.py other sizes and lengths
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_tiles_are_eager_s_and_compiled_once(name: str) -> None:
     kind = VIDEO_VAES[name]

@@ -15,7 +15,6 @@ import pytest
 import torch
 from card_memory import loaded_in_part, unload
 from dynamic_vram import dynamic_vram
-from large_rows import few
 from loader_families import CONFIG, FAMILIES, file_of, loaded, lora_file, picture, with_lora
 from patchers import MOVES, TOLERANCE, distance
 from pretended_graph import Graph, pretend
@@ -75,7 +74,8 @@ class Two:
         return [{r.path: {id(b.code) for b in r.bindings} for r in engine.regions} for engine in engines]
 
 
-@pytest.mark.parametrize("share", few([None, 0.0, 0.5], [0.5]))
+@pytest.mark.large  # the test below has it with graphs
+@pytest.mark.parametrize("share", [None, 0.0, 0.5])
 def test_the_second_network_needs_nothing_of_its_own(share: float | None) -> None:
     two = Two()
     with loaded_in_part(share) if share is not None else contextlib.nullcontext():
@@ -95,7 +95,6 @@ def test_the_second_network_needs_nothing_of_its_own(share: float | None) -> Non
     unload()
 
 
-@pytest.mark.large  # test_comfy_dynamic_vram.py has one network's
 def test_each_keeps_its_graph_under_dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     file_of(WAN, FORM)

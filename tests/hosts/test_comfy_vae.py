@@ -74,7 +74,7 @@ def test_every_part_of_an_autoencoder_is_compiled_or_named(kind: str) -> None:
             assert not unexplained(model, found, call, whole=False)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick")  # test_server.py has one that is lowered
 @torch.inference_mode()  # as ComfyUI runs its nodes
 def test_a_vae_s_copy_decodes_and_encodes_as_eager_tiled_too() -> None:
     given_vae = vae(taesd(4))

@@ -207,7 +207,7 @@ def picture(pipe: Any, size: tuple[int, int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "first", [pytest.param((64, 64), id="even"), pytest.param((72, 56), id="odd", marks=pytest.mark.large)]
 )
-@pytest.mark.large  # above are other sizes
+@pytest.mark.large  # test_diffusers_quantize.py has such sides after even ones
 def test_sides_that_cannot_be_halved_compile_nothing_after_those_that_can_nor_the_reverse(
     first: tuple[int, int],
 ) -> None:

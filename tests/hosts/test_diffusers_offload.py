@@ -83,7 +83,8 @@ def test_a_model_whose_forward_never_calls_its_own_says_that_it_runs_eager() -> 
     assert row["region"] == "(whole module)" and "its forward was replaced" in row["reason"]
 
 
-@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+# accelerate's hooks, below, are on each layer too
+@pytest.mark.parametrize("kind", [pytest.param("leaf_level", marks=pytest.mark.large), "block_level"])
 def test_groups_that_are_offloaded_run_compiled_around_their_hooks(kind: str) -> None:
     wanted, other = image(pipeline()), image(pipeline(), "a dog")
     compiled = nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
