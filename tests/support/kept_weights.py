@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import comfy_networks
 import pytest
 import torch
-from backbones import make
+from backbones import make, with_weights
 from card_memory import PAGE, PagedMemory, page
 from patchers import TOLERANCE, patcher_around, sample, with_lora
 
@@ -63,7 +64,9 @@ def freezing_unet(patch: pytest.MonkeyPatch) -> Any:
     patch.setattr(channels_last, "_LEAST", 1)
     patch.setattr(channels_last, "MEASURED", ("cpu", "cuda"))
     _as_on_a_card(patch)
-    return patcher_around(make("comfy_unet").module)
+    alone = {"num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [0], "transformer_depth_output": [0, 0]}
+    network = with_weights(comfy_networks.unet(1, **alone, transformer_depth_middle=-1), "comfy_unet")
+    return patcher_around(network.eval().requires_grad_(False))
 
 
 def _as_on_a_card(patch: pytest.MonkeyPatch) -> None:
