@@ -261,10 +261,11 @@ class Conditions:
 
     def _breaks_one(self, one: bool, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int]) -> bool:
         """Whether a relation does not hold that a size is 1 or none (`one`), or that it is not."""
-        if not self._same_ranks(shapes):
-            return False
         relations = [guard for guard in self.guards if _says_one(guard) is one]
-        return any(not _holds(guard, self._symbols(shapes, ints)) for guard in relations)
+        if not relations or not self._same_ranks(shapes):
+            return False
+        symbols = self._symbols(shapes, ints)
+        return not all(_holds(guard, symbols) for guard in relations)
 
     def other_parity(self, shapes: Sequence[torch.Size | Sequence[int]], ints: Sequence[int] = ()) -> str | None:
         """Says where the code is for an even number and the call has an odd one, or the other way round; else None."""
