@@ -216,7 +216,7 @@ def _inductor(
     known = known_to_inductor(convolutions=own.get("convolution") is True)
     clock = by_the_device() if measures(options) else nullcontext()
     scope, written = inductor_scope(payload, options), _all_written()
-    with scope, _compiling(payload), torch.no_grad(), rows, pairs, known, clock, written:
+    with scope, _compiling(payload), _libraries_anew(), torch.no_grad(), rows, pairs, known, clock, written:
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
@@ -230,6 +230,21 @@ def _inductor(
 def _compiling(payload: Path) -> Iterator[None]:
     """Inside, compilers work for Inductor, none of which is waited for without end."""
     with bounded(payload / _TEMPORARY), watched(), remembered_probes():
+        yield
+
+
+@contextmanager
+def _libraries_anew() -> Iterator[None]:
+    """Inside, Inductor compiles each kernel in C++, also one that it has loaded for another graph.
+
+    It knows a loaded library by its source and writes the source alone then. Each process would compile what it loads.
+    """
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+
+    with ExitStack() as stack:
+        for kind in (CppCodeCache, CppPythonBindingsCodeCache):
+            stack.callback(kind.cache.update, dict(kind.cache))
+            kind.cache.clear()
         yield
 
 

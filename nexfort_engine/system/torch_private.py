@@ -47,7 +47,7 @@ _NAMES: Mapping[str, str] = {
     "torch._inductor": "CompiledArtifact.load bounds compiler_bisector standalone_compile",
     "torch._inductor.async_compile": "AsyncCompile.process_pool AsyncCompile.submit AsyncCompile.use_process_pool",
     "torch._inductor.choices": "InductorChoices.should_use_persistent_reduction",
-    "torch._inductor.codecache": "cache_dir torch_key",
+    "torch._inductor.codecache": "CppCodeCache CppPythonBindingsCodeCache cache_dir torch_key",
     "torch._inductor.codegen": "memory_planning",
     "torch._inductor.codegen.common": "init_backend_registration",
     "torch._inductor.codegen.cuda": "device_op_overrides",
