@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nexfort")
 
 CATEGORY = "model/compile"
+ENGINE = "nexfort_engine.hosts.comfy.model"  # what attaches the engine to a model imports all of it
 MODES = ["O2", "max-autotune", "max-optimize:max-autotune", "jit:disable-runtime-fusion"]
 LOW_PRECISION = "O3"
 MEMORY_FORMATS = ["channels_last", "contiguous_format"]
@@ -145,7 +146,10 @@ def import_at_start() -> None:
     """
 
     async def begin(_: object) -> None:
-        _import_ahead()
+        try:
+            _import_ahead()
+        except Exception as error:  # it would end ComfyUI, and the node will say what is wrong
+            log.warning("Nexfort: the compiler is not imported at the start: %s", error, exc_info=True)
 
     try:
         running.server().app.on_startup.append(begin)  # type: ignore[union-attr]
@@ -160,7 +164,7 @@ def _import_ahead() -> None:
 
     if not disabled():
         import_ahead()
-        import_tracing_ahead()
+        import_tracing_ahead([ENGINE], running.nothing_ran)
 
 
 def _given(text: str) -> dict[str, Any]:

@@ -44,6 +44,16 @@ def prompt() -> Prompt | None:
     return Prompt(number, _workflow(extra), nodes)
 
 
+def nothing_ran() -> bool:
+    """Whether a server is there that was given no prompt yet, so that no model is in memory."""
+    queue = getattr(server(), "prompt_queue", None)
+    loaded = getattr(sys.modules.get("comfy.model_management"), "current_loaded_models", None)
+    try:
+        return loaded == [] and not queue.get_tasks_remaining() and not queue.get_history(max_items=1)  # type: ignore[union-attr]
+    except (AttributeError, TypeError):  # no server, or a queue of another version
+        return False
+
+
 def _workflow(extra: Any) -> str | None:
     """The id of the workflow in a prompt's extra data, where anything may stand: whoever queues a prompt writes it."""
     for key in ("extra_pnginfo", "workflow", "id"):

@@ -87,7 +87,7 @@ class RegionTable:
         self._sets_names = any(map(assigns_names, own))
         if not found:
             report.note("no region: the module holds no weights; it runs as it is")
-        for path, kind in beyond(root):
+        for path, kind in beyond(root, self._state.besides):
             report.eager(path, f"this {kind} lies in a plain object, where no block is looked for")
         return {id(spec.module): region for spec, region in found}
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
 
 from ..cache.ephemeral import Scratch
+from ..cache.key import engine_source_hash
 from ..reporting.resource_shortages import begun
 from ..system.process_settings import inductor_scope
 from ..system.yielding import switching_within
@@ -43,15 +45,27 @@ _threads: dict[str, threading.Thread] = {}
 def import_ahead() -> None:
     """Import Inductor. Once a process; where there is no thread for it, whoever needs it imports it.
 
-    What it calls its cache's keys follows on another thread, which nobody waits for: hashes of torch's and Triton's
-    files.
+    What it calls its cache's keys follows on another thread, which nobody waits for: hashes of the files of the engine,
+    torch and Triton.
     """
     _once(_INDUCTOR, _import_inductor)
 
 
-def import_tracing_ahead() -> None:
-    """Import what a first trace needs as well, behind `import_ahead`. Once a process."""
-    _once(_LATE, lambda: import_all(_TRACING))
+def import_tracing_ahead(names: Sequence[str] = (), quiet: Callable[[], bool] = lambda: False) -> None:
+    """Import what a first trace needs as well, behind `import_ahead`. Once a process.
+
+    names: modules that are imported before that. quiet: whether all objects of the process will stay; garbage
+        collections then pass over what is there once the imports are done.
+    """
+
+    def work() -> None:
+        import_all((*names, *_TRACING))
+        if quiet():
+            gc.collect()
+            if quiet():  # that took a third of a second, in which a prompt may have begun
+                gc.freeze()
+
+    _once(_LATE, work)
 
 
 def wait_for_import(cancel: Callable[[], None] = lambda: None) -> None:
@@ -106,6 +120,7 @@ def _hash_ahead() -> None:
     try:
         from torch._inductor.codecache import torch_key
 
+        engine_source_hash()
         torch_key()
         if torch.cuda.is_available():
             from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key

@@ -10,14 +10,14 @@ regions hold every weight outside the backbone's own forward. A backbone with no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from torch import nn
 
-from ..modules.tree import INTERNAL, class_name, modules_in
+from ..modules.tree import INTERNAL, PLAIN, class_name, modules_in
 
 # A repeated module that holds this many submodules is taken apart all the same: one graph of it would cost more to
 # lower than its pieces win. The largest one measured to pay, SDXL's ten-block transformer, has about 250.
@@ -87,17 +87,29 @@ class Seats:
         return all(map(is_, map(dict.get, self._tables, self._names), self._modules))
 
 
-def beyond(root: nn.Module) -> Iterator[tuple[str, str]]:
-    """Where modules with weights lie that only plain containers and objects hold, and their classes."""
+def beyond(root: nn.Module, besides: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Where modules with weights lie that only plain containers and objects hold, and their classes.
+
+    besides: names of attributes that belong to the host.
+    """
     inside = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    known: dict[int, str | None] = {}  # of what was looked into: many modules may hold one
     for path, sub in root.named_modules():
         for name, value in list(sub.__dict__.items()):
-            if name in INTERNAL or name.startswith("_nexfort"):
+            if name in INTERNAL or name in besides or name.startswith("_nexfort") or type(value) in PLAIN:
                 continue
-            for found in modules_in(value):
-                if any(id(tensor) not in inside for tensor in (*found.parameters(), *found.buffers())):
-                    yield f"{path}.{name}" if path else name, type(found).__name__
-                    break
+            if id(value) not in known:
+                known[id(value)] = _class_beyond(value, inside)
+            if (kind := known[id(value)]) is not None:
+                yield f"{path}.{name}" if path else name, kind
+
+
+def _class_beyond(value: Any, inside: Collection[int]) -> str | None:
+    """The class of a module that a value holds and that has other weights than those inside; None where none has."""
+    for found in modules_in(value):
+        if any(id(tensor) not in inside for tensor in (*found.parameters(), *found.buffers())):
+            return type(found).__name__
+    return None
 
 
 def most_alike(module: nn.Module) -> int:

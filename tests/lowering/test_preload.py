@@ -91,6 +91,22 @@ def test_the_second_follows_the_first_and_both_leave_nothing_set(
     assert process_settings.snapshot() == before and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("answers", "collected", "frozen"), [([True, True], 1, 1), ([True, False], 1, 0), ([False], 0, 0)]
+)
+def test_collections_pass_over_the_compiler_where_nothing_has_run(
+    answers: list[bool], collected: int, frozen: int, said: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is frozen is never given back, so that there must be no model among it."""
+    called, asked = list[str](), iter(answers)
+    monkeypatch.setattr(preload, "import_all", lambda names: called.append(next(iter(names))))
+    monkeypatch.setattr(preload.gc, "collect", lambda: called.append("collect"))
+    monkeypatch.setattr(preload.gc, "freeze", lambda: called.append("freeze"))
+    preload.import_tracing_ahead(["the host's"], lambda: next(asked))
+    preload.wait_for_import()
+    assert called == ["the host's", *["collect"] * collected, *["freeze"] * frozen] and not said
+
+
 def test_what_a_first_load_asks_is_hashed_ahead_and_nobody_waits(
     said: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

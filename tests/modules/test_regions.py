@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from subjects import names  # noqa: E402
 from torch import nn  # noqa: E402
 
 from nexfort_engine.modules import regions as regions_module  # noqa: E402
-from nexfort_engine.modules.regions import RegionSpec, find_regions, most_alike  # noqa: E402
+from nexfort_engine.modules.regions import RegionSpec, beyond, find_regions, most_alike  # noqa: E402
 from nexfort_engine.modules.tree import structure  # noqa: E402
 
 
@@ -139,6 +141,32 @@ def test_a_sequential_with_a_forward_of_its_own_is_walked() -> None:
 def test_a_module_that_is_shared_is_one_region() -> None:
     part = Part()
     assert paths(Net(first=part, blocks=nn.ModuleList([part, Part()]))) == ["first", "blocks.1"]
+
+
+class Looked(dict[str, Any]):
+    """A dictionary that counts how often it is looked through."""
+
+    times = 0
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+
+def test_modules_with_weights_in_plain_objects_are_named() -> None:
+    root = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    root[1].kept = types.SimpleNamespace(inner=[nn.LayerNorm(4)], known=root[0])
+    root[2].host = [nn.Conv1d(1, 1, 1)]
+    assert list(beyond(root)) == [("1.kept", "LayerNorm"), ("2.host", "Conv1d")]
+    assert list(beyond(root, {"host"})) == [("1.kept", "LayerNorm")], "what the host notes on a layer is its own"
+
+
+def test_what_many_layers_share_is_looked_through_once() -> None:
+    """ComfyUI's layers share a dictionary of thousands of entries."""
+    root, shared = nn.ModuleList(nn.Linear(4, 4) for _ in range(30)), Looked(one=[nn.LayerNorm(4)])
+    for layer in root:
+        layer.state = shared
+    assert len(list(beyond(root))) == 30 and shared.times == 1
 
 
 def test_names_of_classes_and_attributes_do_not_matter() -> None:

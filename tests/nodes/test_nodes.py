@@ -279,7 +279,7 @@ def test_the_compiler_is_imported_while_the_model_is_loaded(
 
     begun: list[int] = []
     monkeypatch.setattr(preload, "import_ahead", lambda: begun.append(1))
-    monkeypatch.setattr(preload, "import_tracing_ahead", lambda: None)
+    monkeypatch.setattr(preload, "import_tracing_ahead", lambda *_: None)
     check = node(plugin, "NexfortCompileModel").validate_inputs
     assert check("") is True and not begun, "code runs the node, and no server"
     monkeypatch.setattr(part(plugin, "running"), "server", lambda: object())
@@ -298,7 +298,7 @@ def test_the_compiler_is_imported_when_the_server_starts(
 
     begun: list[str] = []
     monkeypatch.setattr(preload, "import_ahead", lambda: begun.append("inductor"))
-    monkeypatch.setattr(preload, "import_tracing_ahead", lambda: begun.append("tracing"))
+    monkeypatch.setattr(preload, "import_tracing_ahead", lambda *_: begun.append("tracing"))
     shared, started = part(plugin, "compile_inputs"), []
     monkeypatch.setattr(part(plugin, "running"), "server", lambda: None)
     shared.import_at_start()
@@ -313,6 +313,23 @@ def test_the_compiler_is_imported_when_the_server_starts(
     assert begun == started, "and not where the engine is switched off"
     app.freeze()
     shared.import_at_start()  # a pack that is loaded late
+
+
+@pytest.mark.comfy
+def test_a_server_starts_where_the_compiler_cannot_be_imported(
+    plugin: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from nexfort_engine.lowering import preload
+
+    def fail() -> None:
+        raise ValueError("another torch")
+
+    app = web.Application()
+    monkeypatch.setattr(part(plugin, "running"), "server", lambda: types.SimpleNamespace(app=app))
+    monkeypatch.setattr(preload, "import_ahead", fail)
+    part(plugin, "compile_inputs").import_at_start()
+    asyncio.run(web.AppRunner(app).setup())
+    assert "another torch" in caplog.text
 
 
 @pytest.mark.comfy
