@@ -41,6 +41,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "compilation/rank_turns.py": "says which of several processes makes an artefact",
     "compilation/selfcheck.py": "asks whether a device can compile at all",
     "compiled.py": "an older name of a file that moved",
+    "cudagraphs/backoff.py": "decides which steps are observed",
     "cudagraphs/capture_check.py": "tries whether a step can be a CUDA graph",
     "cudagraphs/graph_capture.py": "captures what was lowered",
     "cudagraphs/few_steps.py": "decides in which picture steps are captured",

@@ -47,6 +47,7 @@ from ..system.cuda_graph_pool import GraphMemory, fragile, pool_bytes
 from ..weights.residency import Residency
 from ..weights.subclass_unwrap import places
 from . import memory_budget
+from .backoff import Backoff
 from .capture_check import CaptureCheck
 from .channels_last_cat import JoinedAsRows
 from .few_steps import FewSteps
@@ -94,7 +95,7 @@ class StepGraphs:
         self._stream: CaptureStream | None = None  # to run and to capture on; None: the caller's, and torch's
         self._watched = state.known.watched
         self._in_use = threading.Lock()
-        self._few = FewSteps(state)
+        self._few, self._backoff = FewSteps(state), Backoff(lambda: sum(map(len, state.known.artefacts.values())))
 
     def release(self) -> bool:
         """Give the graphs and their memory back, to be captured again when wanted. Whether there were any."""
@@ -158,7 +159,7 @@ class StepGraphs:
             if weights is None:
                 return self._fetched(step, call, plain, session)
             del self._steps[key]
-        if self._few.waits(key):
+        if self._few.waits(key) or self._backoff.waits(key):
             return call.plainly(plain)
         self._few.mark(key)
         return self._observe(key, call, plain, session)
@@ -255,9 +256,9 @@ class StepGraphs:
         if trace.lists:
             self._refused[key] = trace.unrepeatable
         if reason := trace.unrepeatable:
-            self.state.report.note(f"no CUDA graph: {reason}")
+            self._in_vain(key, f"no CUDA graph: {reason}")
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
-            self.state.report.note(_ELSEWHERE)
+            self._in_vain(key, _ELSEWHERE)
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
@@ -286,8 +287,7 @@ class StepGraphs:
             return
         fingerprint = ModuleFingerprint(self.state.root, self._blocks())
         if fingerprint.hooked:
-            self.state.report.note("no CUDA graph: a module carries a forward hook or a replaced forward")
-            return
+            return self._in_vain(key, "no CUDA graph: a module carries a forward hook or a replaced forward")
         with residency.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return
@@ -306,8 +306,13 @@ class StepGraphs:
                 invariants=invariants if invariants is not None and invariants.observed(call.made_of) else None,
                 names=names,
             )
+        self._backoff.led_to_one(key)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
+
+    def _in_vain(self, key: Any, note: str) -> None:
+        self.state.report.note(note)
+        self._backoff.in_vain(key)
 
     def _fails(self, key: Any, reason: str) -> None:
         """Count a failure that may pass; after some it counts for good."""

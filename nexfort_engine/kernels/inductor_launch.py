@@ -98,13 +98,15 @@ def launch(
 def _note_limits(grid: Sequence[Any], arguments: dict[str, Any]) -> None:
     """Have it noted (assumptions.Limits) that what a kernel counts fits: the numbers of a tensor, and its programs.
 
-    What does not fit at the captured call is counted in 64 bits, and has no limit.
+    What does not fit at the captured call is counted in 64 bits, and has no limit. What a kernel reads may not be in
+    memory yet, such as a weight that is cast for it.
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     known = V.graph.sizevars
-    tensors = [value.get_layout().storage_size() for value in arguments.values() if isinstance(value, ir.IRNode)]
+    read = [ir.ExternKernel.realize_input(value) for value in arguments.values() if isinstance(value, ir.IRNode)]
+    tensors = [value.get_layout().storage_size() for value in read]
     for count, most in (*zip(grid, PROGRAMS, strict=True), *((numbers, PROGRAMS[0]) for numbers in tensors)):
         if known.optimization_hint(count, fallback=most + 1) <= most:
             known.check_leq(count, most)

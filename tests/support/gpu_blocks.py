@@ -334,8 +334,16 @@ def exported(
         return torch.export.export(_Lifted(function), (weights, inputs), dynamic_shapes=dims, strict=False).graph_module
 
 
-def captured(kind: str, behind: int = 0) -> Captured:
-    """A block's graph as a process with a GPU captures it. behind: weights begin so many numbers behind an address."""
+def cast(kind: str) -> Captured:
+    """A block's graph whose weights are stored in fp32 and cast for each use, as ComfyUI does where it is told to."""
+    return captured(kind, stored=torch.float32)
+
+
+def captured(kind: str, behind: int = 0, stored: torch.dtype | None = None) -> Captured:
+    """A block's graph as a process with a GPU captures it.
+
+    behind: weights begin so many numbers behind an address. stored: the type of weights that are cast to the block's.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -345,8 +353,8 @@ def captured(kind: str, behind: int = 0) -> Captured:
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(
-            [torch.empty(shape, dtype=dtype, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
-            for shapes in (weights, [shape for shape, _ in inputs])
+            [torch.empty(shape, dtype=kept, device="cuda:0") if shape else torch.empty(()) for shape in shapes]
+            for shapes, kept in ((weights, stored or dtype), ([shape for shape, _ in inputs], dtype))
         )
         if behind:
             args[0][:] = [
@@ -360,7 +368,8 @@ def captured(kind: str, behind: int = 0) -> Captured:
         own = {place: w for place, w in enumerate(args[0]) if laid and w.dim() == 4 and w.shape[-1] > 1}
         for place, weight in own.items():
             args[0][place] = weight.to(memory_format=torch.channels_last)
-    graph = exported(function, *args, [symbols for _, symbols in inputs])
+    run = function if stored is None else lambda w, *given: function([one.to(dtype) for one in w], *given)
+    graph = exported(run, *args, [symbols for _, symbols in inputs])
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for place, weight in own.items():
         channels_last.copy_to_channels_last(graph, nodes[place], weight)
