@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modules.tree import INTERNAL, PLAIN, class_name, modules_in
+from ..modules.tree import INTERNAL, PLAIN, Known, class_name, modules_in
 
 # A repeated module that holds this many submodules is taken apart all the same: one graph of it would cost more to
 # lower than its pieces win. The largest one measured to pay, SDXL's ten-block transformer, has about 250.
@@ -93,20 +93,21 @@ def beyond(root: nn.Module, besides: Collection[str] = ()) -> Iterator[tuple[str
     besides: names of attributes that belong to the host.
     """
     inside = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
-    known: dict[int, str | None] = {}  # of what was looked into: many modules may hold one
+    classes: dict[int, str | None] = {}  # by value: many modules may hold one
+    known: Known = {}  # of what those hold
     for path, sub in root.named_modules():
         for name, value in list(sub.__dict__.items()):
             if name in INTERNAL or name in besides or name.startswith("_nexfort") or type(value) in PLAIN:
                 continue
-            if id(value) not in known:
-                known[id(value)] = _class_beyond(value, inside)
-            if (kind := known[id(value)]) is not None:
+            if id(value) not in classes:
+                classes[id(value)] = _class_beyond(value, inside, known)
+            if (kind := classes[id(value)]) is not None:
                 yield f"{path}.{name}" if path else name, kind
 
 
-def _class_beyond(value: Any, inside: Collection[int]) -> str | None:
+def _class_beyond(value: Any, inside: Collection[int], known: Known) -> str | None:
     """The class of a module that a value holds and that has other weights than those inside; None where none has."""
-    for found in modules_in(value):
+    for found in modules_in(value, known=known):
         if any(id(tensor) not in inside for tensor in (*found.parameters(), *found.buffers())):
             return type(found).__name__
     return None

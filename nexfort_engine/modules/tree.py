@@ -234,26 +234,36 @@ class Tree:
         return not self.patched and list(map(dict.get, self._parents, self._names)) == self._children
 
 
-def modules_in(value: Any, depth: int = 3) -> Iterator[nn.Module]:
+Known = dict[tuple[int, int], tuple[Any, list[nn.Module]]]  # by id and depth: the value, and what was found in it
+
+
+def modules_in(value: Any, depth: int = 3, known: Known | None = None) -> list[nn.Module]:
     """The modules that a value is, or that plain containers and objects hold: no submodules of the block.
 
-    What raises when it is looked at holds none.
+    What raises when it is looked at holds none. known: what was looked into before, for many values that share parts.
     """
-    try:
-        yield from list(_modules_in(value, depth))
-    except Exception:
-        return
+    known = {} if known is None else known
+    found = known.get((id(value), depth))
+    if found is None:
+        try:
+            modules = list(_modules_in(value, depth, known))
+        except Exception:
+            modules = []
+        found = known[id(value), depth] = value, modules
+    return found[1]
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
+def _modules_in(value: Any, depth: int, known: Known) -> Iterator[nn.Module]:
+    parts: Iterable[Any] = ()
     if isinstance(value, nn.Module):
         yield value
     elif depth > 0 and isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from modules_in(item, depth - 1)
+        parts = value.values() if isinstance(value, dict) else value
     elif depth > 0 and type(value) not in PLAIN and not isinstance(value, type) and not inspect.isroutine(value):
-        for item in list((fields_of(value) or {}).values()):
-            yield from modules_in(item, depth - 1)
+        parts = list((fields_of(value) or {}).values())
+    for part in parts:
+        if type(part) not in PLAIN:
+            yield from modules_in(part, depth - 1, known)
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

@@ -161,11 +161,12 @@ def test_modules_with_weights_in_plain_objects_are_named() -> None:
     assert list(beyond(root, {"host"})) == [("1.kept", "LayerNorm")], "what the host notes on a layer is its own"
 
 
-def test_what_many_layers_share_is_looked_through_once() -> None:
-    """ComfyUI's layers share a dictionary of thousands of entries."""
-    root, shared = nn.ModuleList(nn.Linear(4, 4) for _ in range(30)), Looked(one=[nn.LayerNorm(4)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_many_layers_share_is_looked_through_once(alone: bool) -> None:
+    """ComfyUI's layers share a dictionary of thousands of entries, and so do the LoRAs in lists of their own."""
+    root, shared = nn.ModuleList(nn.Linear(4, 4) for _ in range(30)), Looked(one=nn.LayerNorm(4))
     for layer in root:
-        layer.state = shared
+        layer.state = [types.SimpleNamespace(patches=shared)] if alone else shared
     assert len(list(beyond(root))) == 30 and shared.times == 1
 
 
