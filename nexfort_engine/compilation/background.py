@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextvars import copy_context
@@ -36,6 +37,8 @@ log = logging.getLogger("nexfort")
 NOTE = "artefacts are made in the background; what begins before they are there runs eager"
 PHASE = "background"  # of its progress
 _PATIENCE = 3.0  # seconds in which a process that ends lets a capture come to its end
+_REST = 3.0  # seconds in which the host may first end what it does: decoding a picture takes twice as long beside it
+_LOOK = 0.05  # seconds between two looks at that
 _BESIDE = "{}, in the background"
 _ENDED = progress.Event(1, 1, 0.0, "Nexfort: compiled in the background; the next picture runs compiled", PHASE)
 _FAILED = progress.Event(1, 1, 0.0, "Nexfort: compiling in the background failed; see the report", PHASE)
@@ -69,8 +72,9 @@ class Background:
     if it did not. failures: how often it failed since it last did not. begun: how often it began.
     """
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, host_works: Callable[[], bool] = lambda: False) -> None:
+        """host_works: whether the host still works on what the step that begins it belongs to."""
+        self._report, self._host_works = report, host_works
         self._thread: threading.Thread | None = None
         self.waits = False
         self.problem, self.failures, self.begun = "", 0, 0
@@ -115,6 +119,9 @@ class Background:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
+            end = time.monotonic() + _REST
+            while self._host_works() and time.monotonic() < end and not _ending.wait(_LOOK):
+                pass
             with LOCK, beside_steps(), rare_full_collections():
                 work()
             self.problem, self.failures, ended = "", 0, _ENDED

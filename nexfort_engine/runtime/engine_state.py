@@ -72,6 +72,7 @@ class HostHooks:
     also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
         need is planned with it.
     picture: which picture a call is a step of; None where nobody says.
+    works: whether the host works on something now, a prompt for example. Asked by other threads.
     """
 
     cancel: Callable[[], None] = lambda: None
@@ -82,6 +83,7 @@ class HostHooks:
     weights_name: Callable[[], str | None] = lambda: ""
     also: Also = lambda args, kwargs: []
     picture: Callable[[tuple[Any, ...], dict[str, Any]], Picture | None] = lambda args, kwargs: None
+    works: Callable[[], bool] = lambda: False
 
 
 class EngineState:

@@ -99,6 +99,22 @@ def test_steps_run_eager_until_all_is_there(gate: Gate, monkeypatch: pytest.Monk
     assert not tiny.report.since(mark)["artefacts"], "what the background made serves every size"
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_it_begins_when_the_host_has_done_its_work_or_soon(
+    ends: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_REST", 600 if ends else 0.3)
+    tiny, works = subject(), threading.Event()
+    works.set()
+    ask_instead(monkeypatch, tiny.engine, works=works.is_set)
+    tiny.run()
+    if ends:
+        assert not gate.began.wait(0.5)
+        works.clear()
+    assert gate.began.wait(60)
+    finish(tiny, gate)
+
+
 def test_a_process_that_ends_has_it_stop_between_two_artefacts(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_ending", threading.Event())
     monkeypatch.setattr(worker_pool, "count_for", lambda *_: 0)

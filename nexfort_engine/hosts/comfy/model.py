@@ -31,7 +31,7 @@ from ...system import process_settings
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
 from .patch_names import PatchNames
-from .progress import shown
+from .progress import prompt_runs, shown
 from .small_weights import SmallWeights
 from .weights import ComfyWeights
 
@@ -302,6 +302,7 @@ def new_engine(
         others_code=_others_code,
         weights_name=PatchNames(model).name,
         picture=picture,
+        works=prompt_runs,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
     return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)

@@ -50,6 +50,13 @@ def _show(report: Report, event: progress.Event) -> None:
         server.send_progress_text(event.text, context.node_id)
 
 
+def prompt_runs() -> bool:
+    """Whether ComfyUI's server runs a prompt now; False where there is no server."""
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    queue = getattr(server, "prompt_queue", None)
+    return bool(getattr(queue, "currently_running", None))
+
+
 def _tell(report: Report, event: progress.Event | None) -> None:
     for listener in list(_listeners):
         try:
