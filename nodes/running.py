@@ -45,7 +45,7 @@ def prompt() -> Prompt | None:
 
 
 def nothing_ran() -> bool:
-    """Whether a server is there that was given no prompt yet, so that no model is in memory."""
+    """Whether a server is there that was given no prompt yet, and no model is in memory."""
     queue = getattr(server(), "prompt_queue", None)
     loaded = getattr(sys.modules.get("comfy.model_management"), "current_loaded_models", None)
     try:

@@ -51,19 +51,17 @@ def import_ahead() -> None:
     _once(_INDUCTOR, _import_inductor)
 
 
-def import_tracing_ahead(names: Sequence[str] = (), quiet: Callable[[], bool] = lambda: False) -> None:
+def import_tracing_ahead(names: Sequence[str] = (), idle: Callable[[], bool] = lambda: False) -> None:
     """Import what a first trace needs as well, behind `import_ahead`. Once a process.
 
-    names: modules that are imported before that. quiet: whether all objects of the process will stay; garbage
-        collections then pass over what is there once the imports are done.
+    names: modules that are imported before that. idle: whether the host does nothing now. Then all objects are looked
+        through for garbage at once: the imports make so many that Python would soon do it, for 0.4 s in a first prompt.
     """
 
     def work() -> None:
         import_all((*names, *_TRACING))
-        if quiet():
+        if idle():
             gc.collect()
-            if quiet():  # that took a third of a second, in which a prompt may have begun
-                gc.freeze()
 
     _once(_LATE, work)
 
