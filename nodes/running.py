@@ -45,7 +45,7 @@ def prompt() -> Prompt | None:
 
 
 def nothing_ran() -> bool:
-    """Whether a server is there that was given no prompt yet, and no model is in memory."""
+    """Whether there is a server that was given no prompt yet, and ComfyUI has loaded no model."""
     queue = getattr(server(), "prompt_queue", None)
     loaded = getattr(sys.modules.get("comfy.model_management"), "current_loaded_models", None)
     try:

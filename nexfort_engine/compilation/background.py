@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import copy_context
 from dataclasses import replace
 
@@ -72,9 +72,9 @@ class Background:
     if it did not. failures: how often it failed since it last did not. begun: how often it began.
     """
 
-    def __init__(self, report: Report, host_works: Callable[[], bool] = lambda: False) -> None:
-        """host_works: whether the host still works on what the step that begins it belongs to."""
-        self._report, self._host_works = report, host_works
+    def __init__(self, report: Report, works_on: Callable[[], Hashable] = lambda: None) -> None:
+        """works_on: what the host works on now, such as a prompt; None for nothing."""
+        self._report, self._works_on = report, works_on
         self._thread: threading.Thread | None = None
         self.waits = False
         self.problem, self.failures, self.begun = "", 0, 0
@@ -119,9 +119,10 @@ class Background:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            end = time.monotonic() + _REST
-            while self._host_works() and time.monotonic() < end and not _ending.wait(_LOOK):
-                pass
+            end, begun_in = time.monotonic() + _REST, self._works_on()
+            while begun_in is not None and self._works_on() == begun_in and time.monotonic() < end:
+                if _ending.wait(_LOOK):
+                    break
             with LOCK, beside_steps(), rare_full_collections():
                 work()
             self.problem, self.failures, ended = "", 0, _ENDED

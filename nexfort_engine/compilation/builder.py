@@ -78,7 +78,7 @@ class Builder:
     def __init__(self, state: EngineState, table: RegionTable, planner: Planner, eligibility: Eligibility) -> None:
         self.state, self.planner, self.finder, self.keys = state, planner, Finder(state), ModelKeys(state)
         self._table, self._eligibility = table, eligibility
-        self.background = Background(state.report, lambda: state.hooks.works()) if state.config.background else None
+        self.background = Background(state.report, lambda: state.hooks.works_on()) if state.config.background else None
         self.handover = Handover(state, self.background)
         self.requests, self.refusals, self.artefacts = planner.requests, planner.refusals, state.known.artefacts
         self._made, self._reported = state.known.made, state.known.reported

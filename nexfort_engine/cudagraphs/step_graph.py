@@ -59,6 +59,7 @@ class StepGraph:
     graph: Any = None
     slots: list[torch.Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # its bindings' prepared weights, by serial number
+    replayed: bool = False  # and the result counted
     version: Version = None  # of the weights that they were made of
     invariants: StepInvariants | None = None  # what is made of inputs that last
     names: Dependence | None = None  # what the network's own code reaches by name

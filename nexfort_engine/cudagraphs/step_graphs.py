@@ -149,7 +149,7 @@ class StepGraphs:
                         # what only decides whether the result counts is compared while the GPU is at work
                         result = step.replay(call)
                         if step.holds(flat, weights):
-                            session.replayed = True
+                            session.replayed = step.replayed = True
                             return result
                     elif step.holds(flat, weights):
                         if self._few.waits(key):
@@ -159,6 +159,7 @@ class StepGraphs:
             if weights is None:
                 return self._fetched(step, call, plain, session)
             del self._steps[key]
+            self._backoff.ended(key, replayed=step.replayed)
         if self._few.waits(key) or self._backoff.waits(key):
             return call.plainly(plain)
         self._few.mark(key)
@@ -258,7 +259,7 @@ class StepGraphs:
         if reason := trace.unrepeatable:
             self._in_vain(key, f"no CUDA graph: {reason}")
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
-            self._in_vain(key, _ELSEWHERE)
+            self._in_vain(key, _ELSEWHERE, passing=True)
         elif watching.reason:
             # a first step may also fetch weights; what the network's own code does it does each time
             self._fails(key, watching.reason)
@@ -287,10 +288,12 @@ class StepGraphs:
             return
         fingerprint = ModuleFingerprint(self.state.root, self._blocks())
         if fingerprint.hooked:
-            return self._in_vain(key, "no CUDA graph: a module carries a forward hook or a replaced forward")
+            return self._in_vain(
+                key, "no CUDA graph: a module carries a forward hook or a replaced forward", passing=True
+            )
         with residency.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
-                return
+                return self._backoff.in_vain(key, passing=True)
             self._steps[key] = StepGraph(
                 checker(rows),
                 region_checks(seen.trace, flat),
@@ -306,13 +309,12 @@ class StepGraphs:
                 invariants=invariants if invariants is not None and invariants.observed(call.made_of) else None,
                 names=names,
             )
-        self._backoff.led_to_one(key)
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
 
-    def _in_vain(self, key: Any, note: str) -> None:
+    def _in_vain(self, key: Any, note: str, *, passing: bool = False) -> None:
         self.state.report.note(note)
-        self._backoff.in_vain(key)
+        self._backoff.in_vain(key, passing=passing)
 
     def _fails(self, key: Any, reason: str) -> None:
         """Count a failure that may pass; after some it counts for good."""

@@ -59,7 +59,12 @@ def import_tracing_ahead(names: Sequence[str] = (), idle: Callable[[], bool] = l
     """
 
     def work() -> None:
-        import_all((*names, *_TRACING))
+        try:
+            if names:
+                import_all(names)
+        except Exception:  # whoever needs it is told what is wrong
+            log.warning("Nexfort: importing the engine ahead failed", exc_info=True)
+        import_all(_TRACING)
         if idle():
             gc.collect()
 

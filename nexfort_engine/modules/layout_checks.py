@@ -37,7 +37,10 @@ class LooksNoticed(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a tensor's shape, type and the like: most of what is asked
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and _is_turned(args[0]):
+                _remember(args[0], self._turned)
+            return result
         for one in args:
             if isinstance(one, torch.Tensor) and one.dim() == 4 and _is_turned(one):
                 _remember(one, self._turned)

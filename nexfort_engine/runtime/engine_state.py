@@ -8,7 +8,7 @@ engine lives. A part that needs another part is handed that one too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +72,7 @@ class HostHooks:
     also: for the arguments of a first call, those of further calls that later steps may make in another way; what they
         need is planned with it.
     picture: which picture a call is a step of; None where nobody says.
-    works: whether the host works on something now, a prompt for example. Asked by other threads.
+    works_on: what the host works on now, a prompt for example; None for nothing. Asked by other threads.
     """
 
     cancel: Callable[[], None] = lambda: None
@@ -83,7 +83,7 @@ class HostHooks:
     weights_name: Callable[[], str | None] = lambda: ""
     also: Also = lambda args, kwargs: []
     picture: Callable[[tuple[Any, ...], dict[str, Any]], Picture | None] = lambda args, kwargs: None
-    works: Callable[[], bool] = lambda: False
+    works_on: Callable[[], Hashable] = lambda: None
 
 
 class EngineState:

@@ -99,19 +99,20 @@ def test_steps_run_eager_until_all_is_there(gate: Gate, monkeypatch: pytest.Monk
     assert not tiny.report.since(mark)["artefacts"], "what the background made serves every size"
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("then", ["nothing", "another", "the same"])
 def test_it_begins_when_the_host_has_done_its_work_or_soon(
-    ends: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    then: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_REST", 600 if ends else 0.3)
-    tiny, works = subject(), threading.Event()
-    works.set()
-    ask_instead(monkeypatch, tiny.engine, works=works.is_set)
+    monkeypatch.setattr(background, "_REST", 0.5 if then == "the same" else 600)
+    asked, begun, own = threading.Event(), threading.Event(), Builder._make_planned
+    monkeypatch.setattr(Builder, "_make_planned", lambda *given: (begun.set(), own(*given))[1])
+    tiny, work = subject(), [1]
+    ask_instead(monkeypatch, tiny.engine, works_on=lambda: (asked.set(), work[0] if work else None)[1])
     tiny.run()
-    if ends:
-        assert not gate.began.wait(0.5)
-        works.clear()
-    assert gate.began.wait(60)
+    assert asked.wait(60) and not begun.wait(0.2)
+    if then != "the same":
+        work[:] = [2] if then == "another" else []
+    assert begun.wait(60)
     finish(tiny, gate)
 
 

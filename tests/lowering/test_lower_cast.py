@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="kernels for a GPU are compiled with Triton
 if torch.version.cuda is None or torch.cuda.is_available():
     pytest.skip("needs a torch built for CUDA and no GPU: what touches one must fail", allow_module_level=True)
 
-KINDS = [*BLOCKS, *FROZEN, *UPSAMPLED, *PROMPTED, *GATED]
+WITHOUT = {"transformer", "gelus", "long"}  # a kernel of the engine's
+KINDS = [kind for kind in (*BLOCKS, *FROZEN, *UPSAMPLED, *PROMPTED, *GATED) if kind not in WITHOUT]
 
 
 def _own_kernels(payload: Path) -> set[str]:
@@ -35,4 +36,4 @@ def test_a_block_has_the_same_kernels_where_its_weights_are_cast(kind: str, tmp_
         folder = tmp_path / capture.__name__
         folder.mkdir()
         found.append(_own_kernels(lowered_ahead(folder, [kind], options, capture)[kind]))
-    assert found[0] == found[1] - {"multiply_rows"}, "which reads several weights as they lie in memory"
+    assert found[1] and found[0] == found[1] - {"multiply_rows"}, "which reads several weights as they lie in memory"

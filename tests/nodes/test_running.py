@@ -37,18 +37,18 @@ def test_nothing_ran_until_a_prompt_came_or_a_model_was_loaded(comfyui: Path, mo
 def test_a_prompt_runs_from_its_beginning_to_its_end(comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import execution
 
-    from nexfort_engine.hosts.comfy.progress import prompt_runs
+    from nexfort_engine.hosts.comfy.progress import running_prompt
 
     monkeypatch.setitem(sys.modules, "server", types.SimpleNamespace())
-    assert not prompt_runs(), "no server"
+    assert running_prompt() is None, "no server"
     queue = execution.PromptQueue(types.SimpleNamespace(queue_updated=lambda: None))
     server = types.SimpleNamespace(
         PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(prompt_queue=queue))
     )
     monkeypatch.setitem(sys.modules, "server", server)
     queue.put((0, "id", {}, {}, [], {}))
-    assert not prompt_runs(), "it waits"
+    assert running_prompt() is None, "it waits"
     _, number = queue.get()
-    assert prompt_runs()
+    assert running_prompt() == number
     queue.task_done(number, {}, None)
-    assert not prompt_runs()
+    assert running_prompt() is None

@@ -31,7 +31,7 @@ from ...system import process_settings
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
 from .patch_names import PatchNames
-from .progress import prompt_runs, shown
+from .progress import running_prompt, shown
 from .small_weights import SmallWeights
 from .weights import ComfyWeights
 
@@ -302,7 +302,7 @@ def new_engine(
         others_code=_others_code,
         weights_name=PatchNames(model).name,
         picture=picture,
-        works=prompt_runs,
+        works_on=running_prompt,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
     return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)

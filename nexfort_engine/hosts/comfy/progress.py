@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from ...reporting import progress
 from ...reporting.report import Report
@@ -50,11 +50,11 @@ def _show(report: Report, event: progress.Event) -> None:
         server.send_progress_text(event.text, context.node_id)
 
 
-def prompt_runs() -> bool:
-    """Whether ComfyUI's server runs a prompt now; False where there is no server."""
+def running_prompt() -> Hashable:
+    """The number of the prompt that ComfyUI's server runs now; None where it runs none or there is no server."""
     server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     queue = getattr(server, "prompt_queue", None)
-    return bool(getattr(queue, "currently_running", None))
+    return next(iter(list(getattr(queue, "currently_running", ()))), None)
 
 
 def _tell(report: Report, event: progress.Event | None) -> None:
