@@ -172,7 +172,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 def is_image(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be an image (N, C, H, W): by its rank."""
-    return _is_plain(tensor) and tensor.dim() == 4 and tensor.is_floating_point()
+    return tensor.dim() == 4 and _is_plain(tensor) and tensor.is_floating_point()
 
 
 def _is_innermost(tensor: torch.Tensor) -> bool:

@@ -42,15 +42,14 @@ class LooksNoticed(TorchFunctionMode):
                 _remember(args[0], self._turned)
             return result
         for one in args:
-            if isinstance(one, torch.Tensor) and one.dim() == 4 and _is_turned(one):
+            if _is_turned(one):
                 _remember(one, self._turned)
         first = args[0] if args and isinstance(args[0], torch.Tensor) and _is_plain(args[0]) else None
         in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-        if in_place or "out" in kwargs:
-            written = [kwargs.get("out"), first if in_place else None]
-            tensors = [one for one in written if isinstance(one, torch.Tensor)]
-            if any(_is_among(one, self._copies) or one in self._same for one in tensors):
-                raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
+        written = [kwargs.get("out"), first if in_place else None]
+        tensors = [one for one in written if isinstance(one, torch.Tensor)]
+        if any(_is_among(one, self._copies) or one in self._same for one in tensors):
+            raise RuntimeError(f"its code writes with {name} to an image that it takes for contiguous")
         if name in _RANDOM and first is not None and _is_turned(first):
             raise RuntimeError(f"its code draws with {name} for an image that it takes for contiguous")
         result = func(*args, **kwargs)

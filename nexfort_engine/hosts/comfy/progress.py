@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 from ...reporting import progress
 from ...reporting.report import Report
@@ -39,22 +40,25 @@ def shown(report: Report) -> Iterator[None]:
 
 def _show(report: Report, event: progress.Event) -> None:
     _tell(report, event)
-    if "server" not in sys.modules:  # ComfyUI as a library: nobody to show it to
+    server = _server()
+    if server is None:  # ComfyUI as a library: nobody to show it to
         return
     from comfy_execution.utils import get_executing_context
-    from server import PromptServer
 
     context = get_executing_context()
-    server = getattr(PromptServer, "instance", None)
-    if context is not None and server is not None:
+    if context is not None:
         server.send_progress_text(event.text, context.node_id)
 
 
 def running_prompt() -> Hashable:
     """The number of the prompt that ComfyUI's server runs now; None where it runs none or there is no server."""
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    queue = getattr(server, "prompt_queue", None)
+    queue = getattr(_server(), "prompt_queue", None)
     return next(iter(list(getattr(queue, "currently_running", ()))), None)
+
+
+def _server() -> Any | None:
+    """ComfyUI's server; None where ComfyUI is used as a library."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
 
 def _tell(report: Report, event: progress.Event | None) -> None:
