@@ -141,7 +141,7 @@ def _batch_of_one_first(name: str) -> tuple[Subject, list[Any]]:
     return cold, beside.while_running(look)
 
 
-@every
+@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_wan")))
 def test_batch_of_one_first_serves_every_size_length_and_batch(host: str) -> None:
     with graphs_as_they_are():
         cold, _ = _batch_of_one_first(host)
@@ -150,7 +150,7 @@ def test_batch_of_one_first_serves_every_size_length_and_batch(host: str) -> Non
         _assert_walk_needs_nothing_new(cold, most=20)
 
 
-@pytest.mark.parametrize("name", names(few=("torch_dit", "comfy_wan")))
+@pytest.mark.parametrize("name", names(few=("torch_dit",)))
 def test_any_first_call_serves_every_size_length_and_batch(host: str) -> None:
     with graphs_as_they_are():
         cold = cold_subject(make(host))

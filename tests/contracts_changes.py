@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from backbones import make, tensors_of
+from older_host import is_older
 from subjects import (
     MOVES,
     TOLERANCE,
@@ -43,6 +44,8 @@ def test_options_added_later_act_as_in_eager(host: str) -> None:
             options: dict[str, Any] = {}
             edit(options)
             edited = cold.eager(options=options)
+            if equal_bits(edited, wanted) and is_older():
+                continue  # its network does not ask for this option yet
             assert distance(edited, wanted) > MOVES, f"{label} does not matter to the network"
             for _ in range(2):
                 assert distance(cold.run(options=options), edited) < TOLERANCE, label

@@ -37,7 +37,7 @@ RUNNABLE = [f"{family}_{flavour}" for family in ("sd15", "pixart", "flux", "wan"
 RUNNABLE += ["flux_schnell_compile_model", "flux_kontext_compile_model", "wan22_compile_model_lora"]
 RUNNABLE += ["hunyuan_video_compile_model", "ltxv_compile_model"]
 # Each of the loaders, each kind of node in between, an image and a video; the others run by `make test-large`.
-SHORT = ("flux_compile_model", "flux_compile_model_vae", "wan_compile_model_lora")
+SHORT = ("flux_compile_model_vae", "wan_compile_model_lora")
 STEPS = 8  # as many as a measurement wants
 SAMPLED = re.compile(
     rf".*Nexfort: {STEPS} steps of [\d.]+ m?s, (not measured yet|[\d.]+x); 0 compiled, [1-9]\d* loaded"

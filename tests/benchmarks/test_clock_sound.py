@@ -102,6 +102,7 @@ def _told(script: str, folder: Path, seconds: float) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.large  # about the files of a benchmark
 def test_comfyui_takes_their_files(tmp_path: Path) -> None:
     told = _told(f"{BEGUN}NAMES = {FULL!r}\n{LOADED}", tmp_path, 300)
     found = {one["name"]: SimpleNamespace(**one) for one in told}

@@ -124,6 +124,7 @@ def test_sixteen_sizes_compile_nothing_after_the_first(family: str, tmp_path: Pa
         assert all(line.startswith("transformer: pos_embed: ") for line in one["eager"]), one
 
 
+@pytest.mark.large  # sixteen sizes compile nothing either
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd21", *map(at_length, ("sdxl", "flux", "pixart", "sd3"))])
 def test_a_rare_size_compiles_nothing(family: str, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def quantised_run(tmp_path: Path, kind: str, *flags: str, model: str = "tiny:sd2
     return found
 
 
+@pytest.mark.large  # tests/hosts/test_diffusers_quantize.py has the distances
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["int8_dynamic", *map(at_length, ("fp8_e4m3_e4m3_dynamic", "fp8_e4m3_e4m3_weightonly_per_tensor"))]
@@ -210,7 +212,7 @@ def test_a_quantised_run_takes_the_best_of_a_file(tmp_path: Path) -> None:
         ("--input-image", "in.png", "--extra-call-kwargs", '{"strength": 1.0}'),
         at_length(("--controlnet", "random")),  # the next one has an image for it besides
         ("--controlnet", "random", "--control-image", "in.png"),
-        ("--batch", "2", "--negative-prompt", "blurry"),
+        at_length(("--batch", "2", "--negative-prompt", "blurry")),
     ],
     ids=["picture", "controlnet", "controlnet of a picture", "batch"],
 )

@@ -91,9 +91,7 @@ def forge(data: bytearray, chance: random.Random) -> None:
 
 @pytest.mark.parametrize(
     "attempts, measured",
-    few(
-        {"": (3_000, True), "many": (20_000, True), "whatever-its-length": (3_000, False)}, ("", "whatever-its-length")
-    ),
+    few({"": (3_000, True), "many": (20_000, True), "whatever-its-length": (3_000, False)}, ("",)),
 )
 def test_no_damage_is_ever_believed(quick: Range, monkeypatch: Any, attempts: int, measured: bool) -> None:
     """Each mutation is refused with a sentence and leaves no trace, but for what came before damage at the very end."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from large_rows import few
 from probe import Probe, T, block_of, x
 from torch.nn import functional as F  # noqa: N812
 
@@ -80,18 +81,21 @@ def test_a_window_needs_sizes_that_it_divides() -> None:
 
 @pytest.mark.parametrize(
     "branch",
-    [
-        lambda b, h: h * 2 if h.shape[1] > 10 else h,
-        lambda b, h: h * 2 if h.shape[1] % 4 == 0 else h,
-        lambda b, h: h * 2 if h.shape[1] == 6 else h,
-        lambda b, h: h * (2 if h.shape[1] / h.shape[0] > 4.5 else 3),
-        lambda b, h: h * int(math.sqrt(h.shape[1])),
-        lambda b, h: h * round(h.shape[1] / 8),
-        lambda b, h: h * max(h.shape[1], 10),
-        lambda b, h: h * torch.arange(float(max(h.shape[0], h.shape[1], 4))).sum(),
-        lambda b, h: h * min(h.shape[0], h.shape[1], 7),
-        lambda b, h: torch.cat([h] * (2 if h.shape[1] < 8 and h.shape[0] > 1 else 1), -1),
-    ],
+    few(
+        [
+            lambda b, h: h * 2 if h.shape[1] > 10 else h,
+            lambda b, h: h * 2 if h.shape[1] % 4 == 0 else h,
+            lambda b, h: h * 2 if h.shape[1] == 6 else h,
+            lambda b, h: h * (2 if h.shape[1] / h.shape[0] > 4.5 else 3),
+            lambda b, h: h * int(math.sqrt(h.shape[1])),
+            lambda b, h: h * round(h.shape[1] / 8),
+            lambda b, h: h * max(h.shape[1], 10),
+            lambda b, h: h * torch.arange(float(max(h.shape[0], h.shape[1], 4))).sum(),
+            lambda b, h: h * min(h.shape[0], h.shape[1], 7),
+            lambda b, h: torch.cat([h] * (2 if h.shape[1] < 8 and h.shape[0] > 1 else 1), -1),
+        ],
+        5,
+    ),
 )
 def test_code_that_branches_on_a_size_is_followed_or_refused(branch: Any) -> None:
     for length in (6, 8, 11, 12):
@@ -137,13 +141,16 @@ def test_a_chosen_scale_that_is_computed_with_is_a_condition(choose: Any) -> Non
 
 @pytest.mark.parametrize(
     "cut",
-    [
-        lambda b, h, n: h[:, :n],
-        lambda b, h, n: h[:, n:],
-        lambda b, h, n: h[:, -n:],
-        lambda b, h, n: h[:, 1:n],
-        lambda b, h, n: torch.cat([h[:, :n] * 2, h[:, n:]], 1),
-    ],
+    few(
+        [
+            lambda b, h, n: h[:, :n],
+            lambda b, h, n: h[:, n:],
+            lambda b, h, n: h[:, -n:],
+            lambda b, h, n: h[:, 1:n],
+            lambda b, h, n: torch.cat([h[:, :n] * 2, h[:, n:]], 1),
+        ],
+        3,
+    ),
 )
 def test_a_slice_that_ends_past_the_end_is_another_one(cut: Any) -> None:
     """It is cut off there; lowered code that was made for one inside would read other memory."""
@@ -286,20 +293,23 @@ def test_a_number_is_data() -> None:
 
 @pytest.mark.parametrize(
     "branch",
-    [
-        lambda b, h, n: h * 2 if n > 10 else h,
-        lambda b, h, n: h * 2 if n == 7 else h,
-        lambda b, h, n: h * [1, 2, 3, 4][n % 4],
-        lambda b, h, n: h.sum(n % 2),
-        lambda b, h, n: h.flatten(n % 3),
-        lambda b, h, n: h if n else h * 2,
-        lambda b, h, n: {7: h, 8: h * 2}.get(n, h * 3),
-        lambda b, h, n: h * float(n),
-        lambda b, h, n: h * n**0.5,
-        lambda b, h, n: h * 2 if isinstance(n, int) else h,
-        lambda b, h, n: h * 2 if type(n) is int else h,
-        lambda b, h, n: h * (n if n is not None and n in (1, 7) else 3),
-    ],
+    few(
+        [
+            lambda b, h, n: h * 2 if n > 10 else h,
+            lambda b, h, n: h * 2 if n == 7 else h,
+            lambda b, h, n: h * [1, 2, 3, 4][n % 4],
+            lambda b, h, n: h.sum(n % 2),
+            lambda b, h, n: h.flatten(n % 3),
+            lambda b, h, n: h if n else h * 2,
+            lambda b, h, n: {7: h, 8: h * 2}.get(n, h * 3),
+            lambda b, h, n: h * float(n),
+            lambda b, h, n: h * n**0.5,
+            lambda b, h, n: h * 2 if isinstance(n, int) else h,
+            lambda b, h, n: h * 2 if type(n) is int else h,
+            lambda b, h, n: h * (n if n is not None and n in (1, 7) else 3),
+        ],
+        6,
+    ),
 )
 def test_code_that_branches_on_a_number_is_followed_or_refused(branch: Any) -> None:
     for number in (0, 1, 7, 12):

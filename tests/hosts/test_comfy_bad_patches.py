@@ -75,7 +75,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", few(list(BROKEN), 3))
+@pytest.mark.parametrize("kind", few(list(BROKEN), 2))
 def test_a_patch_that_raises_raises_as_in_eager(pair: MakePair, kind: str) -> None:
     name, change = BROKEN[kind]
     at = pair(name)
@@ -119,7 +119,7 @@ def quantised(layer: Any, *, looks: bool) -> Any:
     return made
 
 
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("looks", few([False, True], [True]))
 def test_a_layer_of_an_unknown_class_with_quantised_weights(pair: MakePair, looks: bool) -> None:
     at = pair("comfy_flux")
     plain, before, mark = sample(at.patcher), sample(at.clone), at.mark()

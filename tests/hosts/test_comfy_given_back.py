@@ -157,6 +157,7 @@ def test_a_lora_has_pages_given_back_once_more(roomy: Paged, kind: Kind, monkeyp
     assert len(memory.given_back) == 3 and memory.resident == left
 
 
+@pytest.mark.large  # two networks at once; the tests of one say whose pages go
 def test_pages_of_another_model_stay(roomy: Paged, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = roomy.sampled()
     other = Paged(kind.made(monkeypatch), monkeypatch, kind)

@@ -125,6 +125,7 @@ def test_blocks_are_compiled_around_the_layers_that_a_bypass_lora_is_on(pair: Ca
     nothing_new(at.honours(loaded(file)))  # and ComfyUI leaves the layers' own forwards on them
 
 
+@pytest.mark.large  # the test before this one has one inside a block
 def test_a_bypass_lora_on_a_layer_that_is_a_region_itself(pair: Callable[[str], Pair]) -> None:
     at = pair("comfy_flux")
     file = {}

@@ -29,7 +29,7 @@ SEEDS = {"comfy_unet": 21, "comfy_flux": 3, "comfy_wan": 30}  # of the walks, by
 # What can be done to Wan's can be done to Flux's too: that it is a video makes no other walk. A UNet's takes
 # minutes: it has the most kinds of blocks.
 WALKERS = ["comfy_flux", *(pytest.param(name, marks=pytest.mark.large) for name in ("comfy_unet", "comfy_wan"))]
-LENGTHS = [24, pytest.param(60, marks=pytest.mark.large)]
+LENGTHS = [16, pytest.param(60, marks=pytest.mark.large)]
 MOMENTS = ("undo", "all off", "unload", "load in part", "leave mid-prompt", "weights move", "new node", "other options")
 CHOICES = 40  # more than a family has knobs; the number is taken modulo theirs
 Step = tuple[str, int, int]

@@ -97,6 +97,7 @@ def test_groups_that_are_offloaded_run_compiled_around_their_hooks(kind: str) ->
     assert compiled.reports["unet"].as_dict()["artefacts"] == report["artefacts"]
 
 
+@pytest.mark.large  # tests/dispatch/test_boundaries.py has hooks of every kind
 def test_layers_whose_weights_are_cast_for_each_call_are_called_as_they_are() -> None:
     plain, compiled = pipeline(), nexfort_engine.compile_pipe(pipeline(), ignores=("vae",))
     before = image(plain)

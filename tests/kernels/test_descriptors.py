@@ -98,6 +98,7 @@ assert not config.use_static_cuda_launcher and not config.static_launch_user_def
 """
 
 
+@pytest.mark.large  # a process of its own; other tests launch one in theirs
 @pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="a torch for CUDA, without a GPU")
 def test_one_is_launched_so_from_a_process_whose_inductor_began_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -149,8 +149,11 @@ def _of_wide_values(_: Tensors, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        *(_masked, _causal, _of_other_heads),
-        *few((_shared, _of_one_row, _of_values_of_one_row, _scaled_down, _not_scaled, _of_wide_values), []),
+        *(_masked, _causal),
+        *few(
+            (_of_other_heads, _shared, _of_one_row, _of_values_of_one_row, _scaled_down, _not_scaled, _of_wide_values),
+            [],
+        ),
     ],
     ids=lambda f: f.__name__,
 )

@@ -120,6 +120,7 @@ def sliced(batch: int = 1, image: int = 24, text: int = 7) -> tuple[torch.Tensor
     return torch.cat([found, found], 1)[:, image:], *rest
 
 
+@pytest.mark.large  # another test splits a graph and compares its numbers
 def test_a_part_takes_an_input_whose_strides_are_no_size(tmp_path: Path) -> None:
     probe = Probe(made(Pair), *sliced())
     parts = part(probe.captured.graph)

@@ -226,6 +226,7 @@ def test_a_worker_that_has_asked_for_its_device_lowers_pieces_one_after_another(
     assert forked.count("_forked") == 1
 
 
+@pytest.mark.large  # tests/lowering/test_worker_pool.py has the processes
 def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, as many as the machine has cores; each is in the artefact once, those as well."""
     monkeypatch.setenv(FORKED, str(tmp_path / "forked"))
@@ -242,6 +243,7 @@ def test_kernels_are_compiled_beside_each_other(tmp_path: Path, monkeypatch: pyt
     assert noted.count("submit") == before and "again" not in noted, "another of the batch had begun with all of them"
 
 
+@pytest.mark.large  # tests/lowering/test_prompt_subgraph.py has its numbers
 def test_what_layers_make_of_a_prompt_is_one_launch(tmp_path: Path) -> None:
     payload = lowered_ahead(tmp_path, [*PROMPTED], CompileConfig.parse("O2").lowering_options("cuda"))["prompted"]
     call = code_of(payload).partition("def call(")[2].partition("runner = ")[0]

@@ -88,6 +88,7 @@ def test_convolutions_of_images_are_one_launch_each_or_cudnns_by_the_size_of_a_c
 DOUBLED = r"empty_strided_cuda\(\(s\d+, 320, 2\*s\d+, 2\*s\d+\)"
 
 
+@pytest.mark.large  # tests/passes/test_upsample.py has its numbers
 def test_an_upsampled_image_is_not_in_memory_where_it_is_the_double(payloads: Mapping[str, Path]) -> None:
     """A kernel adds weights, one convolves; where the other image's sizes are others in a call cuDNN does."""
     ours = code_of(payloads["upsampled"]).partition("def call(")[2].partition("runner = ")[0]
@@ -116,6 +117,7 @@ def test_what_tunes_kernels_is_python_where_a_call_decides_between_them(tmp_path
     assert code.count("def part_of(") == 1 and "\ndef part_of(" in code and code.count("form = None if ") == 2
 
 
+@pytest.mark.large  # tests/kernels/test_conv3x3.py has its numbers
 def test_images_that_the_card_cannot_copy_from_are_copied_before(payloads: Mapping[str, Path]) -> None:
     """One that begins anywhere, and rows whose channels are what is left, where the weight says how many there are."""
     given = {}

@@ -199,6 +199,7 @@ class _Leaving(torch.nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.large  # costs time and changes no result
 def test_what_captures_leave_is_gone_before_the_step_goes_on(
     gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -235,6 +236,7 @@ def _below(process: Any) -> list[int]:
     return found
 
 
+@pytest.mark.large  # costs time and changes no result
 @forks
 def test_what_forks_workers_stays_for_the_next_batch_and_its_workers_do_not(
     gone: list[Any], tmp_path: Path, artefact_cache: Path

@@ -208,6 +208,7 @@ def test_an_attention_override_of_the_users_wins(name: str, kernels: Kernels, re
     assert torch.equal(compiled(*args, **kwargs), first) and kernels.asked["fast"] > asked
 
 
+@pytest.mark.large  # it is off where nobody asks for it
 @torch.inference_mode()
 def test_without_the_option_nothing_is_asked(kernels: Kernels) -> None:
     tiny = network("torch_dit")

@@ -126,7 +126,7 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("name", few(list(FOLLOWED), 4))
+@pytest.mark.parametrize("name", few(list(FOLLOWED), 2))
 def test_a_mode_that_shapes_code_has_artefacts_of_its_own(name: str) -> None:
     net, compiled = _pair()
     with torch.no_grad():

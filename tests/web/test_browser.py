@@ -157,6 +157,7 @@ def said(page: Any) -> list[str]:
     return list(map(browser.state_in, page.locator(f"{BADGE}:visible").all_inner_texts()))
 
 
+@pytest.mark.large  # two workflows at once; the badge of one has tests of its own
 def test_a_badge_tells_of_its_own_workflow(chromium: Any, filled: ComfyServer) -> None:
     with page_of(chromium, filled, Comfy_VueNodes_Enabled=True) as page:
         prompt = renumbered(served.tiny_workflow("flux_compile_model", seed=40), "701")

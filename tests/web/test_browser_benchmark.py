@@ -126,6 +126,7 @@ def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, fille
     assert f"O2 · 96×64 · steps a run: {STEPS}" in kept.inner_text()
 
 
+@pytest.mark.large  # what is judged is the server's to say, and tested there
 def test_few_steps_are_not_judged(page: Any, filled: ComfyServer) -> None:
     open_with(page, 30, steps=3)
     start(page)
@@ -214,6 +215,7 @@ def test_a_server_that_restarts_in_the_middle_is_told(
             assert after == before, "the workflow is as it was"
 
 
+@pytest.mark.large  # the server's tests damage it as well
 def test_a_damaged_file_of_results_is_told_and_made_anew(page: Any, filled: ComfyServer, cache: Path) -> None:
     folder = cache / speed_record.FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)

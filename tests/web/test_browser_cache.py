@@ -96,6 +96,7 @@ def blocks_of(server: ComfyServer, model: int) -> list[dict[str, Any]]:
     return [row for row in server.get("/nexfort/cache")["entries"] if row["model"] == key(model)]
 
 
+@pytest.mark.large  # two hundred of them; another test lists a few
 def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServer, stocked: list[str]) -> None:
     assert len(server.get("/nexfort/cache")["entries"]) == MODELS * BLOCKS
     browser.tab_button(page).click()

@@ -124,7 +124,7 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
 
 @pytest.mark.parametrize(
     ("slow", "told", "states"),
-    few([("compiled", "slower", {"eager"}), ("uncompiled", "faster", {"compiled", "warm"})], 1),
+    few([("compiled", "slower", {"eager"}), ("uncompiled", "faster", {"compiled", "warm"})], []),
 )
 def test_the_badge_is_amber_where_steps_are_slower(
     page: Any, server: ComfyServer, slow: str, told: str, states: set[str]
@@ -202,6 +202,7 @@ def longer(route: Any) -> None:
     route.fulfill(response=answer, json={**told, "markdown": told["markdown"] + "x" * 10_000 + "end"})
 
 
+@pytest.mark.large  # the report's text is another test's, without a browser
 def test_the_report_is_copied_and_goes_into_a_form(chromium: Any, server: ComfyServer) -> None:
     with page_of(chromium, server) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
