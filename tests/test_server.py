@@ -184,9 +184,9 @@ def test_a_second_prompt_compiles_nothing(server: ComfyServer, base: Path) -> No
 
 
 def test_the_same_seed_gives_the_same_bits(server: ComfyServer, base: Path) -> None:
-    first = served.latent(base, server.run(served.tiny_workflow("sd15_compile_model"), timeout=300))
-    server.run(served.tiny_workflow("sd15_compile_model", seed=4), timeout=300)
-    again = served.latent(base, server.run(served.tiny_workflow("sd15_compile_model"), timeout=300))
+    first = served.latent(base, server.run(served.tiny_workflow("flux_compile_model"), timeout=300))
+    server.run(served.tiny_workflow("flux_compile_model", seed=4), timeout=300)
+    again = served.latent(base, server.run(served.tiny_workflow("flux_compile_model"), timeout=300))
     assert numpy.array_equal(first, again)
 
 

@@ -55,6 +55,7 @@ def answer(running: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.large  # costs time and changes no result
 def test_another_process_measures_nothing_and_takes_the_same(folder: Path) -> None:
     first = answer(process(folder, fast=50))
     second = answer(process(folder, fast=500))  # though its clock would say otherwise

@@ -13,6 +13,7 @@ from benchmarks import int8_linear
 from nexfort_engine.kernels.scaled_linear import choice
 
 
+@pytest.mark.large  # about a benchmark; the kernels have tests of their own
 def test_what_is_launched_computes_the_layer() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
     run("interpreted_int8_launch.py", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

@@ -35,6 +35,7 @@ def run(tmp_path: Path, *flags: str, compiler: str = "nexfort") -> dict[str, Any
     return json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.large  # tests/benchmarks/test_text_to_image.py has the same for pictures
 def test_the_video_has_the_frames_and_eager_s_picture(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     video = tmp_path / "latte.mp4"

@@ -338,7 +338,7 @@ def worn() -> Iterator[Path]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process that dies is forked")
 @pytest.mark.parametrize("locks", [pytest.param("filelock", marks=pytest.mark.large), "plain"])
-@pytest.mark.parametrize("work", few(WORK, (commits, removes)), ids=lambda work: work.__name__)
+@pytest.mark.parametrize("work", few(WORK, (commits,)), ids=lambda work: work.__name__)
 def test_a_process_killed_at_any_write_leaves_a_valid_store(
     worn: Path, work: Callable[[Store], None], locks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -381,7 +381,7 @@ def _answered(program: Program, outside: list[torch.Tensor], seed: int, watched:
     return answering.reason
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(program=st.lists(st.one_of(OPERATIONS, OPERATIONS, OTHERS), max_size=12))
 def test_what_is_remembered_never_depends_on_anything_else(program: Program) -> None:
     runs = [

@@ -106,7 +106,7 @@ def network(kind: str) -> Network:
     return Network(kind).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", ["closure", "partial"])
+@pytest.mark.parametrize("kind", few(["closure", "partial"], ["closure"]))
 def test_a_function_of_the_step_is_part_of_the_block_at_every_size(kind: str) -> None:
     net = network(kind)
     compiled = nexfort_engine.compile(net)

@@ -262,6 +262,7 @@ def test_another_process_loads_it(pair: Pair) -> None:
     assert told["artefacts_loaded"] == 2 and not told["artefacts_compiled"] and not told["eager"], told
 
 
+@pytest.mark.large  # other tests lower it here, and other graphs in a worker
 def test_a_worker_lowers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("NEXFORT_WORKERS", "1")

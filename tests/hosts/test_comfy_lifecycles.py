@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("comfyui", "artefact_ca
 one = pytest.mark.parametrize("name", ["comfy_flux"])
 
 
-@families
+@one_family
 def test_two_checkpoints_take_turns(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     patcher = another(name)
@@ -164,7 +164,7 @@ def test_the_batch_follows_the_memory_that_is_free(
     at.is_left_by(plain, before)
 
 
-@families
+@one_family
 def test_the_batch_changes_from_step_to_step(
     pair: Callable[[str], Pair], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ from patchers import (
     Pair,
     around_only,
     distance,
-    families,
     nothing_new,
     one_family,
     regions_of,
@@ -93,7 +92,7 @@ def test_a_file_of_diffusers_for_parts_of_flux_s_fused_weights(pair: Callable[[s
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-@families
+@one_family
 def test_hooks_act_on_one_condition_alone(pair: Callable[[str], Pair], name: str) -> None:
     at = pair(name)
     plain, before = sample(at.patcher), sample(at.clone)

@@ -281,7 +281,7 @@ def expected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         pytest.param("sdxl", torch.float32, False, marks=pytest.mark.large),
         pytest.param("sdxl", torch.float32, True, marks=pytest.mark.large),
-        ("sd21", torch.float16, False),
+        pytest.param("sd21", torch.float16, False, marks=pytest.mark.large),
     ],
 )
 def test_a_vae_of_float16_is_made_ready_for_what_it_decodes_in(
@@ -346,6 +346,7 @@ def test_a_decoder_is_left_to_its_own_call_where_that_differs(change: Any, expec
     assert not compiled.reports["unet"].as_dict()["notes"]
 
 
+@pytest.mark.large  # costs time and changes no result
 def test_a_step_does_not_fail_by_what_is_still_to_come() -> None:
     compiled = _cold(nexfort_engine.compile_pipe(pipeline()))
 
@@ -372,6 +373,7 @@ def test_what_is_stored_for_a_decoder_is_not_planned(expected: list[Any]) -> Non
     assert not expected and not decoded
 
 
+@pytest.mark.large  # costs time and changes no result
 def test_a_network_that_takes_no_other_sides_is_planned_all_the_same() -> None:
     pytest.importorskip("transformers")
     pipe, seen = deep_pipeline(), []

@@ -147,6 +147,7 @@ def test_workers_that_are_expected_are_taken_once(
     assert worker_pool._expected is None
 
 
+@pytest.mark.large  # costs time and changes no result
 def test_workers_are_expected_where_nothing_is_stored_for_the_model(
     gone: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

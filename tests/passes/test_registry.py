@@ -189,6 +189,7 @@ class Convolved(torch.nn.Module):
         )
 
 
+@pytest.mark.large  # tests/kernels/test_channels_last_weight.py has its numbers
 def test_weights_of_convolutions_are_laid_out_by_a_kernel_in_each_call_or_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,7 +179,7 @@ ON = {"options": {"attention.measure": True}}
 @pytest.mark.parametrize(
     "name",
     [
-        "torch_dit",
+        pytest.param("torch_dit", marks=pytest.mark.large),  # the contracts have it without the option
         *(pytest.param(name, marks=[pytest.mark.comfy, pytest.mark.large]) for name in ("comfy_flux", "comfy_unet")),
     ],
 )

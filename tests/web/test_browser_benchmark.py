@@ -176,6 +176,7 @@ def test_what_is_closed_before_its_prompt_is_queued_takes_the_prompt_back(page: 
     page.wait_for_function("() => localStorage.getItem('Nexfort.Benchmark.Heard') === null")
 
 
+@pytest.mark.large  # about words
 def test_a_prompt_that_the_server_refuses_is_told(page: Any, filled: ComfyServer) -> None:
     open_with(page, 50)
     page.evaluate(

@@ -121,6 +121,7 @@ def test_many_models_are_listed_searched_and_sorted(page: Any, server: ComfyServ
     assert len(left) == (MODELS - 1) * BLOCKS and not blocks_of(server, sorted(wanted)[-2])
 
 
+@pytest.mark.large  # what is shared is the server's to say, and tested there
 def test_each_file_has_a_row_and_says_with_whom_it_shares(page: Any, server: ComfyServer, stocked: list[str]) -> None:
     browser.tab_button(page).click()
     models = page.locator(f"{TAB} .nexfort-model").filter(has_text="shares its blocks with ")

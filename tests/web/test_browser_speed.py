@@ -91,8 +91,9 @@ def verdict(row: dict[str, Any]) -> str:
     return "faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "alike"
 
 
+@pytest.mark.parametrize("restarted", few([False, True], [False]))  # what is kept on disk is read without a browser
 def test_speed_is_shown_after_a_bypassed_run_and_kept(
-    chromium: Any, server: ComfyServer, comfyui: Path, base: Path, cache: Path
+    chromium: Any, server: ComfyServer, comfyui: Path, base: Path, cache: Path, restarted: bool
 ) -> None:
     browser.forget(server)
     with page_of(chromium, server) as page:
@@ -113,6 +114,8 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         assert headline.get_attribute("data-verdict") == verdict(row) and "(bypassed, " in headline.inner_text()
         assert page.locator(".nexfort-picture").count() == 2, "pictures that were not bypassed"
         browser.in_both_themes(page, REPORT, "speed")
+    if not restarted:
+        return
     with front_end_server(comfyui, base, cache) as again, page_of(chromium, again) as page:
         browser.load(page, workflow())
         page.locator(BADGE).wait_for()
@@ -294,7 +297,7 @@ def test_a_server_that_is_switched_off_says_so(chromium: Any, comfyui: Path, bas
             "read-only": (("read-only", "Read-only file system"),),
             "no folder": (("no folder", "expected a directory"),),
         },
-        ["full"],
+        [],  # what the server says of it is asked for without a browser
     ),
     indirect=True,
 )
