@@ -82,3 +82,4 @@ def test_a_home_that_may_not_be_entered(tmp_path: Path) -> None:
         pytest.skip(f"what this torch needs is root's alone here: {denied[0]}")
     assert "1 compiled" in text and "eager" not in text, text
     assert text.count(f"{root} cannot be written (Permission denied)") == 1
+    assert "damaged" not in text, "what cannot be looked at is not called that"

@@ -27,6 +27,12 @@ class UnreadableError(Exception):
     in_short = "is damaged"
 
 
+class DeniedError(UnreadableError):
+    """This user may not read it."""
+
+    in_short = "may not be read by you"
+
+
 class NotOwnError(UnreadableError):
     """Others could have written it."""
 
@@ -87,16 +93,25 @@ def update(folder: Path, name: str, change: Callable[[Any], object]) -> None:
 
 
 def _read(folder: Path, name: str, loose: int | None = None) -> Any:
-    """What a file holds that nobody else could have written; `loose`: as for Trust.problem, of the folder."""
+    """What a file holds that nobody else could have written; `loose`: as for Trust.problem, of the folder.
+
+    Nothing where the folder cannot be looked at: whoever writes to it is told why.
+    """
     rules, file = trust.own(), folder / name
     try:
-        if (reason := rules.problem(folder, folder.stat(), loose)) is not None:
+        state = folder.stat()
+    except OSError:
+        return None
+    try:
+        if (reason := rules.problem(folder, state, loose)) is not None:
             raise NotOwnError(reason)
         return json.loads(read_plain(file, _MOST, functools.partial(rules.check, file)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except trust.DistrustError as error:
         raise NotOwnError(str(error)) from error
+    except PermissionError as error:
+        raise DeniedError(str(error)) from error
     except (OSError, ValueError, RecursionError) as error:
         what = "it is no file of ours" if isinstance(error, NotPlainError) else "it cannot be read"
         raise UnreadableError(f"{what} ({error})") from error

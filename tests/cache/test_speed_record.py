@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -105,6 +106,24 @@ def test_what_others_could_have_written_is_not_read(tmp_path: Path, caplog: pyte
     file.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").chmod(0o600)
     assert rows(tmp_path) == {}
+
+
+def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a": row()}, {})
+    refused = {tmp_path / FOLDER / FILE: f"earlier times of steps are lost: {FILE} may not be read by you{MADE_ANEW}"}
+    refused[tmp_path / FOLDER] = ""  # whoever writes there is told why
+    own_stat, own_open = Path.stat, os.open
+    for denied, said in refused.items():
+
+        def check(path: Any, denied: Path = denied) -> None:
+            if Path(path) == denied:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", lambda self, **how: (check(self), own_stat(self, **how))[1])
+            patch.setattr(os, "open", lambda path, *rest, **how: (check(path), own_open(path, *rest, **how))[1])
+            assert read(tmp_path) == ({}, said), denied
+    assert list(read(tmp_path)[0]) == ["a"]
 
 
 def test_a_place_that_takes_nothing_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
