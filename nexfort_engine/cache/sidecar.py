@@ -95,14 +95,14 @@ def update(folder: Path, name: str, change: Callable[[Any], object]) -> None:
 def _read(folder: Path, name: str, loose: int | None = None) -> Any:
     """What a file holds that nobody else could have written; `loose`: as for Trust.problem, of the folder.
 
-    Nothing where the folder cannot be looked at: whoever writes to it is told why.
+    Nothing where this user may not look at the folder: whoever writes to it is told why.
     """
     rules, file = trust.own(), folder / name
     try:
-        state = folder.stat()
-    except OSError:
-        return None
-    try:
+        try:
+            state = folder.stat()
+        except PermissionError:
+            return None
         if (reason := rules.problem(folder, state, loose)) is not None:
             raise NotOwnError(reason)
         return json.loads(read_plain(file, _MOST, functools.partial(rules.check, file)))

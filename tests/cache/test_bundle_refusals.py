@@ -243,7 +243,7 @@ def test_what_a_bundle_says_of_itself_takes_little_memory(file: Path, value: byt
 
 
 def test_manifests_are_twice_as_long_as_their_values_are_many(store: Store, file: Path) -> None:
-    for number in range(120):
+    for number in range(300):
         put(store, variant=number)
     export(store, file)
     ((_, text), *_) = split(file.read_bytes())
