@@ -77,12 +77,12 @@ class Pair:
         return [*found, self.made()]
 
 
-MOST = [("qwen_image", "scaled_fp8")]
 PAGED = [("h3", "int8_convrot")]
 EVERY = [(name, form) for name in FAMILIES for form in FORMS]
 
 
-@pytest.mark.parametrize(("name", "form"), few(EVERY, []))
+@pytest.mark.large  # below they are loaded under dynamic VRAM
+@pytest.mark.parametrize(("name", "form"), EVERY)
 def test_a_file_with_loras(name: str, form: str) -> None:
     """Loaded as a whole, not at all and in part. ComfyUI computes with a weight in full that it patches on its way:
     the first LoRA of a model that does not fit is another artefact, and no other LoRA is.

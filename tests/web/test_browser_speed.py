@@ -125,9 +125,10 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         assert WORDS[verdict(kept)] in said and said.endswith("ready from cache")
 
 
+@pytest.mark.large  # the verdict and its words are tested without a browser
 @pytest.mark.parametrize(
     ("slow", "told", "states"),
-    few([("compiled", "slower", {"eager"}), ("uncompiled", "faster", {"compiled", "warm"})], []),
+    [("compiled", "slower", {"eager"}), ("uncompiled", "faster", {"compiled", "warm"})],
 )
 def test_the_badge_is_amber_where_steps_are_slower(
     page: Any, server: ComfyServer, slow: str, told: str, states: set[str]
