@@ -90,8 +90,19 @@ hypothesis.settings.register_profile("nexfort", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("nexfort")
 
 
+class Loggers(dict[str, Any]):
+    """Python's table of loggers. pytest walks over it before each test, while threads may import what adds to it."""
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
 def pytest_configure() -> None:
-    """Torch writes its machine-readable trace, thousands of long texts, only as long as somebody takes it."""
+    """Have loggers as the tests need them.
+
+    Torch writes its machine-readable trace, thousands of long texts, only as long as somebody takes it.
+    """
+    logging.Logger.manager.loggerDict = Loggers(logging.Logger.manager.loggerDict)
     trace = logging.getLogger("torch.__trace")
 
     def nobody_does(_: logging.LogRecord) -> bool:
