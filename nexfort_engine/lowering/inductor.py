@@ -42,6 +42,7 @@ from .loaded_code import FoldedCode, Loaded, PreparingCode, PromptedCode, _WithC
 from .prompt_subgraph import take_out_prompts
 from .reduction_heuristics import whole_rows
 from .subgraph_dedup import Folded, fold
+from .traced_metadata import kept
 from .vec_isa_cache import check_instructions, note_instructions, remembered_probes
 
 log = logging.getLogger("nexfort")
@@ -216,7 +217,10 @@ def _inductor(
     known = known_to_inductor(convolutions=own.get("convolution") is True)
     clock = by_the_device() if measures(options) else nullcontext()
     scope, written = inductor_scope(payload, options), _all_written()
-    with scope, _compiling(payload), _libraries_anew(), torch.no_grad(), rows, pairs, known, clock, written:
+    with ExitStack() as stack:
+        for one in (scope, _compiling(payload), _libraries_anew(), kept(), rows, pairs, known, clock, written):
+            stack.enter_context(one)
+        stack.enter_context(torch.no_grad())
         patches = {"triton.autotune_at_compile_time": measures(options)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
