@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import small_net
-from small_net import ROOT, TOLERANCE, Small, assert_runs_eager, distance, run, sentence
+import torch
+from small_net import ROOT, TOLERANCE, Small, assert_runs_eager, distance, given, run, sentence
 
 import nexfort_engine
 from nexfort_engine.cache import publish, root_dir
@@ -109,6 +110,22 @@ def test_an_unwritable_cache_costs_persistence_only(
     sentence(line, str(cache), found)
     if cache.is_file():
         assert cache.read_text() == "somebody's notes"
+
+
+def test_what_is_compiled_once_there_is_room_again_is_saved_and_no_longer_said_not_to_be(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_dir, "RETRY_AFTER", 0.0)
+    compiled = nexfort_engine.compile(Small())
+    with monkeypatch.context() as full:
+        _refuse(full, errno.ENOSPC)
+        run(compiled)
+        sentence(compiled.report.as_dict()["unsaved"], os.strerror(errno.ENOSPC))
+    with torch.inference_mode():
+        compiled(given()[0])  # of another rank, so that it is compiled for itself
+    report = compiled.report.as_dict()
+    assert report["artefacts_compiled"] == 2 and report["unsaved"] is None
+    assert len(Store(cache).entries()) == 1
 
 
 def test_a_cache_that_is_read_only_now_is_still_read(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,16 +84,17 @@ export function watchBadges() {
 
 /** What a badge says of a state. */
 export function stateText(status) {
-  const left = status.seconds_left
-  const values = { done: status.done, total: status.total, left: left && duration(left) }
+  const left = status.seconds_left ?? null
+  const values = { done: status.done, total: status.total, left: left !== null && duration(Math.max(1, left)) }
   let said = withSpeed(status, text(keyOf(status), values))
   if (status.eager) said = text('badge.someEager', { said, count: status.eager })
   return status.unsaved ? text('badge.unsaved', { said }) : said
 }
 
 function keyOf({ state, total, seconds_left: left }) {
-  if (state === 'background' && total) return left ? 'badge.backgroundLeft' : 'badge.backgroundAt'
-  return state === 'compiling' && left ? 'badge.compilingLeft' : `badge.${state}`
+  const isKnown = (left ?? null) !== null // it may round to 0
+  if (state === 'background' && total) return isKnown ? 'badge.backgroundLeft' : 'badge.backgroundAt'
+  return state === 'compiling' && isKnown ? 'badge.compilingLeft' : `badge.${state}`
 }
 
 /** A state with how much faster its steps are. */
@@ -107,8 +108,17 @@ function withSpeed(status, said) {
 /** Which of the badge's colours a state has: what wants a look is amber. */
 function colourOf(status) {
   if (['compiling', 'background'].includes(status.state)) return status.state
-  const isSlower = status.slower || (RUNS.includes(status.state) && verdict(status.speed?.ratio) === 'slower')
-  return status.eager || isSlower || status.unsaved ? 'eager' : status.state
+  return status.eager || isSlower(status) || status.unsaved ? 'eager' : status.state
+}
+
+function isSlower(status) {
+  return status.slower || (RUNS.includes(status.state) && verdict(status.speed?.ratio) === 'slower')
+}
+
+/** What is said where the pointer rests: why it is slower and what to try, and what a click does. */
+function titleOf(status) {
+  const click = text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')
+  return [status.speed?.reason, isSlower(status) && text('speed.try'), click].filter(Boolean).join('\n')
 }
 
 function draw(node) {
@@ -119,7 +129,7 @@ function draw(node) {
   const said = stateText(status)
   const colour = colourOf(status)
   const done = status.total ? `${(100 * status.done) / status.total}%` : '0%'
-  const title = [status.speed?.reason, text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')].filter(Boolean).join('\n')
+  const title = titleOf(status)
   const label = text('badge.label', { said })
   const shown = [colour, done, said, title, label].join('\n')
   // The server tells several times a second how far it is: what stays is not set again, so that the dot's animation

@@ -8,7 +8,8 @@ import { api } from '../../scripts/api.js'
 import { COMPILE_NODES } from './badge.js'
 import { resultSection } from './benchmark_result.js'
 import { dialogOf, element } from './elements.js'
-import { change, toast } from './server.js'
+import { meant, toast } from './front_end.js'
+import { change } from './server.js'
 import { compilesNow, queuesHere, refreshStatus } from './status.js'
 import { duration, text } from './texts.js'
 
@@ -43,7 +44,7 @@ export async function benchmarkWorkflow() {
   if (Date.now() - Number(localStorage.getItem(HEARD)) < HEARD_FOR) return toast('info', text('benchmark.title'), text('benchmark.elsewhere'))
   busy = true
   try {
-    if (!(await meant(workflow))) return
+    if (!(await wanted(workflow))) return
     await heard(() => run(output, workflow))
   } finally {
     busy = false
@@ -51,23 +52,30 @@ export async function benchmarkWorkflow() {
 }
 
 /** Ask, and say how long it takes by the last run of this workflow that came to its end. */
-async function meant(workflow) {
+async function wanted(workflow) {
   const last = await lastRun(workflow.id)
   const values = { runs: RUNS.length, time: last && duration(Math.max(1, Math.round((last * RUNS.length) / 1000))) }
   const message = text(last ? 'benchmark.question' : 'benchmark.questionUnknown', values)
-  return app.extensionManager.dialog.confirm({ title: text('benchmark.title'), message })
+  return meant({ title: text('benchmark.title'), message })
 }
 
 /** Milliseconds that the last run of a workflow took, null where none ended well. */
 async function lastRun(id) {
   const answer = await api.fetchApi('/history?max_items=32').catch(() => null)
   const told = answer?.ok ? Object.values(await answer.json()) : []
-  const ours = told.filter(({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id)
+  const isOurs = ({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id
+  const ours = told.filter((one) => isOurs(one) && !samplesLess(one))
   const times = ours.map(({ status }) => {
     const at = (name) => status.messages.find(([kind]) => kind === name)?.[1].timestamp
     return at('execution_success') - at('execution_start')
   })
   return times.filter((time) => time > 0).at(-1) ?? null
+}
+
+/** Whether ComfyUI kept what a node with a seed had made before: each run of a benchmark has that done anew. */
+function samplesLess({ prompt, status }) {
+  const kept = status.messages.filter(([kind]) => kind === 'execution_cached').flatMap(([, { nodes }]) => nodes)
+  return kept.some((id) => SEEDS.some((name) => typeof prompt[2][id]?.inputs[name] === 'number'))
 }
 
 /** Let other tabs know while something goes on. */
@@ -101,24 +109,55 @@ async function run(output, workflow) {
       const measured = await measure(prompt, dialog)
       done += 1
       // What is compiled in the background is there for the next picture, and would make steps beside it slow.
-      if (turn === 0 && (await compiled(dialog))) runs.splice(2, 0, WARM_AGAIN)
+      if (turn === 0 && (await compiled(dialog, measured.id))) runs.splice(2, 0, WARM_AGAIN)
       if (one.counts) found.push({ ...one, ...measured })
     }
     if (dialog.stopped) return
     await dialog.show(found, output, workflow)
   } catch (error) {
-    const reason = error instanceof TypeError ? text('toast.unreachable', { reason: error.message }) : error.message
-    dialog.say(error.restarted ? text('benchmark.restarted', { done, runs: runs.length }) : text('benchmark.failed', { reason }))
+    const said = error.restarted ? text('benchmark.restarted', { done, runs: runs.length }) : text('benchmark.failed', { reason: reasonOf(error) })
+    dialog.say(said)
   }
 }
 
-/** Wait until nothing is being compiled any more; whether there was anything to wait for. */
-async function compiled(dialog) {
-  for (let waited = false; ; waited = true) {
-    await refreshStatus()
-    if (dialog.stopped || !compilesNow()) return waited
-    await new Promise((done) => setTimeout(done, ASK_EVERY))
+/** Why it ended. The error of a prompt that the server refuses says only that: what is wrong the nodes themselves say. */
+function reasonOf(error) {
+  if (error instanceof TypeError) return text('toast.unreachable', { reason: error.message })
+  const { node_errors: nodes, error: refusal } = error.response ?? {}
+  const told = Object.values(nodes ?? {}).flatMap((node) => node.errors.map((one) => `${node.class_type}: ${one.details || one.message}`))
+  if (told.length) return [...new Set(told)].join('; ')
+  return (typeof refusal === 'string' ? refusal : refusal?.details || refusal?.message) || error.message
+}
+
+/**
+ * Wait until nothing is being compiled any more; whether there was anything to wait for. A server that was started anew
+ * meanwhile compiles nothing and does not know the last prompt.
+ */
+async function compiled(dialog, id) {
+  let away = false
+  const leaves = () => {
+    away = true
+    dialog.say(text('benchmark.away'))
   }
+  api.addEventListener('reconnecting', leaves)
+  try {
+    for (let waited = false; ; waited = true) {
+      await refreshStatus()
+      if (dialog.stopped) return waited
+      if (!compilesNow()) {
+        if (away && (await stateOf(id)) === 'gone') throw restarted()
+        return waited
+      }
+      await new Promise((done) => setTimeout(done, ASK_EVERY))
+    }
+  } finally {
+    api.removeEventListener('reconnecting', leaves)
+  }
+}
+
+/** What ends a benchmark whose server was started anew. */
+function restarted() {
+  return Object.assign(new Error(), { restarted: true })
 }
 
 /** The prompt with our nodes switched on or off. Runs that count and belong together have one seed, others their own. */
@@ -135,7 +174,7 @@ function variant(output, enabled, seed) {
   return made
 }
 
-/** Queue one prompt and wait for its end: milliseconds a step, null where no node told of several; steps; a picture. */
+/** Queue one prompt and wait for its end: milliseconds a step, null where no node told of several; steps; picture; id. */
 async function measure(prompt, dialog) {
   const seen = []
   const early = []
@@ -155,7 +194,7 @@ async function measure(prompt, dialog) {
     listeners.set('reconnected', async () => {
       const state = await stateOf(id)
       if (state === 'done') resolve()
-      else if (state === 'gone') reject(Object.assign(new Error(), { restarted: true }))
+      else if (state === 'gone') reject(restarted())
     })
     dialog.stop = () => reject(new Error(text('benchmark.stopped')))
   })
@@ -172,7 +211,7 @@ async function measure(prompt, dialog) {
     dialog.running = null
     for (const [name, listener] of listeners) api.removeEventListener(name, listener)
   }
-  return { ...perStep(seen.filter((event) => event.prompt_id === id)), picture }
+  return { ...perStep(seen.filter((event) => event.prompt_id === id)), picture, id }
 }
 
 /** Take a prompt back, whether it waits or runs. One that is about to run takes no notice of the first word. */

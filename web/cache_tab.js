@@ -2,12 +2,12 @@
 // The sidebar tab: the compile cache by model, which can be searched and sorted, and what may be done to it. The blocks
 // of a model are one click deeper. Above is what the compile nodes of the open workflow do.
 
-import { app } from '../../scripts/app.js'
 import { nodesOfGraph, stateText } from './badge.js'
 import { button, dayText, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
+import { meant, settingOf, toast } from './front_end.js'
 import { copied } from './help.js'
 import { openReport } from './report.js'
-import { ask, change, toast } from './server.js'
+import { ask, change } from './server.js'
 import { onStatus } from './status.js'
 import { language, text } from './texts.js'
 
@@ -64,7 +64,7 @@ export async function pruneCache(bytes) {
 
 /** Remove everything that is not pinned, if the user means it. */
 export async function clearCache() {
-  if (await meant('cache.clear', 'cache.clearQuestion')) await removal('cache/clear', { confirm: true })
+  if (await meant({ title: text('cache.clear'), message: text('cache.clearQuestion') })) await removal('cache/clear', { confirm: true })
 }
 
 async function removal(route, ...bodies) {
@@ -102,10 +102,6 @@ function drawPlace() {
   const copy = async () => toast('info', text('cache.title'), text((await copied(path)) ? 'help.copied' : 'help.notCopied'))
   const line = element('div', { class: 'nexfort-path nexfort-small' }, element('code', {}, path), button(text('cache.copyPath'), copy))
   panel.querySelector('.nexfort-place').replaceChildren(...[banner, line].filter(Boolean))
-}
-
-async function meant(title, question, values) {
-  return app.extensionManager.dialog.confirm({ title: text(title), message: text(question, values) })
 }
 
 function tools() {
@@ -154,7 +150,7 @@ function sorting() {
 }
 
 function pruning() {
-  const limit = app.extensionManager.setting.get(CACHE_LIMIT) || DEFAULT_LIMIT
+  const limit = settingOf(CACHE_LIMIT) || DEFAULT_LIMIT
   const size = element('input', {
     type: 'number',
     class: 'nexfort-input nexfort-size',
@@ -283,11 +279,11 @@ async function pinRows(rows, pinned) {
 
 async function deleteModel(name, others, rows) {
   const question = others.length ? 'cache.deleteShared' : 'cache.deleteModel'
-  if (await meant('cache.delete', question, { name, names: named(others) })) await removal('cache/clear', ...inParts(rows))
+  if (await meant({ title: text('cache.delete'), message: text(question, { name, names: named(others) }) })) await removal('cache/clear', ...inParts(rows))
 }
 
 async function deleteRow(row) {
-  if (row.pinned && !(await meant('cache.delete', 'cache.deletePinned', { region: row.region }))) return
+  if (row.pinned && !(await meant({ title: text('cache.delete'), message: text('cache.deletePinned', { region: row.region }) }))) return
   await removal('cache/clear', { ids: [row.id] })
 }
 

@@ -8,10 +8,11 @@ import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './
 import { benchmarkWorkflow } from './benchmark.js'
 import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
+import { openTab, registerTab, settingOf, toast } from './front_end.js'
 import { foldOptions, watchOptions } from './options.js'
 import { replaceCompileNodes } from './replace.js'
 import { openReport, verifyNext, whyUnsaved } from './report.js'
-import { ask, change, toast } from './server.js'
+import { ask, change } from './server.js'
 import { watchStatus } from './status.js'
 import { text, textsReady } from './texts.js'
 
@@ -32,17 +33,8 @@ const DEFAULT = 'O2'
 const LONG_NAME = /^Compile Model \(Nexfort: .*\)$/
 const told = new Set()
 
-function setting(id) {
-  return app.extensionManager.setting.get(id)
-}
-
-function showCache() {
-  const tabs = app.extensionManager.sidebarTab
-  if (tabs.activeSidebarTabId !== TAB) tabs.toggleSidebarTab(TAB)
-}
-
 function limitBytes() {
-  const limit = Number(setting(CACHE_LIMIT))
+  const limit = Number(settingOf(CACHE_LIMIT))
   return limit > 0 ? Math.round(limit * GIB) : null
 }
 
@@ -53,7 +45,7 @@ async function afterRun() {
   await refreshCache()
   const report = await ask('report', { quiet: true })
   for (const { report: one } of report?.engines ?? []) await tellUnsaved(one.unsaved)
-  if (setting(TELL_EAGER) === false) return
+  if (settingOf(TELL_EAGER) === false) return
   for (const { name, report: one } of report?.engines ?? []) {
     const reasons = one.eager.map((row) => row.reason).filter((reason) => !told.has(`${name}: ${reason}`))
     for (const reason of reasons) told.add(`${name}: ${reason}`)
@@ -119,7 +111,7 @@ app.registerExtension({
     { id: 'Nexfort.ShowReport', label: 'Nexfort: show the report', menubarLabel: 'Show the report', icon: 'pi pi-chart-bar', function: () => openReport() },
     { id: 'Nexfort.Verify', label: 'Nexfort: verify the next step', menubarLabel: 'Verify the next step', icon: 'pi pi-check-circle', function: () => verifyNext() },
     { id: 'Nexfort.Benchmark', label: 'Nexfort: benchmark this workflow', menubarLabel: 'Benchmark this workflow', icon: 'pi pi-stopwatch', function: benchmarkWorkflow },
-    { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', menubarLabel: 'Show the compile cache', icon: 'pi pi-database', function: showCache },
+    { id: 'Nexfort.ShowCache', label: 'Nexfort: show the compile cache', menubarLabel: 'Show the compile cache', icon: 'pi pi-database', function: () => openTab(TAB) },
     {
       id: 'Nexfort.PruneCache',
       label: 'Nexfort: prune the compile cache',
@@ -154,7 +146,7 @@ app.registerExtension({
   async setup() {
     loadStyles()
     const tab = { id: TAB, icon: 'pi pi-bolt', title: 'Nexfort', tooltip: 'Nexfort', type: 'custom' }
-    app.extensionManager.registerSidebarTab({ ...tab, render: renderCacheTab, destroy: leaveCacheTab })
+    registerTab({ ...tab, render: renderCacheTab, destroy: leaveCacheTab })
     watchBadges()
     watchOptions()
     api.addEventListener('execution_success', afterRun)
@@ -166,10 +158,10 @@ app.registerExtension({
     if (!COMPILE_NODES.includes(node.comfyClass)) return
     // A node of a workflow that is loaded gets its own values after this.
     const mode = node.widgets?.find((widget) => widget.name === 'mode')
-    if (mode?.options.values.includes(setting(DEFAULT_MODE))) mode.value = setting(DEFAULT_MODE)
+    if (mode?.options.values.includes(settingOf(DEFAULT_MODE))) mode.value = settingOf(DEFAULT_MODE)
     if (mode) mode.options.getOptionLabel = (value) => (MODE_NAMES[value] ? text(MODE_NAMES[value]) : value)
     const verify = node.widgets?.find((widget) => widget.name === 'verify')
-    if (verify) verify.value = setting(VERIFY) === true
+    if (verify) verify.value = settingOf(VERIFY) === true
     if (LONG_NAME.test(node.title)) node.title = 'Nexfort Compile Model'
     foldOptions(node)
     addBadge(node)

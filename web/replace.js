@@ -5,7 +5,7 @@
 
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
-import { toast } from './server.js'
+import { meant, toast } from './front_end.js'
 import { text } from './texts.js'
 
 /** Replace them after a question, as one step that can be undone. */
@@ -20,7 +20,7 @@ export async function replaceCompileNodes() {
   }
   const names = found.map((node) => (node.title === node.type ? node.type : `${node.title} (${node.type})`))
   const question = { title: text('replace.title'), message: text('replace.question', { count: found.length }) }
-  if (!(await app.extensionManager.dialog.confirm({ ...question, itemList: [...new Set(names)] }))) return
+  if (!(await meant({ ...question, itemList: [...new Set(names)] }))) return
   app.canvas.emitBeforeChange()
   try {
     for (const node of found) replace(node, rules.get(node.type))

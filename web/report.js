@@ -4,8 +4,9 @@
 import { app } from '../../scripts/app.js'
 import { resultSection } from './benchmark_result.js'
 import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
+import { toast } from './front_end.js'
 import { copyReport, openPage, reportProblem } from './help.js'
-import { ask, change, toast } from './server.js'
+import { ask, change } from './server.js'
 import { speedSection } from './speed.js'
 import { NO_ID, onStatus, toldOf } from './status.js'
 import { language, number, text } from './texts.js'
@@ -76,7 +77,8 @@ async function show(body, node) {
 
 /** The last benchmark of the open workflow, or why earlier ones are not there any more. */
 function benchmarked({ benchmarks, lost }) {
-  const ids = [(app.rootGraph ?? app.graph).id, NO_ID, '']
+  const { id } = app.rootGraph ?? app.graph
+  const ids = id && id !== NO_ID ? [id] : [NO_ID, '']
   const kept = benchmarks.findLast(({ workflow }) => ids.includes(workflow))
   const said = lost ? [element('p', { class: 'nexfort-small' }, lost)] : []
   if (!kept) return said

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests to our routes. A refusal becomes a toast with the server's own sentence, and undefined for whoever asked.
 
-import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
+import { toast } from './front_end.js'
 import { text } from './texts.js'
 
 /** What a GET route tells, or undefined. quiet: nobody asked for it, so a failure is only logged. */
@@ -14,11 +14,6 @@ export async function ask(route, { quiet = false } = {}) {
 export async function change(route, body) {
   const headers = { 'Content-Type': 'application/json' }
   return answered(() => api.fetchApi(`/nexfort/${route}`, { method: 'POST', headers, body: JSON.stringify(body) }), false)
-}
-
-/** A short message in the corner. */
-export function toast(severity, summary, detail) {
-  app.extensionManager.toast.add({ severity, summary, detail, life: severity === 'error' ? 10000 : 5000 })
 }
 
 async function answered(send, quiet) {

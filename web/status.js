@@ -92,11 +92,11 @@ function workflowsOf(root) {
 
 function isHere(workflow) {
   const tab = queuedBy.get(workflow)
-  return tab === activeTab() || !app.extensionManager.workflow?.openWorkflows?.includes(tab)
+  return tab === activeTab() || !app.extensionManager?.workflow?.openWorkflows?.includes(tab)
 }
 
 function activeTab() {
-  return app.extensionManager.workflow?.activeWorkflow
+  return app.extensionManager?.workflow?.activeWorkflow
 }
 
 function placeOf(workflow, id) {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of benchmarks on disk, the newest last, in a readable JSON file beside the times of steps. Bounded.
 
-A file that is damaged, or that somebody else could have written, is not read; whoever asks is told so in one sentence,
-and the next result makes it anew.
+A file that is damaged, or that somebody else could have written, is not read, and neither is a result in it that is
+none; whoever asks is told so in one sentence, and the next result makes the file anew.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ TEXTS = ("workflow", "mode", "size", "device")
 
 
 def read(root: Path) -> tuple[list[dict[str, Any]], str]:
-    """The results that are kept below the root of a store, and "" or one sentence on why there are none."""
+    """The results that are kept below the root of a store, and "" or one sentence on why some or all are not there."""
+    rows: list[dict[str, Any]] = []
     try:
         found = recall_own(root / FOLDER, FILE)
-        rows = [] if found is None else _rows(found)
-        if rows is None:
+        rows, whole = ([], True) if found is None else _rows(found)
+        if not whole:
             raise UnreadableError("it does not hold what it should")
         return rows, ""
     except UnreadableError as reason:
-        lost = f"Earlier benchmarks cannot be read: {FILE} {reason.in_short}. The next benchmark makes it anew."
+        which = "Some earlier" if rows else "Earlier"
+        lost = f"{which} benchmarks cannot be read: {FILE} {reason.in_short}. The next benchmark makes it anew."
         tell_once(f"{lost} ({root / FOLDER / FILE}: {reason})")
-        return [], lost
+        return rows, lost
     except OSError as error:
         log.debug("Nexfort: %s cannot be read: %s", root / FOLDER, error)
     return [], ""
@@ -48,7 +50,7 @@ def add(root: Path, row: Mapping[str, Any]) -> bool:
     """Keep one more result, `is_result` of which holds; whether it could be kept."""
 
     def changed(found: Any) -> dict[str, Any]:
-        known = (_rows(found) if found is not None else None) or []
+        known, _ = _rows(found)
         return {"format": _FORMAT, "rows": [*known, dict(row)][-MOST:]}
 
     try:
@@ -59,11 +61,12 @@ def add(root: Path, row: Mapping[str, Any]) -> bool:
     return True
 
 
-def _rows(found: Any) -> list[dict[str, Any]] | None:
-    """The results in a file's content; None where it is not such a file."""
+def _rows(found: Any) -> tuple[list[dict[str, Any]], bool]:
+    """The results in a file's content, and whether that is all that it should be."""
     if not isinstance(found, dict) or found.get("format") != _FORMAT or not isinstance(found.get("rows"), list):
-        return None
-    return found["rows"][-MOST:] if all(is_result(row) for row in found["rows"]) else None
+        return [], False
+    sound = [row for row in found["rows"] if is_result(row)]
+    return sound[-MOST:], len(sound) == len(found["rows"])
 
 
 def is_result(row: Any) -> bool:

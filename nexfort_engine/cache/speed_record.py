@@ -2,8 +2,9 @@
 """How long steps took, on disk: the last times of each kind of step, compiled and uncompiled, of the last 30 days.
 
 One readable JSON file in a folder of its own beside the artefacts. A file that is damaged, or that somebody else could
-have written, is not read; whoever asks is told so in one sentence, and the next picture makes it anew. Losing it costs
-measuring again. What makes two steps of one kind is the business of whoever makes the keys.
+have written, is not read, and neither is a row in it that is none; whoever asks is told so in one sentence, and the
+next picture makes the file anew. Losing it costs measuring again. What makes two steps of one kind is the business of
+whoever makes the keys.
 """
 
 from __future__ import annotations
@@ -45,17 +46,19 @@ def blank(**known: Any) -> dict[str, Any]:
 
 
 def read(root: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """The rows that are kept below the root of a store, by their keys, and "" or a sentence on why there are none."""
+    """The rows that are kept below the root of a store, by their keys, and "" or why some or all are not there."""
+    rows: dict[str, dict[str, Any]] = {}
     try:
         found = recall_own(root / FOLDER, FILE)
-        rows = {} if found is None else _rows(found)
-        if rows is None:
+        rows, whole = ({}, True) if found is None else _rows(found)
+        if not whole:
             raise UnreadableError("it does not hold what it should")
         return rows, ""
     except UnreadableError as reason:
-        lost = f"earlier times of steps are lost: {FILE} {reason.in_short} and is made anew; to compare again, {HOW}"
+        which = "some earlier" if rows else "earlier"
+        lost = f"{which} times of steps are lost: {FILE} {reason.in_short} and is made anew; to compare again, {HOW}"
         tell_once(f"{lost} ({root / FOLDER / FILE}: {reason})")
-        return {}, lost
+        return rows, lost
     except OSError as error:
         log.debug("Nexfort: %s cannot be read: %s", root / FOLDER, error)
     return {}, ""
@@ -68,7 +71,7 @@ def write(root: Path, changed: Mapping[str, Mapping[str, Any]], more: Mapping[st
     """
 
     def merged(found: Any) -> dict[str, Any]:
-        rows = (_rows(found) if found is not None else None) or {}
+        rows, _ = _rows(found)
         for key, row in changed.items():
             rows[key] = _merged(rows.get(key), row, more.get(key, {}))
         newest = sorted(rows.items(), key=lambda item: _moment(item[1]))[-MOST:]
@@ -95,15 +98,13 @@ def _merged(theirs: dict[str, Any] | None, ours: Mapping[str, Any], more: Mappin
     return row
 
 
-def _rows(found: Any) -> dict[str, dict[str, Any]] | None:
-    """The rows of a file's content, without what is too old; None where it is not such a file."""
+def _rows(found: Any) -> tuple[dict[str, dict[str, Any]], bool]:
+    """The rows of a file's content, without what is too old, and whether that is all that it should be."""
     if not isinstance(found, dict) or found.get("format") != _FORMAT or not isinstance(found.get("rows"), dict):
-        return None
-    rows = found["rows"]
-    if not all(isinstance(key, str) and _is_row(row) for key, row in rows.items()):
-        return None
-    fresh = {key: without_old(row) for key, row in rows.items()}
-    return {key: row for key, row in fresh.items() if row["compiled"] is not None or row["eager"] is not None}
+        return {}, False
+    sound = {key: without_old(row) for key, row in found["rows"].items() if _is_row(row)}
+    fresh = {key: row for key, row in sound.items() if row["compiled"] is not None or row["eager"] is not None}
+    return fresh, len(sound) == len(found["rows"])
 
 
 def without_old(row: Mapping[str, Any]) -> dict[str, Any]:

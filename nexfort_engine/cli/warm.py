@@ -194,10 +194,13 @@ def _scratch(wish: Wish) -> Iterator[tuple[list[str], str]]:
 
 
 def _shown(model: Path, folder: Path) -> tuple[Path, str]:
-    """A directory that holds the model file and little else, and the file's name in it."""
+    """A directory that holds the model file and little else, and the file's name in it.
+
+    The name is the file's own, for the cache is shown by it; a folder tells it from another file of that name.
+    """
     alone = folder / "models"
-    alone.mkdir()
-    name = f"nexfort_warm{model.suffix.lower()}"
+    name = os.path.join("nexfort_warm", model.name)
+    (alone / name).parent.mkdir(parents=True)
     try:
         os.symlink(model.absolute(), alone / name)
     except OSError:  # Windows lets only administrators link; the folder where it lies does as well, if more slowly

@@ -68,7 +68,7 @@ _MOST_CALLS = 512  # combinations of sizes of which is remembered why there is n
 _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all combinations of sizes together, or
 _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
-_TOO_MUCH = "with those of other sizes it would hold more of the GPU than eager takes"
+_TOO_MUCH = "with those of other sizes it would hold more of the GPU than an uncompiled step takes"
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 

@@ -170,9 +170,9 @@ class Verifier:
             row["unjudged"], row["limit"] = errors.why, LOW_PRECISION
         elif errors.why is not None or errors.ours > errors.most:
             row["over"] = True
-            said = f"its error is {errors.ours:.2e}, eager's {errors.eager:.2e}"
+            said = f"its error is {errors.ours:.2e}, uncompiled {errors.eager:.2e}"
             if errors.why is not None:
-                said = f"its result is {apart:.2e} from eager's, and {errors.why}"
+                said = f"its result is {apart:.2e} from the uncompiled one, and {errors.why}"
             region.latch(f"it was verified and is over the budget: {said}")
 
     def _errors(self, region: Region, args: Any, kwargs: Any, ours: Any, result: Any) -> _Errors:

@@ -156,11 +156,12 @@ class Report:
         with self._lock:
             self._append_once("notes", (text,), text)
 
-    def unsaved(self, reason: str) -> None:
-        """The cache could not be written, so something that was compiled goes with the process."""
+    def unsaved(self, reason: str | None) -> None:
+        """Why the cache cannot be written, so that what is compiled goes with the process; None: it can be again."""
         with self._lock:
             self._unsaved = reason
-            self._append_once("notes", (reason,), f"artefacts last only as long as this process: {reason}")
+            if reason is not None:
+                self._append_once("notes", (reason,), f"artefacts last only as long as this process: {reason}")
 
     def verified(self, result: Mapping[str, Any]) -> None:
         """A step was compared with eager; `result` is as dispatch/verify.py makes it."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -60,6 +61,16 @@ def test_a_damaged_file_is_told_in_one_sentence_and_made_again(
             assert rows == [] and lost.startswith(f"Earlier benchmarks cannot be read: {FILE} is damaged.")
     assert [FILE in record.message for record in caplog.records] == [True]
     assert add(tmp_path, result()) and read(tmp_path) == ([result()], "")
+
+
+def test_a_damaged_result_costs_no_other(tmp_path: Path) -> None:
+    rows = [result(at=1.0), result(steps=0), result(at=2.0)]
+    add(tmp_path, result())
+    file = tmp_path / FOLDER / FILE
+    file.write_text(json.dumps({"format": 1, "rows": rows}))
+    lost = f"Some earlier benchmarks cannot be read: {FILE} is damaged. The next benchmark makes it anew."
+    assert read(tmp_path) == ([rows[0], rows[2]], lost)
+    assert add(tmp_path, result(at=3.0)) and read(tmp_path) == ([rows[0], rows[2], result(at=3.0)], "")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="owners and kinds of files are POSIX's here")

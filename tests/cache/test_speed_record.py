@@ -94,6 +94,16 @@ def test_a_damaged_file_is_told_in_one_sentence_and_one_line_and_made_again(
     assert list(found) == ["b"] and lost == ""
 
 
+def test_a_damaged_row_costs_no_other(tmp_path: Path) -> None:
+    sound = row(mode="O2")
+    write(tmp_path, {"a": sound}, {})
+    (tmp_path / FOLDER / FILE).write_text(json.dumps({"format": 1, "rows": {"a": sound, "b": {**row(), "made": "?"}}}))
+    assert read(tmp_path) == ({"a": sound}, f"some earlier times of steps are lost: {FILE} is damaged{MADE_ANEW}")
+    write(tmp_path, {"c": row()}, {})
+    found, lost = read(tmp_path)
+    assert list(found) == ["a", "c"] and lost == ""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="owners and kinds of files are POSIX's here")
 def test_what_others_could_have_written_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"a": row()}, {})

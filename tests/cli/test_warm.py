@@ -15,6 +15,7 @@ import pytest
 import served
 import tiny_checkpoints
 
+from nexfort_engine.cache import model_names
 from nexfort_engine.cli import comfy_server, warm
 from nexfort_engine.cli import main as cli
 from nexfort_engine.cli.missing_models import HEAD
@@ -160,7 +161,9 @@ def left_behind(base: Path) -> list[Path]:
 
 @pytest.mark.comfy
 @pytest.mark.slow
-def test_a_model_file_warms_the_cache(warmed: dict[str, Any], base: Path) -> None:
+def test_a_model_file_warms_the_cache(
+    warmed: dict[str, Any], base: Path, cache: Path, elsewhere: dict[str, Path]
+) -> None:
     assert warmed["compiled"] > 0 and warmed["loaded"] == 0 and warmed["device"] == "cpu"
     assert warmed["all"] >= warmed["compiling"] > 0
     said, lines = warmed["said"], warmed["said"].splitlines()
@@ -169,6 +172,7 @@ def test_a_model_file_warms_the_cache(warmed: dict[str, Any], base: Path) -> Non
     counted = [line for line in lines if re.search(r"\d of \d", line)]
     assert len(counted) <= 2 + warmed["all"] / 10 and "\x1b" not in said + warmed["error"], counted
     assert left_behind(base) == []
+    assert list(model_names.read(cache).values()) == [[elsewhere[MODEL].name]], "what the cache shows the model as"
 
 
 @pytest.mark.comfy

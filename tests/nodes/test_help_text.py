@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commit of a clone, which goes with a report. What the text holds besides is tested on a real server."""
+"""The commit of a clone, which goes with a report, and the name of its user, which does not.
+
+What the text holds besides is tested on a real server.
+"""
 
 from __future__ import annotations
 
+import getpass
 import importlib
 import subprocess
 import sys
@@ -44,3 +48,21 @@ def test_the_commit_of_a_clone_is_read_from_its_files(help_text: types.ModuleTyp
     assert help_text.commit(tmp_path) == made
     (tmp_path / ".git" / "HEAD").write_text("")
     assert help_text.commit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("TORCHINDUCTOR_CACHE_DIR: /tmp/torchinductor_bob", "TORCHINDUCTOR_CACHE_DIR: …/torchinductor_user"),
+        ("/tmp/bob.d/bob-x and /tmp/bobsled", "…/user-x and …/bobsled"),
+        ("in '/srv/Bob B', /srv/Bob B/, not in /srv/Bob B/x.so", "in '~', ~/, not in …/x.so"),
+        ("/home/anna, C:\\Users\\anna\\ and /home/anna/x", "…/~, …/~ and …/x"),
+        ("bob.0 of /nexfort/bob/x", "bob.0 of …/x"),
+    ],
+)
+def test_what_is_told_loses_the_users_name(
+    help_text: types.ModuleType, monkeypatch: pytest.MonkeyPatch, text: str, left: str
+) -> None:
+    monkeypatch.setattr(getpass, "getuser", lambda: "bob")
+    monkeypatch.setattr(Path, "home", lambda: Path("/srv/Bob B"))
+    assert help_text.without_paths([text]) == [left]

@@ -131,6 +131,14 @@ def test_since_gives_only_what_is_new():
     assert report.since(mark) == new, "a mark can be used again"
 
 
+def test_what_can_be_saved_again_is_not_unsaved():
+    report = Report()
+    for reason in ("the disk is full", None):
+        report.unsaved(reason)
+        assert report.as_dict()["unsaved"] == reason
+    assert report.as_dict()["notes"] == ["artefacts last only as long as this process: the disk is full"]
+
+
 def test_a_mark_of_another_report_is_refused():
     with pytest.raises(ValueError, match="another report"):
         Report().since(Report().mark())

@@ -67,6 +67,56 @@ def test_the_first_minute(chromium: Any, server: ComfyServer, vue: bool) -> None
         assert f"Compiled\n{server.get('/nexfort/cache')['count']} in " in page.locator(REPORT).inner_text()
 
 
+# Take from the front end some of what it offers to extensions, before ours is set up.
+LACKING = "app.extensionManager.registerSidebarTab = app.extensionManager.dialog.confirm = undefined"
+
+
+def test_a_front_end_that_lacks_something_is_told_of_and_the_rest_works(chromium: Any, filled: ComfyServer) -> None:
+    filled.post("/settings", browser.SETTINGS)
+    context = chromium.new_context(locale="en-US")
+    try:
+        page, lines = context.new_page(), []
+        page.on("console", lambda line: lines.append(line.text) if line.text.startswith("Nexfort: ") else None)
+        ours = (served.ROOT / "web" / "nexfort.js").read_text(encoding="utf-8")
+        script = {"body": f"{ours}\n{LACKING}", "content_type": "text/javascript"}
+        page.route(f"**{browser.OURS}nexfort.js", lambda route: route.fulfill(**script))
+        page.goto(filled.url)
+        page.wait_for_function(browser.READY)
+        assert browser.run_and_watch(page, seed=14)[0] == WAITING
+        browser.run_command(page, "Nexfort.ClearCache")  # the browser asks, and Playwright says no
+        page.locator(BADGE).click()
+        page.locator(REPORT).wait_for()
+        assert browser.tab_button(page).count() == 0 < filled.get("/nexfort/cache")["count"]
+        lacks = "Nexfort: this front end lacks extensionManager."
+        tab, confirm = "there is no tab of the compile cache", "the browser asks instead"
+        assert lines == [f"{lacks}registerSidebarTab: {tab}", f"{lacks}dialog.confirm: {confirm}"]
+    finally:
+        context.close()
+
+
+TELL = """(told) => {
+  const { id } = window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  window.app.rootGraph.id = 'told' // no other test runs it
+  const node = { id: String(id), class: 'NexfortCompileModel', workflow: 'told', eager: 0, ...told }
+  window.comfyAPI.api.api.dispatchCustomEvent('nexfort.status', { nodes: [node] })
+}"""
+
+
+def test_a_badge_says_of_a_short_time_that_it_is_left_and_of_a_slow_step_what_to_try(page: Any) -> None:
+    browser.load(page, served.tiny_workflow("flux_compile_model"))
+    badge = page.locator(BADGE)
+    for left, said in ((2, "compiling 1 of 3, about 2 sec left"), (0, "compiling 1 of 3, about 1 sec left")):
+        page.evaluate(TELL, {"state": "compiling", "done": 1, "total": 3, "seconds_left": left})
+        badge.filter(has_text=said).wait_for()
+    page.evaluate(TELL, {"state": "compiling", "done": 1, "total": 3, "seconds_left": None})
+    page.wait_for_function("() => document.querySelector('.nexfort-state').textContent === 'compiling 1 of 3'")
+    for told in ({"slower": True}, {"speed": {"ratio": 0.5, "reason": "it is cold"}}):
+        page.evaluate(TELL, {"state": "compiled", **told})
+        page.locator(f"{BADGE}[data-state=eager][title*='Try another mode']").wait_for()
+        page.evaluate(TELL, {"state": "compiled"})
+        page.locator(f"{BADGE}[data-state=compiled]:not([title*='Try another mode'])").wait_for()
+
+
 def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     browser.run_and_watch(page, seed=4)
     page.locator(BADGE).focus()
