@@ -39,6 +39,16 @@ def test_gains_of_options_are_those_of_the_catalogue() -> None:
     assert tool.with_gains(changed) not in (changed, TEXT)
 
 
+def test_switches_are_as_the_catalogue_has_them() -> None:
+    assert tool.with_switches(TEXT) == TEXT, "run python3 tools/feature_costs.py"
+    assert "`quant.int8` (off)" in TEXT and "`fuse.int8_linear` |" in TEXT
+    for wrong, right in (
+        ("`fuse.int8_linear` |", "`fuse.int8_linear` (off) |"),
+        ("`quant.int8` (off)", "`quant.int8`"),
+    ):
+        assert tool.with_switches(TEXT.replace(wrong, right)) == TEXT
+
+
 def unproven(gain: str) -> list[str]:
     """The parts of a gain whose model and numbers no one entry of history has together."""
 

@@ -18,7 +18,11 @@ from nexfort_engine.dispatch import speed
 LOCALES = served.ROOT / "locales"
 WEB = served.ROOT / "web"
 # Calls that are given the reason why a block runs uncompiled, or why a request is refused.
-REASONS = re.compile(r"(^|\.)(Refused|Ineligible|Unsupported|RefusedError|eager|decline)$|refusals\.add$|ForGood\.of$")
+REASONS = re.compile(
+    r"(^|\.)(Refused|Ineligible|Unsupported|RefusedError|eager|decline|latch|_instead|_Errors)$"
+    r"|refusals\.add$|ForGood\.of$"
+)
+REFUSED = re.compile(r"\._refused\[.*\]$")  # what such a reason is assigned to
 LANGUAGES = ("en", "zh", "ja", "ko", "de", "fr", "es")
 FILES = ("main", "nodeDefs", "commands", "settings")
 # What is the same in every language: choices of the widgets, options, model names and commands.
@@ -150,14 +154,35 @@ def test_nor_are_they_those_of_reasons() -> None:
     words = re.compile(r"\b(artefacts?|regions?|eager|distance)\b", re.IGNORECASE)
     given, found = 0, []
     for path in sorted([*(served.ROOT / "nexfort_engine").rglob("*.py"), *(served.ROOT / "nodes").glob("*.py")]):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(call, ast.Call) or not REASONS.search(ast.unparse(call.func)):
-                continue
-            texts_in = [one.value for of in call.args for one in ast.walk(of) if isinstance(one, ast.Constant)]
-            said = [text for text in texts_in if isinstance(text, str) and " " in text]
-            given += len(said)
-            found += [f"{path.name}: {text}" for text in said if words.search(text)]
+        said = list(_reasons_in(ast.parse(path.read_text(encoding="utf-8"))))
+        given += len(said)
+        found += [f"{path.name}: {text}" for text in said if words.search(text)]
     assert given > 100 and not found, found
+
+
+def _reasons_in(tree: ast.AST) -> Iterator[str]:
+    """The texts of what a file gives as a reason, also by a name that it assigns them to."""
+    assigned: dict[str, list[str]] = {}
+    given: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    assigned.setdefault(target.id, []).extend(_sentences(node.value))
+                elif REFUSED.search(ast.unparse(target)):
+                    given.append(node.value)
+        elif isinstance(node, ast.Call) and REASONS.search(ast.unparse(node.func)):
+            given += [*node.args, *(one.value for one in node.keywords)]
+    for value in given:
+        yield from _sentences(value)
+        for name in (one.id for one in ast.walk(value) if isinstance(one, ast.Name)):
+            yield from assigned.get(name, ())
+
+
+def _sentences(value: ast.expr) -> Iterator[str]:
+    for one in ast.walk(value):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str) and " " in one.value:
+            yield one.value
 
 
 @pytest.mark.parametrize("language", LANGUAGES[1:])

@@ -7,6 +7,7 @@ import ast
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 def is_in(module: str, packages: set[str]) -> bool:
     return any(module == one or module.startswith(f"{one}.") for one in packages)
+
+
+def test_tests_that_code_names_are_there() -> None:
+    named = re.compile(r"\btests/[\w/]+\.py\b")
+    places = [path for path in sources() if not path.is_relative_to(ROOT / "tests")]
+    found = {(name_of(path), one) for path in places for one in named.findall(path.read_text(encoding="utf-8"))}
+    assert len(found) > 3
+    assert [(path, one) for path, one in sorted(found) if not (ROOT / one).is_file()] == []
 
 
 # ---- imports -----------------------------------------------------------------------------------------------

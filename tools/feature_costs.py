@@ -3,8 +3,8 @@
 
 The page is docs/design/features.md. A feature's row names its files of code and of tests; a folder stands for all
 Python files below it, and `without` takes a file out. Empty lines do not count. Where the cell of the switch begins
-with an option or a mode token, the gain is that of the catalogue. Others are copied from `benchmarks/history.md`, and
-`tests/test_features.py` looks each up there.
+with an option or a mode token, the gain is that of the catalogue, and so is whether an option is off. Others are
+copied from `benchmarks/history.md`, and `tests/test_features.py` looks each up there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nexfort_engine.config.option_catalogue import MODE_GAINS, OPTION_ROWS  # noqa: E402  it need not be installed
+from nexfort_engine.config.option_catalogue import MODE_GAINS, OFF, OPTION_ROWS  # noqa: E402  it need not be installed
 
 PAGE = ROOT / "docs" / "design" / "features.md"
 COLUMNS = 7  # feature, switch, gain, lines, lines of tests, code, tests
 _SWITCH = re.compile(r"`([^`]+)`")
+_STATE = re.compile(r"^(`[^`]+`)(?: \((?:on|off)\))?")
 _NAMED = re.compile(r"(without )?`([^`]+)`")
 
 
@@ -33,6 +34,11 @@ def counted(text: str) -> str:
 def with_gains(text: str) -> str:
     """The page with the gains of options and modes as the catalogue has them."""
     return "\n".join(_changed(line, _gain) for line in text.split("\n"))
+
+
+def with_switches(text: str) -> str:
+    """The page with "(off)" behind each option that begins a switch's cell and that the catalogue has off."""
+    return "\n".join(_changed(line, _switch) for line in text.split("\n"))
 
 
 def rows(text: str) -> Iterator[list[str]]:
@@ -72,6 +78,13 @@ def _gain(cells: list[str]) -> None:
         cells[2] = OPTION_ROWS[name].gain if name in OPTION_ROWS else MODE_GAINS.get(name, cells[2])
 
 
+def _switch(cells: list[str]) -> None:
+    named = _SWITCH.match(cells[1])
+    if named is not None and named[1] in OPTION_ROWS:
+        state = " (off)" if OPTION_ROWS[named[1]].default == OFF else ""
+        cells[1] = _STATE.sub(rf"\1{state}", cells[1])
+
+
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
 
@@ -83,7 +96,7 @@ def _lines(file: Path) -> int:
 def main() -> int:
     """The command."""
     before = PAGE.read_text(encoding="utf-8")
-    after = with_gains(counted(before))
+    after = with_switches(with_gains(counted(before)))
     PAGE.write_text(after, encoding="utf-8")
     sys.stdout.write(f"{PAGE.relative_to(ROOT)} {'is as it was' if after == before else 'was brought up to date'}\n")
     return 0

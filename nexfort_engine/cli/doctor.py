@@ -43,6 +43,7 @@ def collect(check: bool = True) -> dict[str, Any]:
         "diffusers": package_version("diffusers"),
         "compilers": _compilers(),
         "comfyui": _told(_comfyui),
+        "kitchen": _told(_kitchen),
         "plugin": str(plugin_root()) if plugin_root() else None,
         "cache": _told(_cache),
         "settings": {
@@ -51,6 +52,7 @@ def collect(check: bool = True) -> dict[str, Any]:
             if name.startswith("NEXFORT_") or name in FOREIGN_SETTINGS
         },
     }
+    facts["card_figures"] = _told(lambda: _card_figures(facts["torch"]))
     if check:
         facts["torch_names"] = _told(_torch_names)
         facts["self_check"] = _self_check(facts["torch"])
@@ -144,6 +146,46 @@ def _comfyui() -> dict[str, Any] | None:
     if found is None:
         return None
     return {"path": str(found[0]), "found": found[1], "version": comfyui_version(found[0])}
+
+
+def _kitchen() -> dict[str, Any] | None:
+    """The back ends of comfy_kitchen, which computes layers of ComfyUI's quantised files, as far as they are used here.
+
+    ComfyUI switches two of them off by rules of its own (0.33.0), which a process without ComfyUI does not see.
+    """
+    if importlib.util.find_spec("comfy_kitchen") is None:
+        return None
+    import torch
+
+    importlib.import_module("comfy_kitchen")
+    registry = importlib.import_module("comfy_kitchen.registry").registry
+    found = {}
+    for name, told in sorted(registry.list_backends().items()):
+        if not told.get("available"):
+            found[name] = f"not in use: {told.get('unavailable_reason') or 'it is not there'}"
+        elif told.get("disabled"):
+            found[name] = "not in use: it is switched off"
+        else:
+            found[name] = "in use"
+    if (
+        found.get("cuda") == "in use"
+        and (version := torch.version.cuda) is not None
+        and int(version.split(".")[0]) < 13
+    ):
+        found["cuda"] = (
+            f"not in use: ComfyUI switches it off with a torch for CUDA {version}, it asks for 13.0 or newer"
+        )
+    if found.get("triton") == "in use":
+        found["triton"] = "in use where ComfyUI is started with --enable-triton-backend"
+    return {"version": package_version("comfy_kitchen"), "back_ends": found}
+
+
+def _card_figures(torch_facts: Any) -> dict[str, str]:
+    """Of each GPU, whether what decides about 8 bits on it was measured on such a one."""
+    from ..quant.cost_model import origin
+
+    cards = [one for one in torch_facts.get("devices", ()) if one["device"].startswith("cuda")]
+    return {one["device"]: f"{one['name']}: {origin(one['name'])}" for one in cards}
 
 
 def _cache() -> dict[str, Any]:

@@ -126,8 +126,7 @@ class Builder:
         if binding is not None:
             region.remember(key, binding)
             self._note_sizes(binding.artefact, flat)
-        if (problem := self.state.store.problem) is not None:
-            self.state.report.unsaved(problem)
+        self.state.report.unsaved(self.state.store.problem)
         if binding is not None:
             return binding
         if not flat.lists and region.changes:  # its capture showed it: the call is made again
@@ -422,7 +421,7 @@ class Builder:
             if options.get(f"nexfort.{name}"):
                 notes += [f"in {region.kind} {reason}" for reason in rewrite.left(captured.graph)]
             elif name in self.finder.inactive and calls_of(captured.graph, rewrite.NAME):
-                notes.append(f"in {region.kind} fuse.{name} is not active: {self.finder.inactive[name]}")
+                notes.append(self.finder.inactive[name])  # the same for each block: the report has it once
         if notes:
             info["notes"] = notes
         return captured, manifest_of(captured, region.kind, driver, info)

@@ -21,14 +21,15 @@ from ..cache.store import Entry, StoreError
 from ..capture.backend_operators import cuda_missing
 from ..capture.source_hashes import sources_changed
 from ..capture.types import Example
-from ..config.pass_catalogue import PASSES
+from ..config.option_catalogue import NOT_MEASURED, OPTION_ROWS
+from ..config.pass_catalogue import NEEDS, PASSES
 from ..dispatch.region import Region
 from ..guards import callbacks, collectives
 from ..guards.call_spec import Flat
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
-from ..kernels.gluon_support import DESCRIPTORS, descriptors_missing
+from ..kernels.gluon_support import kernels_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor
 from ..lowering.vec_isa_cache import remember_in
@@ -71,7 +72,7 @@ class Finder:
         self.state = state
         self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
-        self.inactive: dict[str, str] = {}  # passes for layers of a host's package that cannot run here, and why
+        self.inactive: dict[str, str] = {}  # passes for layers of a host's package that cannot run here: a note of each
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, GuardFailure | None]:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
@@ -231,21 +232,28 @@ class Finder:
             elsewhere = one.measured and (card not in one.measured or torch.version.hip is not None)
             if elsewhere and not config.option(one.option):
                 options[one.switch] = False
-        described = [one for one in PASSES if one.needs == "descriptors" and options[one.switch]]
-        if reason := descriptors_missing(card):
-            options.update({one.switch: False for one in described})
-            missed = [one.option for one in described if card in DESCRIPTORS or config.option(one.option)]
-            if missed:
-                note(f"{' and '.join(missed)} are not active: {reason}")
+        self._check_kernels(options, card)
         for name, missing in (("int8_linear", _int8_layers_missing), ("fp8_input", lambda: matmul.missing("cuda"))):
             if options[f"nexfort.{name}"] and (reason := missing()):
                 options[f"nexfort.{name}"] = False
-                self.inactive[name] = reason
-                if config.option(f"fuse.{name}"):
-                    note(f"fuse.{name} is not active: {reason}")
+                self.inactive[name] = _not_active([f"fuse.{name}"], reason)
+                if config.option(f"fuse.{name}"):  # else where a block has such layers (builder.py)
+                    note(self.inactive[name])
         if options["nexfort.narrow_attention"] and (reason := slower()):
             note(f"attention in 8 bits is not by the fastest of its kernels: {reason}")
         return options
+
+    def _check_kernels(self, options: dict[str, object], card: tuple[int, int]) -> None:
+        """Leave out passes whose kernels cannot be called on this card; the report says so where they are missed."""
+        for need, row in NEEDS.items():
+            if not row.cards or (reason := kernels_missing(need, card)) is None:
+                continue
+            off = [one for one in PASSES if one.needs == need and options[one.switch]]
+            options.update({one.switch: False for one in off})
+            served = {one.option for one in PASSES if options[one.switch]}  # by another card's kernel
+            asked = {one.option for one in off if card in row.cards or self.state.config.option(one.option)}
+            if missed := [one.option for one in off if one.option in asked - served]:
+                self.state.report.note(_not_active(missed, reason))
 
     def _check_products(self, options: dict[str, object], device_type: str) -> None:
         """Leave out low precision where the card has none of it; the report says so, and what nobody measured."""
@@ -260,6 +268,14 @@ class Finder:
         elif reason := int8 if asked else fp8:
             more = "" if int8 else '; {"quant.int8": true} in options computes them in int8, which nobody measured yet'
             note(f"low precision is not active: {reason}{more}")
+
+
+def _not_active(options: Sequence[str], reason: str) -> str:
+    """That options have no effect here, why, and what that costs as far as anybody measured it."""
+    measured = [(name, OPTION_ROWS[name].gain) for name in options if OPTION_ROWS[name].gain != NOT_MEASURED]
+    gains = "; ".join(f"{name} ({gain})" for name, gain in measured)
+    text = f"{' and '.join(options)} {'is' if len(options) == 1 else 'are'} not active: {reason}"
+    return f"{text}. Measured with and without: {gains}" if gains else text
 
 
 def _int8_layers_missing() -> str | None:

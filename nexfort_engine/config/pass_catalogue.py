@@ -23,16 +23,20 @@ HOPPER: Cards = ((9, 0),)
 
 @dataclass(frozen=True)
 class Need:
-    """What a kernel needs of the device. cards: the compute capabilities; none: `oldest` and newer."""
+    """What a kernel needs of the device. cards: the compute capabilities; none: `oldest` and newer.
+
+    descriptors: whether it writes descriptors, for which it needs more of torch, of Triton and of the driver.
+    """
 
     text: str
     cards: Cards = ()
     oldest: tuple[int, int] = (0, 0)
+    descriptors: bool = False
 
 
 NEEDS: Mapping[str, Need] = {
-    # what they need of torch and of Triton is looked for by kernels/gluon_support.py
-    "descriptors": Need("NVIDIA GPUs of compute capability 9.0", cards=HOPPER),
+    # what those with cards need of torch and of Triton is looked for by kernels/gluon_support.py
+    "descriptors": Need("NVIDIA GPUs of compute capability 9.0", cards=HOPPER, descriptors=True),
     "fp8": Need("NVIDIA GPUs of compute capability 8.9 and newer", oldest=(8, 9)),
     "int8": Need("NVIDIA GPUs of compute capability 8.0 and newer", oldest=(8, 0)),
     "int8_files": Need(

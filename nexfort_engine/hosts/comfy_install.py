@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the plugin and a ComfyUI lie on this machine. It only looks, and imports neither."""
+"""Where the plugin and a ComfyUI lie on this machine, and whether that ComfyUI was tried. It imports neither."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 import re
 import sys
 from pathlib import Path
+
+NEWEST_TRIED = "0.33.0"  # ComfyUI on which the tests ran; docs/troubleshooting.md names it too
 
 
 class ComfyError(RuntimeError):
@@ -72,10 +74,23 @@ def comfyui_version(root: Path) -> str | None:
     """The version a ComfyUI states in its source, without importing it."""
     try:
         text = (root / "comfyui_version.py").read_text(encoding="utf-8")
-    except OSError:  # older than that file
+    except (OSError, UnicodeDecodeError):  # older than that file, or damaged
         return None
     found = re.search(r"__version__\s*=\s*[\"']([^\"']+)", text)
     return found[1] if found else None
+
+
+def untried(version: str | None) -> str | None:
+    """What the report says of a ComfyUI that is newer than any that was tried; None where it is not, or is unknown."""
+    try:
+        from packaging.version import InvalidVersion, Version
+    except ImportError:  # of other packages, which ComfyUI asks for
+        return None
+    try:
+        is_newer = version is not None and Version(version) > Version(NEWEST_TRIED)
+    except InvalidVersion:
+        return None
+    return f"ComfyUI {version} was not tried; the newest that was is {NEWEST_TRIED}" if is_newer else None
 
 
 def _home() -> Path | None:

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from ..config.pass_catalogue import NEEDS
+from ..system.cuda_driver import driver_version
 
 DESCRIPTORS = NEEDS["descriptors"].cards  # compute capabilities that kernels are for which write descriptors
+DESCRIPTORS_DRIVER = 12000  # CUDA 12.0: the first driver that knows tensor maps, in its API and in kernels alike
 _TILES = "experimental/gluon/language/nvidia/hopper/tma.py"
 # by file: texts that stand in it, of which one of each row is enough
 _GLUON: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
@@ -45,12 +47,26 @@ def gluon_missing() -> str | None:
 
 def descriptors_missing(card: tuple[int, int]) -> str | None:
     """Why no kernel in Gluon that writes descriptors is called for a card of this compute capability, or None."""
+    return kernels_missing("descriptors", card)
+
+
+def kernels_missing(need: str, card: tuple[int, int]) -> str | None:
+    """Why no kernel in Gluon with this need is called for a card of this compute capability, or None.
+
+    need: a name of NEEDS, one with cards.
+    """
+    row = NEEDS[need]
     if torch.version.hip is not None:
         return "their kernels are for NVIDIA's cards"
-    if reason := gluon_missing() or _first_missing(_DESCRIPTORS):
+    if reason := gluon_missing() or (_first_missing(_DESCRIPTORS) if row.descriptors else None):
         return reason
-    if card not in DESCRIPTORS:
-        return f"their kernels are for compute capability 9.0, and this card has {card[0]}.{card[1]}"
+    if card not in row.cards:
+        known = " and ".join(f"{major}.{minor}" for major, minor in row.cards)
+        return f"their kernels are for compute capability {known}, and this card has {card[0]}.{card[1]}"
+    driver = driver_version() if row.descriptors else None
+    if driver is not None and driver < DESCRIPTORS_DRIVER:
+        needed, found = (f"{number // 1000}.{number % 1000 // 10}" for number in (DESCRIPTORS_DRIVER, driver))
+        return f"their kernels need a driver for CUDA {needed} or newer, found one for CUDA {found}"
     return None
 
 

@@ -36,6 +36,14 @@ H200 = Card(half=700e12, narrow=1430e12, memory=3.5e12, kernel=3e-6, product=2e-
 A100 = Card(half=220e12, narrow=440e12, memory=1.5e12, kernel=3e-6, product=2e-6, processors=108)
 
 
+def origin(device: str) -> str:
+    """Whose figures decide what is computed in 8 bits on a device of this name, as torch tells it."""
+    words = device.replace("-", " ").split()
+    fp8 = "measured on such a card" if "H200" in words else "measured on another card, an H200"
+    int8 = "such a card's" if "A100" in words else "those of another card, an A100,"
+    return f"for fp8 {fp8}; for int8 {int8} as its maker states them, which nobody measured"
+
+
 def saves(rows: int, inner: int, columns: int, card: Card = H200) -> float:
     """Seconds that a product of (rows, inner) and (inner, columns) saves once both factors are in fp8.
 

@@ -2,7 +2,7 @@
 """Every private name of torch and Triton that the engine uses, and the versions that have it.
 
 A name is private where a part of it begins with an underscore, as in `torch._inductor`. Such names may go with any
-version. `tests/system/test_torch_private.py` finds the names in the engine's code, compares them with these tables, and
+version. `tests/system/test_torch_surface.py` finds the names in the engine's code, compares them with these tables, and
 says which of them the torch that runs does not have; `python -m nexfort_engine doctor` says so too. Files import what
 they use by themselves, inside functions where that keeps the start light.
 
@@ -36,6 +36,7 @@ _NAMES: Mapping[str, str] = {
     "torch._C._dynamo.eval_frame": "set_fullgraph_compiled_frame_count",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo": "config eval_frame",
+    "torch._guards": "detect_fake_mode",
     "torch._export.non_strict_utils": "_tensor_min_max",
     "torch._export.passes": """
         _node_metadata_hook add_runtime_assertions_for_constraints_pass replace_autocast_with_hop_pass
@@ -53,7 +54,7 @@ _NAMES: Mapping[str, str] = {
     "torch._inductor.codegen.cuda": "device_op_overrides",
     "torch._inductor.codegen.triton": "FixedTritonConfig TritonKernel.load TritonKernel.want_no_x_dim",
     "torch._inductor.codegen.wrapper": "PythonWrapperCodegen.define_kernel WrapperLine",
-    "torch._inductor.compile_fx": "compile_fx",
+    "torch._inductor.compile_fx": "compile_fx fake_tensor_prop joint_graph_passes",
     "torch._inductor.config": "compile_threads patch triton",
     "torch._inductor.cpp_builder": "CppBuilder.build get_cpp_compiler",
     "torch._inductor.cpu_vec_isa": "VecISA.check_build pick_vec_isa subprocess valid_vec_isa_list",

@@ -7,6 +7,7 @@ tests/kernels compiles them. That the page holds the table is tested in test_doc
 from __future__ import annotations
 
 import ast
+import csv
 import os
 import signal
 from collections.abc import Iterator
@@ -65,6 +66,20 @@ def test_every_kernel_of_the_engine_is_compiled_and_has_its_rows() -> None:
     wanted = {(kernels_ahead.name_of(case.kernel), kernels_ahead.card_of(case)) for case in cases}
     rows = {(row["kernel"], row["card"]) for row in kernels_ahead.read()}
     assert rows == wanted, "python -m benchmarks.kernels_ahead"
+
+
+def test_the_page_says_that_no_newer_triton_called_them_on_a_gpu() -> None:
+    """As long as no row of a run on a GPU has a torch that brings one: 2.11 has Triton 3.6."""
+    rows = [one for name in ("results", "prompt_clock") for one in read_csv(name)]
+    assert rows
+    page = (ROOT / "docs" / "design" / "kernels_and_cards.md").read_text(encoding="utf-8")
+    said = "No kernel was called on a GPU with Triton 3.7 or newer" in " ".join(page.split())
+    assert said == all(one["torch"].startswith("2.11.") for one in rows)
+
+
+def read_csv(name: str) -> list[Row]:
+    with open(ROOT / "benchmarks" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_kernels_are_found_in_the_engines_files() -> None:

@@ -119,6 +119,75 @@ def test_doctor_says_where_torch_is_read_from_source_at_each_start(
     assert ("PYTHONDONTWRITEBYTECODE" in told) is (switched_off and not kept)
 
 
+HERE, GONE = {"available": True, "disabled": False}, {"available": False, "unavailable_reason": "no GPU here"}
+ASKED_FOR = "in use where ComfyUI is started with --enable-triton-backend"
+
+
+@pytest.mark.parametrize(
+    ("told", "cuda", "expected"),
+    [
+        ({"cuda": HERE, "eager": HERE}, "13.0", {"cuda": "in use", "eager": "in use"}),
+        ({"cuda": GONE, "eager": HERE}, "13.0", {"cuda": "not in use: no GPU here", "eager": "in use"}),
+        ({"cuda": {**HERE, "disabled": True}}, "13.0", {"cuda": "not in use: it is switched off"}),
+        ({"cuda": {"available": False}}, None, {"cuda": "not in use: it is not there"}),
+        (
+            {"cuda": HERE, "triton": HERE},
+            "12.8",
+            {
+                "cuda": "not in use: ComfyUI switches it off with a torch for CUDA 12.8, it asks for 13.0 or newer",
+                "triton": ASKED_FOR,
+            },
+        ),
+    ],
+)
+def test_doctor_says_which_back_ends_of_kitchen_are_in_use(
+    told: dict[str, Any], cuda: str | None, expected: dict[str, str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = SimpleNamespace(list_backends=lambda: told)
+    spec = SimpleNamespace(name="comfy_kitchen")
+    package = SimpleNamespace(__version__="0.2.40", __spec__=spec, __path__=[])
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", package)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "comfy_kitchen.registry", SimpleNamespace(registry=registry))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    facts = doctor.collect(check=False)
+    assert facts["kitchen"] == {"version": "0.2.40", "back_ends": expected}
+    assert all(f"{name}: {text}" in doctor.as_text(facts) for name, text in expected.items())
+
+
+def test_doctor_without_kitchen_says_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = doctor.importlib.util.find_spec
+    monkeypatch.setattr(
+        doctor.importlib.util, "find_spec", lambda name: None if name == "comfy_kitchen" else there(name)
+    )
+    facts = doctor.collect(check=False)
+    assert facts["kitchen"] is None and "kitchen: none" in doctor.as_text(facts)
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("NVIDIA H200", "for fp8 measured on such a card; for int8 those of another card"),
+        ("NVIDIA GH200 480GB", "for fp8 measured on another card, an H200; for int8 those of another card"),
+        ("NVIDIA GeForce RTX 4090", "for fp8 measured on another card, an H200; for int8 those of another card"),
+        ("NVIDIA A100-SXM4-80GB", "for fp8 measured on another card, an H200; for int8 such a card's"),
+        (None, ""),
+    ],
+)
+def test_doctor_says_whose_figures_decide_about_8_bits(
+    card: str | None, expected: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(name=card, major=9, minor=0, total_memory=1 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    facts = doctor.collect(check=False)
+    if card is None:
+        assert facts["card_figures"] == {}
+    else:
+        assert facts["card_figures"]["cuda:0"].startswith(f"{card}: {expected}")
+        assert f"cuda:0: {card}: {expected}" in doctor.as_text(facts)
+
+
 def test_doctor_survives_whatever_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     facts = doctor.collect(check=False)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nexfort_engine.hosts.comfy.vram_pages import Pages, _page_length, _stretches, give_back, paying
+from nexfort_engine.hosts.comfy.vram_pages import Pages, _page_length, _stretches, _tell, give_back, paying
 from nexfort_engine.hosts.comfy.weights import ComfyWeights
 
 SIZES = st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=30)
@@ -53,6 +53,7 @@ def aimdo(monkeypatch: pytest.MonkeyPatch) -> None:
     module.vbar_fault = lambda place: place[0].fault(place)  # type: ignore[attr-defined]
     module.vbar_unpin = lambda place: place[0].unpin(place)  # type: ignore[attr-defined]
     package.model_vbar = module  # type: ignore[attr-defined]
+    _tell.cache_clear()
     monkeypatch.setitem(sys.modules, "comfy_aimdo", package)
     monkeypatch.setitem(sys.modules, "comfy_aimdo.model_vbar", module)
 
@@ -266,3 +267,73 @@ def test_a_page_that_cannot_be_let_go_of_keeps_no_other(failing: int, monkeypatc
     assert unpinned == [layer._v for layer in layers]
     pages.let_go()
     assert len(unpinned) == 3, "no place is let go of twice"
+
+
+# ---- an aimdo that lacks a function ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vbar_fault", "vbar_unpin"])
+def test_pages_are_not_held_again_without_the_function(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = memory_for([PAGE] * 3)
+    pages = given_back(filled(memory, [PAGE] * 3))
+    assert pages.take_again()
+    pages.let_go()
+    monkeypatch.delattr(sys.modules["comfy_aimdo.model_vbar"], name)
+    before = memory.faults
+    for _ in range(2):
+        assert not pages.take_again()
+        pages.let_go()
+    assert memory.faults == before and not +memory.pins
+    (line,) = caplog.messages
+    assert name in line and "asked for anew" in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vbar_fault", "vbar_unpin", "free_memory", "get_residency", "loaded_size"),
+        *("get_nr_pages", "max_size", "base_addr", "prioritize"),
+    ],
+)
+def test_nothing_is_given_back_without_the_function(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is changed: whatever is resident stays so, and nothing is pinned."""
+    memory = memory_for([PAGE] * 3, OlderPagedMemory if name == "prioritize" else PagedMemory)
+    layers = filled(memory, [PAGE] * 3)
+    given_back(layers)
+    before, faults, needed = set(memory.resident), memory.faults, [layers[0]._v]
+    if name.startswith("vbar_"):
+        monkeypatch.delattr(sys.modules["comfy_aimdo.model_vbar"], name)
+        lacking: Any = memory
+    else:
+        lacking = Lacking(memory, name)
+    for _ in range(2):
+        assert give_back(lacking, [(lacking, *place[1:]) for place in needed]) == 0
+    assert memory.resident == before and memory.faults == faults and not +memory.pins and not memory.given_back
+    (line,) = caplog.messages
+    assert name in line and "stays with the model" in line
+
+
+class Lacking:
+    """A memory without one of its attributes."""
+
+    def __init__(self, memory: PagedMemory, name: str) -> None:
+        self._memory, self._name = memory, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(name)
+        return getattr(self._memory, name)
+
+
+def test_without_the_package_s_module_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_for([PAGE])
+    pages = given_back(filled(memory, [PAGE]))
+    monkeypatch.delattr(sys.modules["comfy_aimdo"], "model_vbar")
+    monkeypatch.setitem(sys.modules, "comfy_aimdo.model_vbar", None)
+    assert not pages.take_again() and give_back(memory, []) == 0
+    pages.let_go()
+    assert not +memory.pins

@@ -216,6 +216,22 @@ def test_pages_that_stay_are_filled_once(
     nothing_new(clone, mark)
 
 
+@pytest.mark.parametrize("name", ["vbar_fault", "vbar_unpin"])
+def test_blocks_run_eager_with_the_reason_where_aimdo_lacks_a_function(
+    name: str, paged: tuple[Any, Any, PagedMemory, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU eager asks for no pages, and so the picture is there."""
+    import comfy_aimdo.model_vbar
+
+    patcher, clone, memory, layers = paged
+    wanted = sample(patcher)
+    monkeypatch.delattr(comfy_aimdo.model_vbar, name)
+    assert distance(sample(clone), wanted) < TOLERANCE and settled(memory, layers) and memory.faults == 0
+    report = host.report_of(clone).as_dict()  # type: ignore[union-attr]
+    assert {row["reason"] for row in report["eager"] if f"comfy_aimdo has no {name}" in row["reason"]}
+    assert not [row for row in report["eager"] if "Error" in row["reason"]]
+
+
 def test_what_the_host_notes_of_main_memory_beside_a_plan_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 import nexfort_engine
+from nexfort_engine.compilation import lookup
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.config.option_catalogue import OPTION_ROWS
+from nexfort_engine.config.pass_catalogue import NEEDS, PASSES, Need
 from nexfort_engine.kernels import gluon_support
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -63,10 +67,55 @@ def test_they_are_chosen_where_they_can_be_called_and_the_report_says_where_they
     if reason:
         (note,) = notes
         assert reason in note and all(f"fuse.{name}" in note for name in SWITCHES)
+        assert all(OPTION_ROWS[f"fuse.{name}"].gain in note for name in SWITCHES), "what it costs"
     else:
         assert not notes
     on_a_cpu = CompileConfig.parse("O2").lowering_options("cpu")
     assert not any(on_a_cpu[f"nexfort.{name}"] for name in SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (11080, "need a driver for CUDA 12.0 or newer, found one for CUDA 11.8"),
+        (12000, None),
+        (13010, None),
+        (None, None),
+    ],
+)
+def test_a_driver_that_is_too_old_is_a_reason(
+    driver: int | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose version cannot be read is none."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(gluon_support, "driver_version", lambda: driver)
+    compiled = nexfort_engine.compile(torch.nn.Linear(2, 2))
+    found = compiled._nexfort_engine.builder.finder.options("cuda")
+    assert [found[f"nexfort.{name}"] for name in SWITCHES] == [reason is None] * len(SWITCHES)
+    assert found["nexfort.few_keys_attention"], "it writes none"
+    notes = [note for note in compiled.report.as_dict()["notes"] if "fuse." in note]
+    assert len(notes) == (reason is not None) and all(str(reason) in note for note in notes)
+
+
+@pytest.mark.parametrize(("card", "asked"), [((9, 0), None), ((12, 0), None), ((12, 0), True), ((8, 9), True)])
+def test_a_kernel_for_another_card_needs_a_row_and_nothing_else(
+    card: tuple[int, int], asked: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pass is on where its card is, and that of the same option for the first card is not missed there."""
+    (first,) = (one for one in PASSES if one.name == "gated_linear")
+    other = dataclasses.replace(first, name="gated_linear_other", needs="other")
+    monkeypatch.setitem(NEEDS, "other", Need("cards of 12.0", cards=((12, 0),)))  # type: ignore[misc]
+    monkeypatch.setattr(lookup, "PASSES", (*PASSES, other))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card)
+    compiled = nexfort_engine.compile(
+        torch.nn.Linear(2, 2), options={"options": {first.option: asked}} if asked else {}
+    )
+    given = CompileConfig.lowering_options
+    monkeypatch.setattr(CompileConfig, "lowering_options", lambda *_: {**given(*_), other.switch: True})
+    found = compiled._nexfort_engine.builder.finder.options("cuda")
+    assert (found[first.switch], found[other.switch]) == (card == (9, 0), card == (12, 0))
+    notes = [note for note in compiled.report.as_dict()["notes"] if first.option in note]
+    assert len(notes) == (card == (8, 9)), "where neither is"
 
 
 def test_one_that_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

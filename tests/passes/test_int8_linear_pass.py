@@ -17,9 +17,12 @@ pytest.importorskip("comfy_kitchen", reason="the operators are of a package that
 import int8_blocks  # it needs that package
 from comfy_kitchen.registry import registry
 from int8_blocks import BLOCKS, WIDTH, graph_of, linear, random, size, weights
+from subjects import graphs_as_they_are
 
+import nexfort_engine
 from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
+from nexfort_engine.config.option_catalogue import OPTION_ROWS
 from nexfort_engine.engine import Engine
 from nexfort_engine.kernels.quantize_rows import op as quantize_rows
 from nexfort_engine.kernels.scaled_linear import choice
@@ -239,6 +242,65 @@ def test_without_comfy_kitchens_cuda_kernels_it_is_not_active(
     assert engine.builder.finder.options("cuda")["nexfort.int8_linear"] is (not reason)
     notes = [note for note in engine.report.as_dict()["notes"] if "fuse.int8_linear is not active" in note]
     assert len(notes) == bool(reason) and reason in " ".join(notes)
+
+
+class _Int8(torch.nn.Module):
+    """A block that computes in comfy_kitchen's int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = weights("sandwich", torch.float32, random(0))[1:3]
+        self.weight, self.scale = (torch.nn.Parameter(part, requires_grad=False) for part in made)
+
+    def forward(self, x: T) -> T:
+        return linear(x, (self.weight, self.scale))
+
+
+class _OtherInt8(_Int8):
+    """One of another kind."""
+
+
+class _Half(torch.nn.Linear):
+    """A block without such layers."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class _OtherHalf(_Half):
+    """One of another kind."""
+
+
+class _Net(torch.nn.Module):
+    def __init__(self, *kinds: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.lists = torch.nn.ModuleList(torch.nn.ModuleList([kind(), kind()]) for kind in kinds)
+
+    def forward(self, x: T) -> list[T]:
+        return [block(x) for blocks in self.lists for block in blocks]
+
+
+@pytest.mark.parametrize("kinds", [(_Int8, _OtherInt8), (_Half, _OtherHalf)])
+def test_a_model_with_such_layers_is_told_once_without_asking(
+    kinds: tuple[type[torch.nn.Module], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it costs. One without such layers misses nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(registry, "list_backends", lambda: {"cuda": {"available": False}})
+    with graphs_as_they_are():
+        compiled = nexfort_engine.compile(_Net(*kinds))
+        finder = compiled._nexfort_engine.builder.finder
+        options = finder.options
+        monkeypatch.setattr(finder, "options", lambda _: options("cuda"))
+        with torch.inference_mode():
+            compiled(random(1)((4, WIDTH), torch.float32))
+    report = compiled.report.as_dict()
+    assert report["artefacts_compiled"] == 2 and not report["eager"]
+    notes = [note for note in report["notes"] if "int8_linear" in note]
+    assert len(notes) == (_Int8 in kinds)
+    for note in notes:
+        assert note.startswith("fuse.int8_linear is not active: comfy_kitchen has no CUDA kernels here")
+        assert OPTION_ROWS["fuse.int8_linear"].gain in note
 
 
 def test_an_operator_with_more_arguments_is_taken_while_they_say_nothing() -> None:

@@ -28,6 +28,7 @@ from ...modules.tree import replaced_forward
 from ...reporting.report import Report
 from ...runtime.engine_state import HostHooks, Picture
 from ...system import process_settings
+from ..comfy_install import comfyui_version, untried
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
 from .patch_names import PatchNames
@@ -305,7 +306,17 @@ def new_engine(
         works_on=running_prompt,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
-    return Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)
+    engine = Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)
+    for reason in (untried(_version()), malloc_graph.unknown()):
+        if reason is not None:
+            engine.report.note(reason)
+    return engine
+
+
+def _version() -> str | None:
+    import folder_paths
+
+    return comfyui_version(Path(folder_paths.__file__).parent)
 
 
 def tell_of(told: Told) -> None:

@@ -7,17 +7,27 @@ the page went away in between, and with it what it held. Each question costs as 
 block has many more layers than runs of pages: it is the runs that are asked for.
 
 Pages that nobody asks for any more stay until somebody else needs the room, or until they are given back (`give_back`).
+
+The functions are comfy_aimdo's, and another version may lack one. Then the log says so in one line, and what needs it
+is left: pages are not held again, so that weights are asked for anew, or none are given back.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, repeat
 from operator import contains, is_
 from typing import Any
 
+log = logging.getLogger("nexfort")
+
 Place = tuple[Any, int, int]  # (memory, address, bytes), as ComfyUI keeps it in a layer's `_v`
+_AIMDO = "comfy_aimdo"
+_HOLDING = "weights under dynamic VRAM are asked for anew in each step"
+_GIVING = "memory of weights that are not needed stays with the model until ComfyUI wants it"
 _LEAST = 0.05  # of what a memory holds: for less nobody should wait until the device has done all it was told
 
 
@@ -40,15 +50,16 @@ class Pages:
 
     def take_again(self) -> bool:
         """Hold all of them once more. False, and nothing is held: a page went away, or a layer was filled anew."""
-        from comfy_aimdo import model_vbar
-
+        fault = _function("vbar_fault", _HOLDING)
+        if fault is None or _function("vbar_unpin", _HOLDING) is None:
+            return False
         if self._stretches is None:
             self._stretches, self._numbers = _stretches(self._filled), [numbers for _, numbers in self._filled]
         numbers_now = map(dict.get, self._layers, repeat("_v_signature"))
         if not all(map(is_, numbers_now, self._numbers)) or any(map(contains, self._layers, repeat("_prefetch"))):
             return False
         for place, numbers in self._stretches:
-            found = model_vbar.vbar_fault(place)
+            found = fault(place)
             if found is not None:
                 self._held.append(place)
             if found is None or not bytes(found).startswith(numbers):  # it has room to spare
@@ -65,12 +76,14 @@ def _unpin(places: list[Place]) -> None:
     """Let go of each place once, and take it off the list. Raises the first error when all were tried."""
     if not places:
         return
-    from comfy_aimdo import model_vbar
-
+    unpin = _function("vbar_unpin", _HOLDING)
+    if unpin is None:
+        places.clear()
+        return
     first: Exception | None = None
     while places:
         try:
-            model_vbar.vbar_unpin(places.pop(0))
+            unpin(places.pop(0))
         except RuntimeError as error:  # of comfy_aimdo 0.6.0 and newer, where the driver fails
             first = first or error
     if first is not None:
@@ -83,10 +96,9 @@ def give_back(memory: Any, needed: list[Place]) -> int:
     Those of the needed places are held meanwhile: they stay as they are, and are not read anew. Whoever asks for one of
     the others later is told another number, and fills it again.
     """
-    from comfy_aimdo import model_vbar
-
-    length = _page_length(memory)
-    if length is None:
+    fault, can_end = _function("vbar_fault", _GIVING), _function("vbar_unpin", _GIVING) is not None
+    length = _page_length(memory) if _gives_back(memory) else None
+    if length is None or fault is None or not can_end:
         return 0
     resident = _resident(memory)
     wanted = resident.intersection(page for place in needed for page in _pages_of(place, length))
@@ -95,7 +107,7 @@ def give_back(memory: Any, needed: list[Place]) -> int:
     held = []
     try:
         for place, _ in _runs(memory, length, dict.fromkeys(wanted, 0)):
-            if model_vbar.vbar_fault(place) is not None:
+            if fault(place) is not None:
                 held.append(place)
         # pages go from the end, those in use excepted, and it waits for the device before the first
         return int(memory.free_memory(memory.loaded_size()))
@@ -104,6 +116,40 @@ def give_back(memory: Any, needed: list[Place]) -> int:
             _raise_mark(memory, length)  # what is held would go with its last pin, being above the mark
         finally:
             _unpin(held)
+
+
+def unheld() -> str | None:
+    """Why pages can't be asked for and let go of, or None. ComfyUI's own code for layers calls the same functions."""
+    lost = [name for name in ("vbar_fault", "vbar_unpin") if _function(name, "") is None]
+    return f"{_AIMDO} has no {lost[0]}" if lost else None
+
+
+def _function(name: str, left: str) -> Callable[..., Any] | None:
+    """A function of comfy_aimdo, or None. left: what is left without it, for the log."""
+    try:
+        from comfy_aimdo import model_vbar
+    except ImportError:
+        model_vbar = None
+    found = getattr(model_vbar, name, None)
+    if found is None and left:
+        _tell(name, left)
+    return found
+
+
+def _gives_back(memory: Any) -> bool:
+    """Whether a memory has what giving back takes."""
+    marks = ("set_watermark", "get_nr_pages") if hasattr(memory, "set_watermark") else ("prioritize",)
+    asked = ("base_addr", "max_size", "loaded_size", "get_residency", "free_memory", *marks)
+    lost = next((name for name in asked if not hasattr(memory, name)), None)
+    if lost is not None:
+        _tell(lost, _GIVING)
+    return lost is None
+
+
+@functools.cache
+def _tell(name: str, left: str) -> None:
+    """Once a process."""
+    log.warning("Nexfort: this version of %s has no %s: %s", _AIMDO, name, left)
 
 
 def paying(memory: Any, groups: list[list[Place]], needed: list[Place]) -> list[bool]:
@@ -179,12 +225,12 @@ def _runs(memory: Any, length: int, pages: dict[int, int]) -> Iterator[tuple[Pla
 
 
 def _page_length(memory: Any) -> int | None:
-    """Bytes of a page. None where the memory does not tell, or holds none now.
+    """Bytes of a page. None where the memory does not tell, for want of a function too, or holds none now.
 
     It is asked what it holds: a memory that is larger than the card has fewer pages than its size says.
     """
     try:
-        memory.base_addr  # noqa: B018  # asked for whether it is there
+        memory.base_addr, memory.max_size  # noqa: B018  # asked for whether they are there
         length, rest = divmod(int(memory.loaded_size()), sum(flags & 1 for flags in memory.get_residency()))
     except (AttributeError, ZeroDivisionError):
         return None

@@ -30,7 +30,7 @@ from ...weights.subclass_unwrap import is_plain
 from . import offload as comfy_offload
 from .offload import ComfyHome, is_dynamic
 from .plugin_layers import OwnCasts, casts_itself
-from .vram_pages import Pages, give_back, paying
+from .vram_pages import Pages, give_back, paying, unheld
 
 _PLAIN = "disable_weight_init."  # the layers whose forward, with nothing to cast, is torch's own
 _QUANTISED = "MixedPrecisionOps.Linear"  # the layers that compute with quantised weights as they are
@@ -274,6 +274,11 @@ class ComfyWeights:
             raise NotLeased(
                 "its weights are kept by a dynamic VRAM that this version of Nexfort does not know; to compile, start "
                 "ComfyUI with --disable-dynamic-vram"
+            )
+        if (reason := unheld()) is not None:
+            raise NotLeased(
+                f"its weights are kept by a dynamic VRAM that this version of Nexfort does not know ({reason}); to "
+                "compile, start ComfyUI with --disable-dynamic-vram"
             )
         # what ComfyUI fetched ahead is there already, and is ComfyUI's to give back
         lease.pages = [layer for layer in layers if not hasattr(layer, "_prefetch")]
