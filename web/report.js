@@ -77,8 +77,7 @@ async function show(body, node) {
 
 /** The last benchmark of the open workflow, or why earlier ones are not there any more. */
 function benchmarked({ benchmarks, lost }) {
-  const { id } = app.rootGraph ?? app.graph
-  const ids = id && id !== NO_ID ? [id] : [NO_ID, '']
+  const ids = [(app.rootGraph ?? app.graph).id, NO_ID, '']
   const kept = benchmarks.findLast(({ workflow }) => ids.includes(workflow))
   const said = lost ? [element('p', { class: 'nexfort-small' }, lost)] : []
   if (!kept) return said

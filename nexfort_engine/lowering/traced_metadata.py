@@ -132,13 +132,16 @@ def _of_mode(value: Any, mode: Any) -> bool:
 def kept() -> Iterator[None]:
     """Inside, Inductor runs only those nodes of a graph with fake tensors that its joint passes made or changed.
 
-    In the scope of `inductor_scope`.
+    In the scope of `inductor_scope`. A torch whose Inductor has other functions runs all of them.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx
 
-    passes, whole = compile_fx.joint_graph_passes, compile_fx.fake_tensor_prop
+    passes, whole = (getattr(compile_fx, name, None) for name in ("joint_graph_passes", "fake_tensor_prop"))
+    if passes is None or whole is None:
+        yield
+        return
     traced: list[tuple[fx.GraphModule, _Traced]] = []
 
     def noted_before(graph: fx.GraphModule, *more: Any, **named: Any) -> fx.GraphModule:
