@@ -63,8 +63,7 @@ async function wanted(workflow) {
 async function lastRun(id) {
   const answer = await api.fetchApi('/history?max_items=32').catch(() => null)
   const told = answer?.ok ? Object.values(await answer.json()) : []
-  const isOurs = ({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id
-  const ours = told.filter(isOurs)
+  const ours = told.filter(({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id)
   const times = ours.map(({ status }) => {
     const at = (name) => status.messages.find(([kind]) => kind === name)?.[1].timestamp
     return at('execution_success') - at('execution_start')
