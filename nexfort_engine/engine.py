@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention.tuner import Told, asking
 from .cache.store import Store
 from .compilation import load_ahead
 from .compilation.builder import Builder, Then
@@ -47,7 +46,7 @@ from .reporting.report import Report, named
 from .reporting.resource_shortages import describe_error
 from .runtime.engine_state import EngineState, HostHooks
 from .runtime.fault_attribution import UNSEEN, is_passed_on
-from .runtime.forward_context import ForwardContext, Instead, entered
+from .runtime.forward_context import Calls, ForwardContext, Instead, entered
 from .runtime.shared_state import Known
 from .system import heap_trim
 from .system.process_group import others_speak
@@ -219,7 +218,7 @@ class Engine:
     ) -> Any:
         """One more step that nobody asked for; the report does not count it.
 
-        graphs: it may be replayed as one. names: of its arguments' tensors, as in ForwardContext; None: one has none.
+        graphs: it may be replayed as one. names: of its arguments' tensors, as in Calls; None: one has none.
         """
         return self._called(plain, args, kwargs, counted=False, graphs=graphs, names=names)
 
@@ -233,22 +232,21 @@ class Engine:
         graphs: bool = True,
         names: Iterable[Hashable] = (),
     ) -> Any:
-        with self.active(counted=counted) as session:
-            session.asked = (plain, args, kwargs) if counted else None
+        calls = Calls(engine=(plain, args, kwargs) if counted else None)
+        with self.active(counted=counted, calls=calls) as session:
             self._notes(session, plain, args, kwargs)
-            named_ = zip(tensors_in((args, kwargs)) if names else (), names, strict=False)
-            session.step_invariant = {id(tensor): (tensor, name) for tensor, name in named_ if name is not None}
+            calls.name_tensors(zip(tensors_in((args, kwargs)) if names else (), names, strict=False))
             return self._step(self._through(plain, session), args, kwargs, session, graphs=graphs)
 
     def _notes(self, session: ForwardContext, plain: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Note what a step is called with, so that it may be planned and run again."""
         try:
-            session.written = written_to((args, kwargs))
-            session.root = (plain, _copied(args), _copied(kwargs))
+            versions = written_to((args, kwargs))
+            session.calls.note_backbone((plain, _copied(args), _copied(kwargs)), versions)
         except Exception as error:  # an argument's own code, which the step need not ask
             if is_passed_on(error, self.state.hooks.stops()):
                 raise
-            session.root = session.asked = None
+            session.calls.forget()
             self.report.note(UNSEEN.format(named(error)))
 
     def verify_next(self) -> None:
@@ -259,14 +257,17 @@ class Engine:
         """The backbone's own forward, or its region where it is one region as a whole."""
         own = self.table.whole_region
         if own is not None:
+            missing = session.missing
             return lambda *args, **kwargs: (
-                own.call(plain, args, kwargs, session) if session.looks or not session.held else plain(*args, **kwargs)
+                own.call(plain, args, kwargs, session)
+                if missing.only_looked_for or not missing.held
+                else plain(*args, **kwargs)
             )
         return lambda *args, **kwargs: self._laid_back(plain(*args, **kwargs), (args, kwargs), session)
 
     def _laid_back(self, result: Any, given: Any, session: ForwardContext) -> Any:
         """The backbone's result as eager code leaves it: with channels innermost where its weights lie so."""
-        back = to_contiguous(result, tensors_in(given)) if session.images else result
+        back = to_contiguous(result, tensors_in(given)) if session.outcome.images else result
         if back is result:
             return result
         if self._innermost is None:
@@ -277,28 +278,29 @@ class Engine:
         self, run: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext, *, graphs: bool = True
     ) -> Any:
         self.state.known.watched.look()
-        session.begin(wary=self.table.sets_names or session.others_around or self._brings_code(args, kwargs))
+        others_around = session.others_code.around_blocks
+        session.begin(brings_code=self.table.sets_names or others_around or self._brings_code(args, kwargs))
         due, self._verify_due = self._verify_due, False
         if due and (reason := self._why_unverified()):
             due = False
             self.report.note(f"no step is verified: {reason} while this one runs it again")
         kept, again = self._kept(args, kwargs, session) if due else None, None
         ends = self.promise.begin(args, kwargs, session)
-        if session.asked is not None:
+        if session.calls.engine is not None:
             self.builder.handover.begins(args, kwargs, session)
         try:
-            if session.held or not graphs or self.graphs is None or not torch.cuda.is_available():
+            if session.missing.held or not graphs or self.graphs is None or not torch.cuda.is_available():
                 result = run(*args, **kwargs)
             else:
                 result = self.graphs.call(run, args, kwargs, session)
         except BaseException as error:
             self._verify_due |= due  # the next step will do
-            if session.root is None:
+            if session.calls.backbone is None:
                 raise
             again = recover(self.state, self.memory, error, session)
             if again is None:
                 raise
-            args, kwargs = session.root[1:]  # as they were given
+            args, kwargs = session.calls.backbone[1:]  # as they were given
         if again is not None:  # not before the error is gone, which holds on to what the step had made
             with again:
                 return run(*args, **kwargs)
@@ -306,13 +308,13 @@ class Engine:
             self.promise.ended(ends(), session)
         self.builder.handover.ended(session)
         self.worth.judge(session)
-        if due and (session.behind or session.held):
+        if due and (session.missing.made_beside or session.missing.held):
             self._verify_due = True  # there is nothing compiled yet to compare
-        elif kept is not None and session.root is not None:
+        elif kept is not None and (backbone := session.calls.backbone) is not None:
             args, kwargs, replayed, names = kept
             verifier = Verifier(self.state, self.table, self, self.graphs, replayed=replayed, names=names)
             with left_alone(self.root, self.state.besides):  # it runs the step many times
-                self.promise.verified(verifier.run(session.root[0], args, kwargs), session)
+                self.promise.verified(verifier.run(backbone[0], args, kwargs), session)
             self.state.hold_twice()  # eager code asked the host for all weights
         self.memory.hold_once()
         return result
@@ -330,7 +332,8 @@ class Engine:
         quiet = self.state.is_quiet(args, kwargs)
         try:
             args, kwargs = self.state.hooks.plain_call(args, kwargs)
-            names = [session.step_invariant.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
+            named_ = session.calls.step_invariant
+            names = [named_.get(id(tensor), (tensor, None))[1] for tensor in tensors_in((args, kwargs))]
             return of_its_own(args), of_its_own(kwargs), quiet, names
         except Exception as error:
             # no memory for copies, or an argument that has none: the step itself needs neither
@@ -350,24 +353,31 @@ class Engine:
 
     @contextlib.contextmanager
     def active(
-        self, *, watch_root: bool = False, instead: Instead | None = None, counted: bool = True
+        self,
+        *,
+        watch_root: bool = False,
+        instead: Instead | None = None,
+        counted: bool = True,
+        calls: Calls | None = None,
     ) -> Iterator[ForwardContext]:
         """Regions stand in the blocks' places inside the block, in this context only.
 
         watch_root: the backbone is called by somebody else inside the block; note what it is called with.
         instead: what is done with each region's call in the place of running it. counted: it is a step for the report.
+        calls: what the engine is called with, where the caller knows it.
         """
-        session, root = ForwardContext(self.on_call, instead=instead), self.state.root
+        session, root = ForwardContext(self.on_call, instead=instead, calls=calls), self.state.root
         placed = []
         if self.table.were_exchanged():
             self.refresh()
         for region in self.table.regions:
             if region.module is not root:
-                session.others_around |= is_carrier(region.module)
+                if is_carrier(region.module):
+                    session.others_code.note_around_blocks()
                 if stand_in(region.module, region.own_forward):
                     placed.append(region.module)
                     if replaced_forward(region.module) is not None:
-                        session.unmet[id(region.module)] = region
+                        session.others_code.expect_call(region.module, region)
                 else:
                     self.report.eager(region.path, f"it carries {own_foreign(region.module)}")
         if watch_root:
@@ -380,18 +390,17 @@ class Engine:
         self.memory.step_begins(session)
         runs_a_step()
         try:
-            asked = asking(Told(self.state.store.root, self.report, self.state.hooks.apart))
-            with backend_scope(**self.config.backend_flags()), entered(session), asked:
+            with backend_scope(**self.config.backend_flags()), entered(session):
                 yield session
         finally:
             session.ended()
             self.memory.step_ended(session)
-            for region in session.unmet.values() if counted and session.trace.used else ():
+            for region in session.others_code.uncalled.values() if counted and session.trace.used else ():
                 why = f"it carries {own_foreign(region.module)}, which has not called the block's own"
                 self.report.eager(region.path, why)
             for module in placed:
                 leave(module)
-            heap_trim.give_back(session.new_sizes)
+            heap_trim.give_back(session.outcome.new_sizes)
             if counted and instead is None:
                 self.report.call(time.perf_counter() - began)
                 worker_pool.dismiss()
@@ -400,16 +409,17 @@ class Engine:
         self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any, session: ForwardContext
     ) -> Any:
         """What a shim does when its block is called inside a session of this engine."""
-        if session.root is None and module is self.state.root:
+        if session.calls.backbone is None and module is self.state.root:
             self._notes(session, plain, args, kwargs)
             return self._step(self._through(plain, session), args, kwargs, session)
         region = self.table.of(module)
-        if session.unmet:
-            session.unmet.pop(id(module), None)
+        if session.others_code.uncalled:
+            session.others_code.note_call(module)
         if region is None or session.inside:
             return plain(*args, **kwargs)
-        if session.aside or (session.held and not session.looks):
-            session.trace.ran_eager = True
+        missing = session.missing
+        if missing.uncompiled or (missing.held and not missing.only_looked_for):
+            session.trace.note_eager()
             return plain(*args, **kwargs)
         if session.instead is not None:
             return session.instead(region, plain, args, kwargs, session)

@@ -80,16 +80,13 @@ def _own_result(
             raise Refused("code of others is around a submodule that gives back memory which it is given")
         return result
 
-    sites.shaping = True
-    try:
+    with sites.for_shapes():
         all_alike = False
         try:
             return result_of(own, args, kwargs, first)
         except (RuntimeError, NotImplementedError, TypeError):
             all_alike = True
             return result_of(own, args, kwargs, first)
-    finally:
-        sites.shaping = False
 
 
 def _memory_in(value: Any) -> list[StorageWeakRef]:

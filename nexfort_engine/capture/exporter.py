@@ -149,8 +149,9 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
                 _hooks_taken_out(),
                 tracing_scope(alike=alike),
                 positive_sizes(numbers),
-                noted(scales) as trace.answers,
+                noted(scales) as answers,
             ):
+                trace.take_answers(answers)
                 program = _on_tracing_thread(_trace, trace, args, _dims(args, dynamic, numbers))
             if not (scales and computes_with_chosen_scale(program)):
                 return program

@@ -108,6 +108,10 @@ class Trace:
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
+    def take_answers(self, answers: list[tuple[Any, Any, Any]]) -> None:
+        """What its code is told about sizes comes into this list."""
+        self.answers = answers
+
     def at_boundary(self, child: nn.Module, kind: type[nn.Module], called: bool, args: Any, kwargs: Any) -> Any:
         """What a submodule gives that carries code of others."""
         return call_as_it_is(self.sites, path_of(child), child, kind, called, args, kwargs)

@@ -47,7 +47,7 @@ from .handover import Handover
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
 from .lookup import Finder, Wanted
 from .model_keys import ModelKeys
-from .planner import Planner, meta_example
+from .planner import Planner
 from .rank_turns import turn
 from .refusals import code_of
 from .requests import MOST_CALLS
@@ -94,9 +94,9 @@ class Builder:
     # -- a call whose artefact is not known --------------------------------------------------------------
 
     def obtain(self, region: Region, key: Any, flat: Flat, session: ForwardContext) -> Binding | None:
-        """A binding for this call, or None; `ForwardContext.refused` says why. Raises Unsupported, Ineligible."""
+        """A binding for this call, or None; `Planning.refused` says why. Raises Unsupported, Ineligible."""
         if (reason := region.declined(key, flat)) is not None:
-            session.refused = reason, []
+            session.planning.note_refusal(reason, [])
             return None
         load_ahead.finish(self.state.hooks.cancel)
         if not self._has_lock(session):
@@ -109,7 +109,8 @@ class Builder:
             if carried:
                 raise Ineligible(f"it carries {carried}")
             wanted = self.requests.wanted(region, key[0], flat)
-            session.new_sizes |= wanted.device.type == "cpu"
+            if wanted.device.type == "cpu":
+                session.outcome.note_new_sizes()
             binding, refusal = self._find_or_make(wanted, session)
         except OSError as error:  # of files that are read and written here; the step does without
             if isinstance(error, self.state.hooks.stops()):
@@ -121,7 +122,7 @@ class Builder:
             binding, refusal = None, ((lambda _: True), describe_error(error))
         finally:
             LOCK.release()
-        if session.behind or session.aside:
+        if session.missing.made_beside or session.missing.uncompiled:
             return None
         if binding is not None:
             region.remember(key, binding)
@@ -132,7 +133,7 @@ class Builder:
         if not flat.lists and region.changes:  # its capture showed it: the call is made again
             return None
         region.decline(key, flat, refusal)
-        session.refused = refusal[1], self.refusals.taken()
+        session.planning.note_refusal(refusal[1], self.refusals.taken())
         return None
 
     def is_known_to_change(self, region: Region, spec: Any, flat: Flat) -> bool:
@@ -149,14 +150,13 @@ class Builder:
 
     def _has_lock(self, session: ForwardContext) -> bool:
         """Take the lock. False: it is for another step, or for the background, to make what is missing here."""
-        if session.behind:
+        if session.missing.made_beside:
             return False
         if self.background is None or self.background.waits:
             while not LOCK.acquire(timeout=WATCH):  # another engine makes something
                 self.state.hooks.cancel()
             return True
-        session.behind = self.background.busy or not LOCK.acquire(blocking=False)
-        return not session.behind
+        return not session.missing.note_made_beside(self.background.busy or not LOCK.acquire(blocking=False))
 
     def _note_sizes(self, artefact: Artefact, flat: Flat) -> None:
         """Tell the store which sizes an artefact served; once, although many blocks share it."""
@@ -173,7 +173,7 @@ class Builder:
             self._tried.pop((wanted.primary, wanted.region.path), None)
         elif (given_up := self._given_up(wanted)) is not None:
             return None, self.refusals.of(wanted) or given_up
-        if binding is None and not session.planned and self.may_make(wanted, failure):
+        if binding is None and not session.planning.planned and self.may_make(wanted, failure):
             last = failure is not None and failure.wide  # the picture's other steps have theirs, and do not lack this
             if not (self.waits or last) and self.handover.puts_off(session):
                 return None, _PENDING
@@ -186,7 +186,7 @@ class Builder:
                 return None, _PENDING
             later = functools.partial(self._to_come, session, wanted.device)
             binding, failure = self._make_planned(wanted, failure, found, later)
-        elif binding is None and self.may_make(wanted, failure, first=session.planned):
+        elif binding is None and self.may_make(wanted, failure, first=session.planning.planned):
             if self._beside(session, wanted, lambda: self._make(wanted, failure)):
                 return None, _PENDING
             binding = self._make(wanted, failure)
@@ -212,9 +212,8 @@ class Builder:
         if self.background is None or self.background.waits:
             return False
         self._tried[wanted.primary, wanted.region.path] += 1
-        wanted.flat = meta_example(wanted.example)  # the step's own tensors are not kept while it is made
-        session.behind = self.background.start(work)
-        return session.behind
+        wanted.drop_data()  # the step's own tensors are not kept while it is made
+        return session.missing.note_made_beside(self.background.start(work))
 
     def _make_planned(
         self, wanted: Wanted, failure: GuardFailure | None, found: list[Wanted], later: Later = no_later
@@ -257,7 +256,8 @@ class Builder:
 
     def _make(self, wanted: Wanted, failure: GuardFailure | None) -> Binding | None:
         """One artefact of its own for this very call."""
-        wanted.why = why = why_another(wanted, failure)
+        why = why_another(wanted, failure)
+        wanted.explain(why)
         if self.has_many(wanted):
             count = len(self.artefacts[wanted.primary])
             reason = f"it has {count} variants already; {_KEEPS_CHANGING}: {why}"
@@ -302,7 +302,7 @@ class Builder:
             binding, failure = self.finder.bind(wanted)
             if binding is not None or not self.may_make(wanted, failure):
                 continue
-            wanted.why = why_another(wanted, failure) if wanted.region.bindings else None  # None: it is its first one
+            wanted.explain(why_another(wanted, failure) if wanted.region.bindings else None)  # None: it is its first
             if wanted.primary in wave:
                 rest.append(wanted)
                 others.add(wanted, failure)
@@ -326,8 +326,8 @@ class Builder:
         with contextlib.ExitStack() as stack:
             jobs: list[Job] = []
             try:
-                if session.root is not None:
-                    after = stack.enter_context(self._then(*session.root[1:]))
+                if session.calls.backbone is not None:
+                    after = stack.enter_context(self._then(*session.calls.backbone[1:]))
                     jobs = [job for expecting in after for job in expecting(device)]
             except Exception as error:
                 if isinstance(error, self.state.hooks.stops()):

@@ -52,7 +52,7 @@ class Handover:
             self._name, self._is_eager, self._has_all = _name_of(picture), False, False
             self._puts_off, self._calls, self._steps = False, 1, picture.steps if picture is not None else 0
             self._least = math.inf
-            session.begins_picture = picture is not None
+            session.missing.note_picture(begins=picture is not None)
             return
         self._calls += 1
         if self._is_eager and not self._takes_over(picture):
@@ -65,8 +65,8 @@ class Handover:
 
         Not where the last picture that put it off ended before it came to it.
         """
-        if session.begins_picture and SHORT and self._steps > 1:
-            self._puts_off = self._owes = session.behind = not self._owes
+        if session.missing.begins_picture and SHORT and self._steps > 1:
+            self._puts_off = self._owes = session.missing.note_made_beside(not self._owes)
         return self._puts_off
 
     def _is_due(self, steps: int) -> bool:
@@ -86,7 +86,7 @@ class Handover:
 
     def ended(self, session: ForwardContext) -> None:
         """A step ended."""
-        self._has_all |= session.looks and not session.behind
+        self._has_all |= session.missing.only_looked_for and not session.missing.made_beside
 
     def lacked(self, session: ForwardContext) -> None:
         """A region has no artefact in a step. In the first of a picture that decides of what kind the picture is.
@@ -94,12 +94,12 @@ class Handover:
         Raises HalfDone where the step begins anew: regions before it ran compiled, or the step is observed, which
         costs time and memory that a step without a graph need not pay.
         """
-        if not session.behind:
+        if not session.missing.made_beside:
             return
-        begins = session.begins_picture
+        begins = session.missing.begins_picture
         if begins and not self._is_eager:
             self._is_eager, self._began = True, time.perf_counter()
-        anew = session.watching is not None or (begins and session.trace.used)
+        anew = session.observation.watching is not None or (begins and session.trace.used)
         if anew and is_repeatable(self._state, session):
             self._hold(session)
             raise HalfDone(_MIXED)

@@ -64,6 +64,16 @@ class Wanted:
         given = [device for *_, device in self.example.tensors]
         return device_of(given + [weight.device for weight in self.region.weights.slots.read()])
 
+    def drop_data(self) -> None:
+        """Keep the call without its data: sizes and options are all that the checks look at."""
+        one = self.example
+        tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in one.tensors]
+        self.flat = Flat.of(tensors, one.ints, one.mappings, lists=one.changes, own=one.own)
+
+    def explain(self, why: str | None) -> None:
+        """Note why the region needs a further artefact."""
+        self.why = why
+
 
 class Finder:
     """Finds the artefacts of one engine."""
@@ -208,12 +218,12 @@ class Finder:
             collectives.operator()
         how = options, entry.manifest["modules"], len(artefact.weights)
         try:
-            artefact.code = inductor.load(payload, *how)
+            artefact.take_code(inductor.load(payload, *how))
         except OSError as error:  # there is no room for what is written on loading, say; there may be elsewhere
             if not is_refusal(error):
                 raise
             log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
-            artefact.code = inductor.load(self.state.store.ready(entry, elsewhere=True), *how)
+            artefact.take_code(inductor.load(self.state.store.ready(entry, elsewhere=True), *how))
 
     def share(self, artefact: Artefact, entry: Entry) -> None:
         """Let other engines of this process use the code that this one has loaded."""

@@ -19,7 +19,6 @@ import torch
 
 from ..capture.side_effects import CHANGES_GIVEN
 from ..capture.trace import contents
-from ..capture.types import Example
 from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
 from ..dispatch.compiled_share import LEAST, Worth
@@ -69,9 +68,9 @@ class Planner:
 
     def calls(self, session: ForwardContext) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""
-        session.planned = True
+        session.planning.begin()
         self._state.hold_twice()  # the backbone's own code asks the host for all weights
-        if session.root is None or not self._state.config.dynamic:
+        if session.calls.backbone is None or not self._state.config.dynamic:
             return []
         if self._table.sets_names:  # what the network's own code assigns would be as a further run leaves it
             return []
@@ -82,7 +81,7 @@ class Planner:
             what = own_foreign(self._state.root.get_submodule(path), path)
             self._state.report.note(f"regions are compiled one by one: it carries {what}, which may count its calls")
             return []
-        call, args, kwargs = session.root
+        call, args, kwargs = session.calls.backbone
         args, kwargs = self._state.hooks.plain_call(args, kwargs)
         if reason := _stateful(args, kwargs):
             self._state.report.note(f"regions are compiled one by one: {reason}")
@@ -185,7 +184,7 @@ class Planner:
         ):
             call(*args, **kwargs)
         self.lost = session.trace.lost
-        return session.examples
+        return session.planning.examples
 
     def _observe_further(self, call: Callable[..., Any], calls: list[tuple[Any, Any]]) -> list[Wanted]:
         """What calls need that the host knows of; a network that does not take one loses nothing but that."""
@@ -207,7 +206,7 @@ class Planner:
 
         What follows has to see results that lie in memory as those of the artefact that will run there.
         """
-        flat, options, wanted, other = Flat(lists=region.changes), {}, None, None
+        flat, options, wanted, other = Flat(lists=region.changes, root=region.module), {}, None, None
         try:
             spec = region.flatten(args, kwargs, flat)
             if not region.weights.due():
@@ -215,17 +214,17 @@ class Planner:
             if region.disabled_reason is None and region.carries() is None:
                 wanted = self.requests.wanted(region, spec, flat)
                 other = self._in_changing_form(region, wanted, args, kwargs)
-                wanted.flat = meta_example(wanted.example)
-                session.examples.append(wanted)
+                wanted.drop_data()
+                session.planning.add_example(wanted)
                 options = self._state.lowering.lowering_options(wanted.device.type)
         except (Unsupported, Ineligible) as reason:
             log.debug("Nexfort: %s is not planned: %s", region.path, reason)
             lost = str(reason) if isinstance(reason, Ineligible) else ForGood.of(f"it is called with {reason}")
-            session.trace.lost.append((region, lost))
+            session.trace.note_lost(region, lost)
         # eager code lets go of what lies in lists once it has put other tensors there
         flat.tensors.clear()
         if region.disabled_reason is not None:
-            session.trace.lost.append((region, region.disabled_reason))
+            session.trace.note_lost(region, region.disabled_reason)
         try:
             if wanted is None or not wanted.images or not self._may_pay(region):
                 with laid_out(options), self._watched(wanted, other, session, args, kwargs):
@@ -251,12 +250,12 @@ class Planner:
         """The request of a call with the lists as they are now, for a block that may change them; None for others."""
         if wanted.flat.lists or any(given and not is_by_modules(given) for given in wanted.flat.mappings):
             return None
-        flat = Flat(lists=True)
+        flat = Flat(lists=True, root=region.module)
         spec = region.flatten(args, kwargs, flat)
         if not flat.mappings:
             return None
         found = self.requests.wanted(region, spec, flat)
-        found.flat = meta_example(found.example)
+        found.drop_data()
         return found
 
     def _is_hopeless(self) -> bool:
@@ -298,7 +297,7 @@ class Planner:
                 raise _Hopeless
         elif other is not None and contents((args, kwargs, own)) != before and _may_be_kept(wanted, args, kwargs):
             other.region.changes_what_it_is_given()
-            session.examples[-1] = other
+            session.planning.replace_example(other)
 
 
 class _Hopeless(Exception):
@@ -320,16 +319,6 @@ def _stateful(args: Any, kwargs: Any) -> str | None:
 
 def _as_taken(value: Any) -> Any:
     return as_taken(value) if isinstance(value, torch.Tensor) else value
-
-
-def meta_example(example: Example) -> Flat:
-    """The example's call without its data: sizes and options are all that the checks look at."""
-    flat = Flat(lists=example.changes)
-    flat.own = example.own
-    flat.tensors = [torch.empty_strided(s, st, dtype=dt, device="meta") for s, st, dt, _ in example.tensors]
-    flat.ints = example.ints
-    flat.mappings += example.mappings
-    return flat
 
 
 def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:

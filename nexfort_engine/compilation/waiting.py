@@ -52,7 +52,7 @@ class Others:
             if None in failures or self._maker.has_many(wanted, coming):
                 continue
             if self._maker.may_make(wanted, nearest):
-                wanted.why = why_another(wanted, nearest) if wanted.region.bindings else None
+                wanted.explain(why_another(wanted, nearest) if wanted.region.bindings else None)
                 return [wanted]
         return []
 

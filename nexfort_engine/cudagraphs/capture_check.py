@@ -53,7 +53,8 @@ class CaptureCheck(Remembering):
         before, self.foreign = self.foreign, False
         with super().around(artefact, answered):
             yield
-        artefact.foreign |= self.foreign
+        if self.foreign:
+            artefact.note_foreign()
         self.foreign = before or artefact.foreign
 
     def ran(self, func: Any, taken: list[torch.Tensor], result: Any) -> None:

@@ -111,7 +111,7 @@ class Constants(Watch, TorchDispatchMode):
         before = self._stirred, answered()
         yield
         seen = self._learns and _get_current_dispatch_mode() is self
-        artefact.unwatched = seen and self.reason is None and before == (self._stirred, answered())
+        artefact.note_watched(is_enough=seen and self.reason is None and before == (self._stirred, answered()))
 
     def hold(self, tensor: torch.Tensor) -> None:
         """The tensor was made of numbers alone."""

@@ -106,6 +106,12 @@ class StepInvariants(Watch, TorchDispatchMode):
 
         return compute
 
+    def take_graph(self, graph: Any, *, launch: bool) -> None:
+        """The program was captured. launch: what its graph takes is there from its first launch on, which is now."""
+        self.graph = graph
+        if launch:
+            graph.replay()
+
     def renew(self, tensors: Sequence[torch.Tensor], made_of: Hashable) -> None:
         """Have slots and results be those of a call's tensors. made_of: the name of these, and of the weights."""
         if made_of == self._made_of:

@@ -68,6 +68,10 @@ class StepGraph:
         """It has a graph from now on, with inputs in `slots` and results in `outputs`."""
         self.graph, self.slots, self.outputs = graph, slots, outputs
 
+    def note_replay(self) -> None:
+        """A result of the graph counted."""
+        self.replayed = True
+
     def forget(self) -> None:
         """It has no graph any more; the next step of its kind is captured without being observed again."""
         self.graph, self.slots = None, []

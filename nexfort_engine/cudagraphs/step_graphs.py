@@ -149,7 +149,8 @@ class StepGraphs:
                         # what only decides whether the result counts is compared while the GPU is at work
                         result = step.replay(call)
                         if step.holds(flat, weights):
-                            session.replayed = step.replayed = True
+                            step.note_replay()
+                            session.outcome.note_replay()
                             return result
                     elif step.holds(flat, weights):
                         if self._few.waits(key):
@@ -174,7 +175,7 @@ class StepGraphs:
         if holds_function(spec):  # a replay would not call it
             raise Unsupported("an argument of type function")
         step_invariant = self._step_invariant(flat.tensors, session)
-        flat.tensors = [separate(t) for t in flat.tensors]
+        flat.map_tensors(separate)
         return StepCall.of(spec, flat, self._fed.get(spec, []), step_invariant, session.modes)
 
     def _plainly(self, reason: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -346,9 +347,8 @@ class StepGraphs:
             for slot, tensor in zip(slots, call.tensors, strict=True):
                 slot.copy_(tensor)
             if invariants is not None:
-                invariants.graph, _ = captured(self._memory, invariants.program(), fills=fills, stream=self._stream)
-                if fragile():  # what it took and keeps is there from its first launch on, and the next graph may use it
-                    invariants.graph.replay()
+                made, _ = captured(self._memory, invariants.program(), fills=fills, stream=self._stream)
+                invariants.take_graph(made, launch=fragile())  # the next graph may use what it took and keeps
             with session.observed(answering, invariants, capturing=True) as trace:
                 graph, fits = captured(self._memory, run, fills=fills, stream=self._stream)
             if answering.reason:
@@ -423,7 +423,7 @@ class StepGraphs:
 
     def _step_invariant(self, tensors: list[torch.Tensor], session: ForwardContext) -> dict[int, Hashable]:
         """The names of those of a call's tensors that the host has one for, and what it says of the weights now."""
-        names = session.step_invariant if self.state.lowering.prompt_once else {}
+        names = session.calls.step_invariant if self.state.lowering.prompt_once else {}
         version = self.state.version() if names else None
         if version is None:
             return {}

@@ -97,7 +97,7 @@ class Worth:
 
         called: a region for each of its calls, with the reason why no artefact can serve it, None where one can.
         """
-        if session.aside:
+        if session.missing.uncompiled:
             return False
         lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
         for region, reason in called:
@@ -108,13 +108,13 @@ class Worth:
                     return True  # it may run compiled the next time
                 lost[reason] += weight
                 rows += [row for row in reason.guards if row not in rows]
-        if not lost or all_of_it - lost.total() >= LEAST * all_of_it or session.asked is None:
+        if not lost or all_of_it - lost.total() >= LEAST * all_of_it or session.calls.engine is None:
             return True
         # what the network itself writes into its options on the way is not there when a call begins
-        maps = _mappings(*session.asked[1:])
+        maps = _mappings(*session.calls.engine[1:])
         check = checker([row for row in rows if row[0] != "keys" and maps and checker([row])(maps)])
-        self._off[self.kind(*session.asked)] = (self._now(), check)
-        session.aside = True
+        self._off[self.kind(*session.calls.engine)] = (self._now(), check)
+        session.missing.run_uncompiled()
         if self._table.whole_region is None:  # which says so itself
             reason = _ASIDE.format(lost.total() / all_of_it, lost.most_common(1)[0][0])
             self._state.report.eager(WHOLE, reason)
@@ -127,7 +127,8 @@ class Worth:
         if not self._has_told and session.trace.used:
             self._has_told = True
             self._tell_of_blocks_that_are_not_called(session)
-        if not session.trace.lost or session.behind or session.held or session.aside:
+        missing = session.missing
+        if not session.trace.lost or missing.made_beside or missing.held or missing.uncompiled:
             return
         ran = [(region, None) for region in self._used(session)]
         try:
@@ -143,8 +144,8 @@ class Worth:
 
     def _tell_of_blocks_that_are_not_called(self, session: ForwardContext) -> None:
         """A network may call parts of its blocks by other methods than `forward`: nothing of them is a region then."""
-        call = session.asked[0] if session.asked is not None else None
-        if session.behind or getattr(getattr(call, "func", call), "__name__", "forward") != "forward":
+        call = session.calls.engine[0] if session.calls.engine is not None else None
+        if session.missing.made_beside or getattr(getattr(call, "func", call), "__name__", "forward") != "forward":
             return  # one of several methods passes by what the others call
         called = {id(region) for region in [*self._used(session), *(region for region, _ in session.trace.lost)]}
         blocks = [region for region in self._table.regions if self._table.is_block(region)]

@@ -35,13 +35,14 @@ def is_repeatable(state: EngineState, session: ForwardContext) -> bool:
 
     Not where code of others, which may count its calls, saw a part of it, or where it changed what it was given.
     """
-    if session.changed_lists:
+    if session.outcome.changed_lists:
         return False
-    if session.root is None or session.instead is not None or not state.is_quiet(*session.root[1:]):
+    backbone = session.calls.backbone
+    if backbone is None or session.instead is not None or not state.is_quiet(*backbone[1:]):
         return False
     if first_carrier(state.root) is not None or others_speak():
         return False
-    return written_to(session.root[1:]) == session.written
+    return written_to(backbone[1:]) == session.calls.versions
 
 
 def written_to(values: Any) -> list[int]:

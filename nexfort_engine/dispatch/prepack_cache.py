@@ -47,7 +47,7 @@ def prepack(
 ) -> PrepackEntry | None:
     """The weights, prepared and kept if they can be; None where the call has to prepare them for itself alone."""
     state, held, version = region.state, region.weights, region.weights.version()
-    if version is None or not state.keeps or session.capturing:  # what is made now belongs to the graph
+    if version is None or not state.keeps or session.observation.capturing:  # what is made now belongs to the graph
         return None
     device = weights[0].device
     if session.trace.fetched and not state.room(device):
@@ -62,7 +62,8 @@ def prepack(
     # pages of weights that are asked for in each call all the same are no room
     if _has_room(region, tensors, state.room if standing else lambda _: 0):
         binding.keep(made)
-        session.trace.releases_weights |= bool(standing and held.due())
+        if standing and held.due():
+            session.trace.note_released_weights()
         if standing:
             state.hold_twice()
     else:

@@ -21,8 +21,8 @@ def recover(
     state: EngineState, memory: MemoryReclaim, error: BaseException, session: ForwardContext
 ) -> contextlib.AbstractContextManager[Any] | None:
     """In what a step that failed is run again, where that may help."""
-    assert session.root is not None, "it failed in the backbone"
-    if session.images and is_of_order(error):
+    assert session.calls.backbone is not None, "it failed in the backbone"
+    if session.outcome.images and is_of_order(error):
         again: Any = without_images(state, memory, named(error))
     elif isinstance(error, HalfDone):
         again = contextlib.nullcontext()
@@ -33,7 +33,7 @@ def recover(
     else:
         return None
     if not is_repeatable(state, session):
-        if session.images and is_of_order(error) and not isinstance(error, AssertionError):
+        if session.outcome.images and is_of_order(error) and not isinstance(error, AssertionError):
             with again:  # it is the next step that it helps
                 pass
         return None

@@ -52,7 +52,7 @@ class ArtifactProvider(Protocol):
     """Where a region gets an artefact from that it does not know yet."""
 
     def obtain(self, region: Region, key: Any, flat: Flat, session: ForwardContext) -> Binding | None:
-        """A binding for this call, or None; `ForwardContext.refused` says why. Raises Unsupported, Ineligible."""
+        """A binding for this call, or None; `Planning.refused` says why. Raises Unsupported, Ineligible."""
 
     def take_back(self, refused: list[Any]) -> None:
         """Forget what was refused for a call: eager refuses the call as well."""
@@ -98,12 +98,10 @@ class Region:
     def flatten(self, args: Any, kwargs: Any, flat: Flat) -> Any:
         """A call as its structure and leaves. Where it may change lists, its own containers are leaves as well."""
         spec = flatten_call(args, kwargs, flat)
-        flat.mappings.root = self.module
         if flat.lists:
             if self._containers is None:
                 self._containers = OwnContainers(self.module, self.state.besides)
-            flat.own, own = self._containers.now()
-            flat.mappings += own
+            flat.add_own(*self._containers.now())
             if in_two_places(flat.mappings):  # what is put into one is read from the other
                 raise Unsupported("a list or dictionary that stands in two places")
         return spec
@@ -123,9 +121,9 @@ class Region:
             if self in session.doubted:
                 return self._instead(plain, args, kwargs, session, self.disabled_reason)
             return self._eager(plain, args, kwargs, session, self.disabled_reason)
-        if session.others_ran:
+        if session.others_code.has_run:
             self.state.known.watched.look()
-            session.others_ran = session.wary
+            session.others_code.note_names_seen()
         modes, now = session.modes, fingerprint()
         if now != session.fingerprint:  # by code between the blocks
             if reason := unfit_modes(self.state, args, kwargs):
@@ -133,7 +131,7 @@ class Region:
             modes = current_modes()
         elif self._modal:
             modes = current_modes()
-        held, flat, lease, unseen = self.weights, Flat(lists=self.changes), None, ""
+        held, flat, lease, unseen = self.weights, Flat(lists=self.changes, root=self.module), None, ""
         try:
             spec = self.flatten(args, kwargs, flat)
             due = held.due()
@@ -151,16 +149,17 @@ class Region:
                         return self.call(plain, args, kwargs, session)
                     binding = self._artifacts.obtain(self, key, flat, session)
                 if binding is None and self.changes and not flat.lists:  # its capture showed it
-                    session.refused = None
+                    session.planning.take_refusal()
                     return self.call(plain, args, kwargs, session)
                 weights = [] if due else held.read()
-            if session.looks:
+            if session.missing.only_looked_for:
                 binding, due = None, []
             kept = prepack_for(self, binding) if binding is not None and binding.prepares else None
             if due and binding is not None:
                 weights, lease = held.acquire(due, flat.tensors, kept.placeholders if kept else NO_PLACEHOLDERS)
         except Unsupported as reason:
-            session.trace.lists |= flat.lists
+            if flat.lists:
+                session.trace.note_lists()
             return self._eager(plain, args, kwargs, session, ForGood.of(f"it is called with {reason}"))
         except Ineligible as reason:
             return self._eager(plain, args, kwargs, session, str(reason))
@@ -176,7 +175,7 @@ class Region:
             self._artifacts.lacked(session)
             return self._refused(key, plain, args, kwargs, session)
         if lease is not None and not lease.kept:
-            session.trace.fetched = True
+            session.trace.note_fetched()
         try:
             try:
                 return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
@@ -195,7 +194,7 @@ class Region:
         if spec in self._asked:
             return False
         self._asked[spec] = None
-        flat = Flat(lists=True)
+        flat = Flat(lists=True, root=self.module)
         try:
             other = self.flatten(args, kwargs, flat)
             found = (flat.own or other != spec) and self._artifacts.is_known_to_change(self, other, flat)
@@ -226,39 +225,42 @@ class Region:
         kwargs: Any,
         session: ForwardContext,
     ) -> Any:
-        artefact, trace = binding.artefact, session.trace
+        artefact, trace, outcome, observation = binding.artefact, session.trace, session.outcome, session.observation
         if artefact.mutated and _shared(flat, artefact):
             # compiled code reads and writes in an order of its own, which only separate tensors do not show
             reason = "a tensor that it changes shares memory with another of its arguments"
             return self._eager(plain, args, kwargs, session, reason)
         self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
         trace.used.append(binding)
-        session.images |= artefact.images
+        if artefact.images and not outcome.images:
+            outcome.note_images()
         if artefact.others:
-            trace.others = session.others_ran = True
-        session.changed_lists |= bool(artefact.changes)
+            trace.note_others()
+            session.others_code.note_run()
+        if artefact.changes:
+            outcome.note_changed_lists()
         if (
             artefact.changes
             or artefact.by_modules
             or flat.own
             or (flat.lists and any(type(given) is list for given in flat.mappings))
         ):
-            trace.lists = True
+            trace.note_lists()
         elif artefact.options:
-            trace.looked_up += [look(flat.mappings, path) for path in artefact.options]
+            trace.looked_up.extend([look(flat.mappings, path) for path in artefact.options])
         tensors = list(map(as_taken if artefact.images else normalised, flat.tensors))
         try:
             if binding.prepares and kept is None:
                 kept = prepack(self, binding, weights, session)
             run = partial(self._ran, binding, weights, flat, tensors, kept, session)
-            if session.watching is None or artefact.others:
+            if observation.watching is None or artefact.others:
                 return run()
-            with session.watching.around(artefact, partial(getattr, session.invariants, "answered", 0)):
+            with observation.watching.around(artefact, partial(getattr, observation.invariants, "answered", 0)):
                 return run()
         except (torch.OutOfMemoryError, Strayed):
             raise  # of memory the host has remedies of its own: unloading, tiling
         except Exception as error:
-            if session.capturing:
+            if session.observation.capturing:
                 raise  # the capture is over, and the step runs region by region
             if (who := raised_by(error)) is not None:
                 self._noted(error, f"by {who}")
@@ -287,13 +289,14 @@ class Region:
         kept: PrepackEntry | None,
         session: ForwardContext,
     ) -> Any:
-        if session.invariants is None:
+        invariants = session.observation.invariants
+        if invariants is None:
             return binding.run(weights, flat, tensors, kept)
         # what is fetched may lie where others' weights did
         held, fits = self.weights, kept is not None or not binding.prepares
         settled = fits and not session.trace.fetched and held.version() is not None and not binding.artefact.groups
         whole = settled and binding.plain and not binding.artefact.others and held.are_covered(binding.artefact)
-        return session.invariants.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
+        return invariants.run(binding, weights, flat, tensors, kept, parts=settled, whole=whole)
 
     def release(self) -> bool:
         """Let go of prepared weights; they are made again when they are wanted. Whether there were any."""
@@ -312,20 +315,22 @@ class Region:
 
     def _eager(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext, reason: str) -> Any:
         self.state.report.eager(self.path, reason)
-        session.trace.lost.append((self, reason))
+        session.trace.note_lost(self, reason)
         return self.run_own_forward(plain, args, kwargs, session)
 
     def run_own_forward(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
-        session.trace.ran_eager = session.others_ran = True
-        session.changed_lists |= self.changes
-        session.inside, before = True, session.inside
+        session.trace.note_eager()
+        session.others_code.note_run()
+        if self.changes:
+            session.outcome.note_changed_lists()
+        before = session.enter_block()
         try:
             return plain(*args, **kwargs)
         except Exception as error:
             self._noted(error, "which Nexfort ran uncompiled")
             raise
         finally:
-            session.inside = before
+            session.leave_block(before)
 
     def _instead(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext, reason: str) -> Any:
         """Run the block eager in the place of an artefact that failed, and from now on where eager does not fail."""
@@ -337,8 +342,7 @@ class Region:
 
     def _refused(self, key: Any, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
         """Run the block eager for want of an artefact. Where eager takes the call, the report has the reason."""
-        reason, fresh = session.refused or ("", [])
-        session.refused = None
+        reason, fresh = session.planning.take_refusal()
         try:
             result = self.run_own_forward(plain, args, kwargs, session)
         except Exception as error:
@@ -348,7 +352,7 @@ class Region:
             raise
         if reason:
             self.state.report.eager(self.path, reason)
-            session.trace.lost.append((self, reason))
+            session.trace.note_lost(self, reason)
         return result
 
     def _noted(self, error: BaseException, how: str) -> BaseException:

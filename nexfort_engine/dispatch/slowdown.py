@@ -66,26 +66,27 @@ class Promise:
 
     def begin(self, args: Any, kwargs: Any, session: ForwardContext) -> Callable[[], Timed] | None:
         """A step of a session begins; None where its time is nobody's matter."""
-        return _begin(args, kwargs) if session.asked is not None else None
+        return _begin(args, kwargs) if session.calls.engine is not None else None
 
     def ended(self, step: Timed, session: ForwardContext) -> None:
         """It ended. Its time is kept if it says something: a step that made artefacts says nothing."""
-        if session.asked is None or session.planned or session.aside:
+        missing, trace, replayed = session.missing, session.trace, session.outcome.replayed
+        if session.calls.engine is None or session.planning.planned or missing.uncompiled:
             return
-        given = session.asked[1:]
+        given = session.calls.engine[1:]
         kind = self._kind(*given)
-        if session.replayed or (session.trace.used and not session.behind):
-            facts = Facts(session.trace.ran_eager, session.trace.fetched, session.trace.others, session.replayed)
+        if replayed or (trace.used and not missing.made_beside):
+            facts = Facts(trace.ran_eager, trace.fetched, trace.others, replayed)
             lap = self.speed.timed(step.lap, given, kind[-1], facts=facts, alone=step.alone)
             self.pace.ran(lap, kind, facts)
-        elif session.behind and not session.trace.used:
+        elif missing.made_beside and not trace.used:
             lap = self.speed.timed(step.lap, given, kind[-1], FIRST_STEPS, alone=step.alone)
             self.pace.ran_eager(lap, kind, BEFORE)
 
     def verified(self, told: Mapping[str, Any] | None, session: ForwardContext) -> None:
         """A step like this one was compared with eager, if it could be."""
-        if told is not None and session.asked is not None:
-            given, seconds = session.asked[1:], told["eager_ms"] / 1e3
+        if told is not None and session.calls.engine is not None:
+            given, seconds = session.calls.engine[1:], told["eager_ms"] / 1e3
             kind = self._kind(*given)
             self.pace.verified(seconds, kind)
             self.speed.verified(seconds, given, kind[-1])

@@ -65,7 +65,7 @@ class Verifier:
     ) -> None:
         """replayed: the user's own step may be a CUDA graph, so that the compared one may be too.
 
-        names: of the tensors among the arguments, as in ForwardContext; None where one has none.
+        names: of the tensors among the arguments, as in Calls; None where one has none.
         """
         self._state, self._table, self._steps, self._graphs = state, table, steps, graphs
         self._replayed, self._names = replayed, names

@@ -20,10 +20,11 @@ import enum
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..modules.memory_format import Unsupported, format_of
 from ..modules.module_keys import Given
@@ -46,20 +47,46 @@ _READS = frozenset("get items keys values __getitem__ __missing__ __contains__ _
 class Flat:
     """The leaves of one call, in order: `tensors`, `ints`, `mappings`; each mapping once.
 
-    lists: they are leaves too, and lie among the mappings; otherwise they are taken apart. own: where the block has
-    containers that it may keep something in; those lie behind all others.
+    lists: they are leaves too, and lie among the mappings; otherwise they are taken apart. root: the block that is
+    called, None where its modules do not count. own: where the block has containers that it may keep something in;
+    those lie behind all others.
     """
 
     __slots__ = ("functions", "inside", "ints", "lists", "mappings", "own", "tensors")
 
-    def __init__(self, *, lists: bool = False) -> None:
+    def __init__(self, *, lists: bool = False, root: nn.Module | None = None) -> None:
         self.lists = lists
         self.own: tuple[tuple[str, str, str], ...] = ()
         self.tensors: list[torch.Tensor] = []
         self.ints: list[int] = []
-        self.mappings = Given()
+        self.mappings = Given(root)
         self.functions: list[Any] = []  # those that are done
         self.inside: list[Any] = []  # the functions that are being flattened
+
+    @classmethod
+    def of(
+        cls,
+        tensors: list[torch.Tensor],
+        ints: list[int],
+        mappings: list[Any],
+        *,
+        lists: bool = False,
+        own: tuple[tuple[str, str, str], ...] = (),
+    ) -> Flat:
+        """A call of these leaves."""
+        made = cls(lists=lists)
+        made.tensors, made.ints, made.own = tensors, ints, own
+        made.mappings += mappings
+        return made
+
+    def add_own(self, own: tuple[tuple[str, str, str], ...], mappings: list[Any]) -> None:
+        """The block has containers of its own at these places; `mappings` are those that are there now."""
+        self.own = own
+        self.mappings += mappings
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Have what a function gives for each tensor in the tensor's place."""
+        self.tensors = list(map(function, self.tensors))
 
 
 _PLAIN = (type(None), bool, str, float, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)

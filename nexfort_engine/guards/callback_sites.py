@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -42,6 +42,15 @@ class Sites:
     def begin(self, log: ReadSet) -> None:
         """The block's code begins to run, perhaps once more."""
         self.rows, self.log, self.token, self.handed, self.shaping = [], log, None, [], False
+
+    @contextlib.contextmanager
+    def for_shapes(self) -> Iterator[None]:
+        """Code of the block's own runs inside for the shapes of what it gives."""
+        self.shaping = True
+        try:
+            yield
+        finally:
+            self.shaping = False
 
 
 class Substitute:

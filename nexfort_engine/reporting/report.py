@@ -205,6 +205,12 @@ class Report:
         return self._made_ns / 1e9
 
     @property
+    def count_compiled(self) -> int:
+        """How many artefacts were compiled."""
+        with self._lock:
+            return sum(row["source"] == "compiled" for row in self._rows["artefacts"])
+
+    @property
     def paced(self) -> int:
         """How often steps became slower than eager's, or no longer were."""
         return len(self._rows["pace"])

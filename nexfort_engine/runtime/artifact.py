@@ -162,6 +162,18 @@ class Artefact:
         self.code: Loaded | None = None
         self._fits: Recent[Any, bool] = Recent(_MOST_FITS)  # sizes and numbers of calls that the conditions hold for
 
+    def take_code(self, code: Loaded) -> None:
+        """The artefact's code is loaded."""
+        self.code = code
+
+    def note_watched(self, *, is_enough: bool) -> None:
+        """Its operators were watched. is_enough: they need not be watched again."""
+        self.unwatched = is_enough
+
+    def note_foreign(self) -> None:
+        """An operator of others ran in it."""
+        self.foreign = True
+
     @property
     def others(self) -> bool:
         """Whether it calls code of others, or speaks with other processes."""

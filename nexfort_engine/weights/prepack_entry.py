@@ -25,6 +25,7 @@ _RESERVE = 1 << 31  # bytes of the device that stay free when results are kept
 
 Version = Hashable  # what the host says of its weights as a whole: while it is equal, none changed; None: it cannot say
 _serials = itertools.count(1)
+_asked_for: list[Callable[[torch.device], int]] = []  # bytes of a device that its user wants free, as hosts say
 
 
 @dataclass
@@ -74,6 +75,12 @@ def _at(weights: list[torch.Tensor], at: list[int] | None) -> list[torch.Tensor]
     return weights if at is None else [weights[i] for i in at]
 
 
+def leave_free(wanted: Callable[[torch.device], int]) -> None:
+    """Keep nothing from now on where fewer bytes of the device than `wanted` says would stay free."""
+    if wanted not in _asked_for:
+        _asked_for.append(wanted)
+
+
 def room_for(tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -> bool:
     """Whether the device has room to keep what was just made on it, and some to spare.
 
@@ -85,4 +92,5 @@ def room_for(tensors: list[torch.Tensor], more: Callable[[torch.device], int]) -
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     left = free + max(0, cached)
-    return left > _RESERVE or left + more(device) > _RESERVE
+    spare = max([_RESERVE, *(wanted(device) for wanted in _asked_for)])
+    return left > spare or left + more(device) > spare

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nexfort_engine.cudagraphs.capture_check import CaptureCheck
+from nexfort_engine.runtime import artifact
 from nexfort_engine.system.kernel_launches import noted_triton_launches
 
 
@@ -118,6 +119,7 @@ def test_operators_of_others_are_known_where_they_are_not_watched_again() -> Non
 
     class Artefact:
         unwatched = foreign = False
+        note_watched, note_foreign = artifact.Artefact.note_watched, artifact.Artefact.note_foreign
 
     x, own, artefact = torch.randn(4), Artefact(), Artefact()
     for _ in range(2):

@@ -23,6 +23,7 @@ from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.cudagraphs import step_graphs
 from nexfort_engine.engine import Engine
 from nexfort_engine.modules.tree import ABSENT
+from nexfort_engine.runtime.forward_context import Calls
 
 T = torch.Tensor
 ALL = 5  # calls of a step on its prompt: the projection, two to make it longer, and a part of each block
@@ -65,8 +66,8 @@ class Steps:
         words = torch.randn(2, text, 64, generator=torch.Generator().manual_seed(prompt)).to(self.device)
         with torch.inference_mode():
             wanted = self.root(x, time, words.clone())
-            with self.engine.active(watch_root=True) as session:
-                session.step_invariant = {id(words): (words, (prompt, text))} if named else {}
+            calls = Calls(step_invariant={id(words): (words, (prompt, text))} if named else {})
+            with self.engine.active(watch_root=True, calls=calls):
                 found = self.root(x, time, words)
         assert torch.allclose(found, wanted, atol=1e-4), float((found - wanted).abs().max())
 
@@ -288,8 +289,8 @@ def test_what_a_caller_is_given_is_his(store: Store) -> None:
         words = torch.randn(2, TEXT, 64, generator=torch.Generator().manual_seed(prompt))
         with torch.inference_mode():
             wanted = steps.root(x, time, words.clone())
-            with steps.engine.active(watch_root=True) as session:
-                session.step_invariant = {id(words): (words, prompt)}
+            calls = Calls(step_invariant={id(words): (words, prompt)})
+            with steps.engine.active(watch_root=True, calls=calls):
                 found = steps.root(x, time, words)
             for one, other in zip(wanted, found, strict=True):
                 assert torch.allclose(one, other, atol=1e-4), number

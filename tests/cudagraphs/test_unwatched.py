@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from nexfort_engine.cudagraphs.capture_check import CaptureCheck
 from nexfort_engine.cudagraphs.host_constants import Answering, Constants, Remembering, unwatched
+from nexfort_engine.runtime import artifact
 
 
 class Artefact:
     """What is remembered of one."""
 
     unwatched = foreign = False
+    note_watched, note_foreign = artifact.Artefact.note_watched, artifact.Artefact.note_foreign
 
 
 def _on_the_gpu() -> torch.Tensor:

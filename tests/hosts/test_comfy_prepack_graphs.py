@@ -61,7 +61,7 @@ class Watched(Paged):
 
         def leased(provider: Any, layers: list[Any], device: Any) -> Any:
             session = current.get()
-            if session is not None and session.capturing:
+            if session is not None and session.observation.capturing:
                 self.lent_in_a_capture.append(layers)
             return acquire(provider, layers, device)
 
@@ -248,7 +248,7 @@ def test_what_is_let_go_of_during_a_capture_is_not_replayed(watched: Watched, mo
 
     def released(*args: Any) -> bool:
         session = current.get()
-        if session is not None and session.capturing and not once:
+        if session is not None and session.observation.capturing and not once:
             once.append(any(region.release() for region in engine.regions))  # by another thread
             watched.replays.clear()
         return write(*args)

@@ -27,6 +27,7 @@ from ...engine import Engine
 from ...modules.tree import replaced_forward
 from ...reporting.report import Report
 from ...runtime.engine_state import HostHooks, Picture
+from ...runtime.forward_context import Calls
 from ...system import process_settings
 from ..comfy_install import comfyui_version, untried
 from . import malloc_graph
@@ -177,8 +178,8 @@ def _wrapper(config: CompileConfig) -> Callable[..., Any]:
             args, kwargs, step_invariant = _engines(network).conds.sent(
                 args, kwargs, args[0].device, dtype, run if is_last else None
             )
-        with shown(engine.report), engine.active(watch_root=True) as session:
-            session.asked, session.step_invariant = asked, step_invariant
+        calls = Calls(engine=asked, step_invariant=step_invariant)
+        with shown(engine.report), engine.active(watch_root=True, calls=calls):
             return executor(*args, **kwargs)
 
     return run_compiled

@@ -26,6 +26,7 @@ from torch import nn
 from ...modules.tree import ABSENT
 from ...weights.lease import NotLeased
 from ...weights.offload import AWAY, Offload, is_away, take_back
+from ...weights.prepack_entry import leave_free
 from ...weights.subclass_unwrap import is_plain
 from . import offload as comfy_offload
 from .offload import ComfyHome, is_dynamic
@@ -56,6 +57,7 @@ class ComfyWeights:
         self._home = ComfyHome(self._model)
         self._offload = Offload(self._home)
         self._run: object = None  # that looked at weights last
+        leave_free(comfy_offload.wanted_free)
         self.reports_versions = hasattr(model, "current_patcher")  # which a VAE has not, nor a control net
 
     def weights_version(self) -> Hashable:
