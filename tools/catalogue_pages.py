@@ -18,6 +18,7 @@ from nexfort_engine.config.option_catalogue import (  # noqa: E402  the project 
     MODE_GAINS,
     NOT_MEASURED,
     OPTION_ROWS,
+    RETIRED,
     OptionSpec,
 )
 from nexfort_engine.config.options import DEFAULT_MODE, MEMORY_FORMATS, TOKENS  # noqa: E402
@@ -78,6 +79,12 @@ Workflows for the old engine have these options. They are accepted, and the repo
 | option | what it asks for |
 |---|---|
 """
+_RETIRED = """
+These options were removed. They are accepted, and the report says that they have no effect.
+
+| option | why it was removed |
+|---|---|
+"""
 
 
 _ABOUT_PASSES = """# Passes
@@ -103,8 +110,11 @@ def pages() -> dict[Path, str]:
 def _options() -> str:
     modes = (f"| `{name}` | {text} | {MODE_GAINS.get(name, NOT_MEASURED)} |" for name, text in TOKENS.items())
     legacy = (f"| `{name}` | {text} |" for name, text in LEGACY_NO_EFFECT.items())
+    retired = (f"| `{name}` | {text} |" for name, text in RETIRED.items())
     groups = (f"\n## {title}\n\n{_HEAD}{_lines(_rows(starts))}" for title, starts in _GROUPS.items())
-    return f"{_ABOUT}{_lines(modes)}{_MEASUREMENTS}{''.join(groups)}{_LEGACY}{_lines(legacy)}"
+    return (
+        f"{_ABOUT}{_lines(modes)}{_MEASUREMENTS}{''.join(groups)}{_LEGACY}{_lines(legacy)}{_RETIRED}{_lines(retired)}"
+    )
 
 
 def _passes() -> str:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by the kernel that was measured fastest on this machine."""
+"""Attention by a kernel of a library, chosen at each call."""

@@ -4,6 +4,9 @@
 ComfyUI has torch take its flash kernel before cuDNN's. That kernel is written for compute capability 8.0. On an H200
 cuDNN's kernel took 0.51 to 0.67 of its time at 512 to 14,040 tokens in bfloat16, and more time at 77 keys (torch 2.11,
 2026-11-27). `nexfort::cudnn_attention` decides at each call by the call's sizes. It takes no mask.
+
+The kernel is called by its own operator and not by `torch.nn.attention.sdpa_kernel`. The switches of that context
+belong to the process, so a model that runs eager in another thread would take another kernel meanwhile.
 """
 
 from __future__ import annotations
@@ -13,10 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from .backends import Call, Kernel, nvidia, own
-from .operator import empty_result, registered
-from .tuner import laid
+from torch.nn import functional
 
 __all__ = ["LEAST", "attention", "operator"]
 
@@ -40,32 +40,53 @@ def attention(
     order: of the result's dimensions (B, H, L, F) in memory, the outermost first, whatever kernel ran. Raises what
     torch's own raises where none can take the call.
     """
-    call = Call(query, key, value, None, is_causal, scale, enable_gqa)
-    kernel = _cudnn() if query.is_cuda and min(query.shape[2], key.shape[2]) >= LEAST else None
-    if kernel is not None and kernel.enabled() and _fits(kernel, call):
-        return laid(kernel.run(call), tuple(order))
-    return laid(own(call), tuple(order))
+    if _is_for_cudnn(query, key, value, is_causal, enable_gqa):
+        given = (query, key, value, None, False, 0.0, is_causal, False)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(*given, scale=scale)[0]
+    else:
+        found = functional.scaled_dot_product_attention(
+            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return _laid(found, tuple(order))
 
 
-@functools.cache
-def _cudnn() -> Kernel:
-    return next(kernel for kernel in nvidia() if kernel.name == "cudnn")
+def _is_for_cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Whether the call has many tokens, the user did not switch cuDNN's kernel off, and torch would give it the call.
 
-
-def _fits(kernel: Kernel, call: Call) -> bool:
-    """Whether torch would give a call to cuDNN. It is asked once for calls of these sizes."""
-    tensors = call[:3]
-    kind = (*((t.shape, t.stride(), t.dtype, t.device) for t in tensors), call.is_causal, call.enable_gqa)
+    Torch is asked once for calls of these sizes.
+    """
+    if not query.is_cuda or min(query.shape[2], key.shape[2]) < LEAST or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    kind = (*((t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value)), is_causal, enable_gqa)
     found = _takes.get(kind)
     if found is None:
         if len(_takes) >= _MOST:
             _takes.clear()
-        found = _takes[kind] = kernel.problem(call) is None
+        params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, is_causal, enable_gqa)
+        found = _takes[kind] = torch.backends.cuda.can_use_cudnn_attention(params)
     return found
 
 
+def _laid(result: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with its dimensions in this order in memory, the outermost first; itself where it lies so."""
+    step, sizes, strides = 1, result.shape, result.stride()
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != step:
+            wanted = torch.empty_permuted(sizes, order, dtype=result.dtype, device=result.device)
+            return wanted.copy_(result)
+        step *= sizes[dim]
+    return result
+
+
 def _fake(query: Any, key: Any, value: Any, is_causal: Any, scale: Any, enable_gqa: Any, order: Any) -> Any:
-    return empty_result(query, value, order)
+    """A result (B, H, L, F) without its numbers."""
+    sizes = (*query.shape[:3], value.shape[3])
+    return torch.empty_permuted(sizes, list(order), dtype=query.dtype, device=query.device)
+
+
+_libraries: list[torch.library.Library] = []  # an operator goes with its library
 
 
 @functools.cache
@@ -75,5 +96,10 @@ def operator() -> Any:
         "cudnn_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale, bool enable_gqa, "
         "int[] order) -> Tensor"
     )
+    library = torch.library.Library("nexfort", "FRAGMENT")
     # the numbers of a head lie side by side; no more is needed
-    return registered(schema, attention, _fake, torch.Tag.needs_fixed_stride_order)
+    library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    library.impl("cudnn_attention", attention, "CompositeExplicitAutograd")
+    library.impl("cudnn_attention", _fake, "Meta")  # register_fake looks for its caller's file, a quarter second
+    _libraries.append(library)
+    return torch.ops.nexfort.cudnn_attention.default

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .option_catalogue import LEGACY_NO_EFFECT, ON, OPTION_ROWS, STANDARD, no_effect
+from .option_catalogue import ON, OPTION_ROWS, STANDARD, no_effect
 from .options import (
     DEFAULT_MODE,
     MEMORY_FORMATS,
@@ -222,7 +222,7 @@ class CompileConfig:
         options = {
             name: value
             for name, value in self.options
-            if name not in LEGACY_NO_EFFECT and OPTION_ROWS[name].shapes and not no_effect(self, name, value is True)
+            if name in OPTION_ROWS and OPTION_ROWS[name].shapes and not no_effect(self, name, value is True)
         }
         if not options.get("quant.int8"):
             options.pop("quant.int8", None)

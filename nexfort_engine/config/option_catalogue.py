@@ -126,7 +126,8 @@ _ROWS = (
         "fuse.whole_rows",
         STANDARD,
         "Keeps the rows of norms and other reductions in registers.",
-        "SD's VAE 34.6 ms, 36.1 by Inductor's shape (H200, 2026-11-23); of a step alone not measured",
+        "SD's VAE 34.6 ms, 36.1 by Inductor's shape (H200, 2026-11-23); Z-Image int8 67.1 ms, 69.2 without (H200, "
+        "2026-11-29)",
         rung="whole_rows",
         since="0.1.0",
     ),
@@ -134,6 +135,7 @@ _ROWS = (
         "fuse.broadcast",
         STANDARD,
         "Computes functions of few numbers, such as the `tanh` of gates, once and not for each row.",
+        "Z-Image int8 67.1 ms, 67.7 without (H200, 2026-11-29)",
         rung="broadcast",
     ),
     OptionSpec(
@@ -177,7 +179,8 @@ _ROWS = (
         "fuse.gelu",
         STANDARD,
         "Computes GELU by a sigmoid or by the tail of the normal distribution.",
-        "76 microseconds for 4608 rows of 15360, 97 without (H200, 2026-11-23); of a step not measured",
+        "76 microseconds for 4608 rows of 15360, 97 without (H200, 2026-11-23); of a step of SDXL or Z-Image int8 none "
+        "(H200, 2026-11-29)",
         rung="gelu",
     ),
     OptionSpec(
@@ -195,13 +198,6 @@ _ROWS = (
         "Z-Image int8_convrot with a LoRA 66.9 ms, 97.1 without (H100, 2026-11-28)",
         "Digits of the quantised input may differ by one.",
         rung="int8_linear",
-    ),
-    OptionSpec(
-        "fuse.linear_gelu",
-        STANDARD,
-        "Computes the tanh form of GELU in the matmul before it.",
-        "Wan2.1-1.3B 275.7 ms, 276.1 without (H200, 2026-11-23)",
-        rung="linear_gelu",
     ),
     OptionSpec(
         "fuse.rotary",
@@ -258,14 +254,6 @@ _ROWS = (
         "4,224 tokens of 30 heads of 128 numbers 420 microseconds, 806 by flash (H200, 2026-11-27)",
         "The first step at each new size builds cuDNN's plans.",
         rung="cudnn_attention",
-    ),
-    OptionSpec(
-        "attention.measure",
-        OFF,
-        "Measures the attention kernels that are installed at the first step, and takes the fastest.",
-        "none: torch's own choice was the fastest at every shape measured (H200); other cards not measured",
-        "The first step measures kernels.",
-        rung="attention",
     ),
     # ---- steps and compile time
     OptionSpec(
@@ -366,6 +354,12 @@ LEGACY_NO_EFFECT: Mapping[str, str] = {
     "cuda.fuse_timestep_embedding": "the fused timestep embedding",
 }
 
+# Options that were removed, and why. A config takes them, and its report says that they have no effect.
+RETIRED: Mapping[str, str] = {
+    "attention.measure": "no attention kernel that it tried was faster than the one that is taken without it",
+    "fuse.linear_gelu": "no model that was measured ran faster by it",
+}
+
 # What modes gain, by their tokens.
 MODE_GAINS: Mapping[str, str] = {
     "O2": "see [benchmarks](benchmarks.md)",
@@ -385,4 +379,6 @@ def no_effect(asked: Asked, name: str, value: bool) -> str:
     if name in LEGACY_NO_EFFECT:
         effect = "is not available yet" if value else "is not available yet, so there is nothing to turn off"
         return f"{LEGACY_NO_EFFECT[name]} {effect}"
+    if name in RETIRED:
+        return f"it was removed, because {RETIRED[name]}"
     return OPTION_ROWS[name].idle(asked, value)

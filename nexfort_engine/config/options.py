@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .option_catalogue import LEGACY_NO_EFFECT, OPTION_ROWS
+from .option_catalogue import LEGACY_NO_EFFECT, OPTION_ROWS, RETIRED
 
 TOKENS: dict[str, str] = {
     "O2": "default: fused kernels at the model's own precision, no search, any size",
@@ -27,7 +27,7 @@ TOKENS: dict[str, str] = {
 }
 DEFAULT_MODE = "O2"
 
-OPTIONS: tuple[str, ...] = (*OPTION_ROWS, *LEGACY_NO_EFFECT)  # each is true or false
+OPTIONS: tuple[str, ...] = (*OPTION_ROWS, *LEGACY_NO_EFFECT, *RETIRED)  # each is true or false
 KEYS = ("mode", "options", "memory_format", "dynamic", "fullgraph", "disable")
 MEMORY_FORMATS = ("channels_last", "contiguous_format", "preserve_format")
 

@@ -84,16 +84,6 @@ def _low(asked: Asked) -> bool:
     return asked.has("low-precision")
 
 
-def _unless_measured(option: str) -> Callable[[Asked], bool]:
-    """The rule of an attention kernel: who asks for a measurement has all attention measured, unless told otherwise."""
-
-    def on(asked: Asked) -> bool:
-        given = asked.option(option)
-        return asked.is_on(option) and (given is True or not asked.is_on("attention.measure"))
-
-    return on
-
-
 _TOLD = "the report says of the captured graph which matmuls are computed in 8 bits"
 _TOLD_ATTENTION = "the report says of the captured graph which attention is computed in 8 bits"
 _LEFT = "it takes what is attention still"
@@ -175,18 +165,10 @@ PASSES: tuple[PassSpec, ...] = (
         needs="descriptors",
     ),
     PassSpec(
-        "linear_gelu",
-        "fuse.linear_gelu",
-        "linear_gelu:linear_gelus",
-        after={"low_precision": _TOLD, "low_precision_int8": _TOLD},
-    ),
-    PassSpec(
         "gelu",
         "fuse.gelu",
         "gelu:gelus",
-        after=dict.fromkeys(
-            ("int8_linear", "broadcast", "gated_linear", "linear_gelu"), "that pass looks for torch's GELU"
-        ),
+        after=dict.fromkeys(("int8_linear", "broadcast", "gated_linear"), "that pass looks for torch's GELU"),
     ),
     PassSpec(
         "narrow_attention",
@@ -201,7 +183,6 @@ PASSES: tuple[PassSpec, ...] = (
         "fuse.few_keys_attention",
         "short_kv_attention:few_keys_attentions",
         after={"narrow_attention": _TOLD_ATTENTION},
-        on=_unless_measured("fuse.few_keys_attention"),
         measured=HOPPER,
     ),
     PassSpec(
@@ -209,31 +190,13 @@ PASSES: tuple[PassSpec, ...] = (
         "fuse.unpadded_attention",
         "odd_head_dim_attention:unpadded_attentions",
         after={"narrow_attention": _TOLD_ATTENTION},
-        on=_unless_measured("fuse.unpadded_attention"),
         needs="descriptors",
-    ),
-    PassSpec(
-        "measured_attention",
-        "attention.measure",
-        "tuned_attention:measured_attentions",
-        after=dict.fromkeys(("narrow_attention", "few_keys_attention", "unpadded_attention"), _LEFT),
-        on=lambda asked: asked.is_on("attention.measure") and not _low(asked),
-        operator="attention.operator:operator",
-    ),
-    PassSpec(
-        "quantised_attention",
-        "attention.measure",
-        "tuned_attention:quantised_attentions",
-        after=dict.fromkeys(("narrow_attention", "few_keys_attention", "unpadded_attention"), _LEFT),
-        on=lambda asked: asked.is_on("attention.measure") and _low(asked),
-        operator="attention.operator:operator",
     ),
     PassSpec(
         "cudnn_attention",
         "attention.cudnn",
         "cudnn_attention:cudnn_attentions",
         after=dict.fromkeys(("narrow_attention", "few_keys_attention", "unpadded_attention"), _LEFT),
-        on=_unless_measured("attention.cudnn"),
         measured=HOPPER,
         operator="attention.cudnn:operator",
     ),
@@ -243,9 +206,9 @@ PASSES: tuple[PassSpec, ...] = (
         "hoist_casts:casts_once",
         after=dict.fromkeys(
             (
-                *("low_precision", "low_precision_int8", "grouped_linear", "gated_linear", "linear_gelu"),
+                *("low_precision", "low_precision_int8", "grouped_linear", "gated_linear"),
                 *("narrow_attention", "few_keys_attention", "unpadded_attention"),
-                *("measured_attention", "quantised_attention", "cudnn_attention"),
+                "cudnn_attention",
             ),
             _READERS,
         ),

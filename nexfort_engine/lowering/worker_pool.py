@@ -73,11 +73,12 @@ def _cores() -> int:
 
 
 def _free_memory() -> int:
+    """Bytes of main memory that programs can have without swapping. ComfyUI and accelerate bring psutil."""
     try:
-        text = Path("/proc/meminfo").read_text()
-        return int(text.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return _MOST * _MEMORY  # not Linux: the number of cores decides
+        import psutil
+    except ImportError:
+        return _MOST * _MEMORY  # the number of cores decides
+    return int(psutil.virtual_memory().available)
 
 
 def portable(modules: list[str]) -> bool:

@@ -18,7 +18,7 @@ from benchmarks import card, ladder, rows
 from benchmarks.backbones import BACKBONES, network
 from benchmarks.ratios import read
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.config.options import OPTIONS
+from nexfort_engine.config.option_catalogue import OPTION_ROWS
 
 HOPPER = {"type": "cuda", "gpu": "A card", "torch": "2.11.0", "no_fp8": ""}
 AMPERE = {**HOPPER, "no_fp8": "too old"}
@@ -46,7 +46,7 @@ def test_each_switch_does_something_by_itself(switch: str) -> None:
 
 
 def test_every_rewrite_of_the_config_is_a_rung() -> None:
-    rewrites = {name.removeprefix("fuse.") for name in OPTIONS if name.startswith("fuse.")}
+    rewrites = {name.removeprefix("fuse.") for name in OPTION_ROWS if name.startswith("fuse.")}
     assert rewrites and rewrites < set(ladder.SWITCHES)
     own, _, _ = effect("plain+fuse")
     assert all(own[f"nexfort.{name}"] for name in rewrites)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -428,3 +430,15 @@ def test_padding_carries_nothing(place: Range, at: int) -> None:
     reason = place.refusal(place.sound[: end - 1] + b"x" + place.sound[end:])
     assert reason is not None and "expected zeros" in reason
     place.nothing_happened()
+
+
+def test_pythons_tarfile_reads_what_bundles_refuse(place: Range) -> None:
+    """So bundles are read by a reader of their own."""
+    members = split(place.sound)
+    end = sum(512 + len(text) + -len(text) % 512 for _, text in members[:2])
+    inserted(2, pax(path="another"))(members)
+    for data in (place.sound + b"evil" * 128, place.sound[: end - 1] + b"x" + place.sound[end:], join(members)):
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            assert len(archive.getnames()) == len(split(place.sound))
+            archive.extractall(place.folder.parent / f"{place.folder.name}-read", filter="data")
+        assert place.refusal(data) is not None

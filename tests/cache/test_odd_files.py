@@ -22,7 +22,6 @@ import pytest
 from large_rows import few
 from stores import KEY, OTHER, loaded, put, snapshot
 
-from nexfort_engine.attention.tuning_cache import Row, Table, file_name
 from nexfort_engine.cache.sidecar import recall, remember
 from nexfort_engine.cache.store import Store, StoreError
 
@@ -126,7 +125,7 @@ KINDS: list[Callable[[Path], None]] = [
     *(_sparse, _deep, _deep_object),
 ]
 PROBES = "cpu_probes.json"
-BESIDE = [PROBES, "selfchecks.json", file_name("cpu")]
+BESIDE = [PROBES, "selfchecks.json"]
 ROOT_FILES = [*BESIDE, "index.json", "clock", "lock", "lock.x", "new-1-0123456789abcdef"]
 ENTRY_FILES = ["last_used", "pinned", "manifest.json", "payload/artefact.bin", "payload/ab", "payload"]
 OTHERS = ["staging/1-0123456789abcdef", "broken/entry-one", "entries/0123456789abcdef0123456789abcdef"]
@@ -198,17 +197,6 @@ def test_what_is_remembered_is_read_of_files_alone(tmp_path: Path, name: str, ki
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_MEMORY
     remember(folder, name, {"known": 2})
     assert recall(folder, name) == (None if kind is _directory else {"known": 2}), "it is made again"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__[1:])
-def test_choices_of_attention_are_measured_again(tmp_path: Path, kind: Callable[[Path], None]) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    kind(folder / file_name("cpu"))
-    table = Table(folder, "cpu")
-    assert table.problem is not None and "is not read and is made again" in table.problem and not table.rows
-    table.keep("a kind", Row("torch", {"torch": 1.0}))
-    assert set(Table(folder, "cpu").rows) == (set() if kind is _directory else {"a kind"})
 
 
 @pytest.mark.parametrize("name", BESIDE)

@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 
 import nexfort_engine
-from nexfort_engine.config import option_catalogue
 from nexfort_engine.config.compile_config import CompileConfig
-from nexfort_engine.config.option_catalogue import LEGACY_NO_EFFECT, MODE_GAINS, OFF, ON, OPTION_ROWS, STANDARD, TORCH
+from nexfort_engine.config.option_catalogue import (
+    LEGACY_NO_EFFECT,
+    MODE_GAINS,
+    OFF,
+    ON,
+    OPTION_ROWS,
+    RETIRED,
+    STANDARD,
+    TORCH,
+)
 from nexfort_engine.config.options import KEYS, OPTIONS, TOKENS
 from nexfort_engine.config.pass_catalogue import NEEDS, PASSES, PassSpec
 from nexfort_engine.passes import registry
@@ -73,7 +81,7 @@ def test_each_pass_is_switched_by_what_a_user_can_say() -> None:
 
 
 def test_each_option_has_a_row_and_each_row_is_an_option_that_somebody_reads() -> None:
-    assert (*OPTION_ROWS, *LEGACY_NO_EFFECT) == OPTIONS and len(set(OPTIONS)) == len(OPTIONS)
+    assert (*OPTION_ROWS, *LEGACY_NO_EFFECT, *RETIRED) == OPTIONS and len(set(OPTIONS)) == len(OPTIONS)
     of_passes = {one.option for one in PASSES} & set(OPTION_ROWS)
     held = {name for name, row in OPTION_ROWS.items() if row.held}
     assert of_passes | held | set(READ_BY) == set(OPTION_ROWS)
@@ -113,7 +121,8 @@ def test_a_new_row_is_an_option_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_options_without_effect_say_so_and_change_no_artefact() -> None:
-    for name, what in LEGACY_NO_EFFECT.items():
+    removed = {name: f"it was removed, because {why}" for name, why in RETIRED.items()}
+    for name, what in {**LEGACY_NO_EFFECT, **removed}.items():
         for value in (True, False):
             config = CompileConfig.parse({"options": {name: value}})
             (row,) = config.inactive()
@@ -127,4 +136,3 @@ def test_the_catalogue_is_read_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ENGINE.parent, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert option_catalogue.NOT_MEASURED in OPTION_ROWS["fuse.broadcast"].gain

@@ -194,25 +194,6 @@ def test_every_name_exists_in_inductor_with_a_value_of_its_type(device, mode, me
         assert type(getattr(inductor, name)) is type(value), name
 
 
-def test_attention_is_measured_on_request_only_and_on_a_gpu():
-    def on(asked, device="cuda"):
-        found = CompileConfig.parse(asked).lowering_options(device)
-        return found["nexfort.measured_attention"], found["nexfort.quantised_attention"]
-
-    asked = {"options": {"attention.measure": True}}
-    for own in ("few_keys_attention", "unpadded_attention"):  # whose kernels are not among those that are measured
-        assert CompileConfig.parse(asked).lowering_options("cuda")[f"nexfort.{own}"] is False
-        both = {"options": {"attention.measure": True, f"fuse.{own}": True}}
-        assert CompileConfig.parse(both).lowering_options("cuda")[f"nexfort.{own}"] is True
-    assert on(asked) == (True, False) and on({**asked, "mode": "jit"}) == (True, False)
-    assert on({**asked, "mode": "O3"}) == (False, True), "among kernels that quantise in low precision alone"
-    for other in ("O2", "O3", "max-autotune", {"options": {"attention.measure": False}}):
-        assert on(other) == (False, False)
-    assert on(asked, "cpu") == on({**asked, "mode": "O3"}, "cpu") == (False, False)
-    assert CompileConfig.parse(asked).lowering_key() != CompileConfig.parse(None).lowering_key()
-    assert not CompileConfig.parse(asked).inactive()
-
-
 def test_int8_is_asked_for_beside_low_precision_and_takes_the_place_of_fp8():
     def on(asked, device="cuda"):
         found = CompileConfig.parse(asked).lowering_options(device)
@@ -275,7 +256,7 @@ def test_freezing_without_effect_is_named_with_the_reason():
 @pytest.mark.parametrize(
     "name",
     [
-        *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
+        *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear"),
         *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once"),
         *("convolution", "upsampled_convolution"),
     ],

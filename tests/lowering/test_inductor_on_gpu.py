@@ -10,7 +10,7 @@ from pathlib import Path
 
 import context_watch
 import pytest
-from gpu_blocks import MEASURED, OPTIONS, lowered
+from gpu_blocks import OPTIONS, lowered
 
 from nexfort_engine.lowering import worker_pool
 
@@ -25,12 +25,11 @@ def test_the_watch_sees_a_context(tmp_path: Path) -> None:
     assert (tmp_path / "stacks").exists()
 
 
-@pytest.mark.parametrize("options", [OPTIONS, MEASURED], ids=["O3", "measured attention"])
-def test_a_worker_makes_no_context(options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_makes_no_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(context_watch.WATCH, str(tmp_path / "stacks"))
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setattr(worker_pool._Forker, "_current", None)  # one that is there was started with another path
-    lowered(tmp_path, "context_watch", options=options)
+    lowered(tmp_path, "context_watch", options=OPTIONS)
     stacks = (tmp_path / "stacks").read_text() if (tmp_path / "stacks").exists() else ""
     assert not stacks, f"the worker got a context on the GPU, which takes half a GiB; it was at:\n{stacks}"
 

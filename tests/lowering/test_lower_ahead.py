@@ -19,12 +19,9 @@ from gpu_blocks import (
     COMPUTED,
     GATED,
     LAYERS,
-    MASKED,
-    MEASURED,
     OPTIONS,
     PAYING,
     PROMPTED,
-    STACKS,
     captured,
 )
 from large_rows import few
@@ -139,12 +136,6 @@ def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_pr
     assert call.count(".run(") == 2 and "_scaled_mm" not in call, "gated and narrowed, with rows of zeros; scaled"
     assert before.count(".run(") == 1 and "int8" in before
     assert json.loads((payload / "preparation.json").read_text())["gives"] == 2
-
-
-def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: Mapping[str, Path]) -> None:
-    call = code_of(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
-    assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1
-    assert call.count("extern_kernels.addmm(") == 4 and call.count(".run(") == 3, "a norm, the gated one's, a sum"
 
 
 def test_a_row_has_few_warps_and_is_read_once(payloads: Mapping[str, Path]) -> None:
@@ -304,35 +295,6 @@ def test_an_input_that_begins_anywhere_is_copied_for_the_card(tmp_path: Path) ->
         r"multiply_gated_in_groups_\d\.run\((?:reinterpret_tensor\()?(\w+)[^,]*,(?: \(.*?\),)* (\w+),", call
     )
     assert len(launches) == 2 and all(weight.startswith("buf") for _, weight in launches), call
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Blocks whose attention is measured."""
-    return lowered_ahead(tmp_path_factory.mktemp("measured"), ["transformer", *MASKED, *STACKS], MEASURED)
-
-
-@pytest.mark.large  # that graphs call it is in passes/test_tuned_attention.py
-def test_attention_that_is_measured_is_a_call_of_the_operator(measured: dict[str, Path]) -> None:
-    """On tensors as they lie in memory; a mask for all heads and rows is not spread out for it."""
-    plain, masked = code_of(measured["transformer"]), code_of(measured["masked"])
-    assert "_scaled_dot_product" not in plain + masked
-    assert plain.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 1
-    assert masked.count("torch.ops.nexfort.attention.default(reinterpret_tensor(") == 2
-    assert re.search(
-        r"reinterpret_tensor\(arg4_1, \((s\d+), 1, (s\d+), \2\), \(\2, \2, 0, 1\), 0\), False, 0.1", masked
-    )
-    assert masked.partition("def call(")[2].count(".run(") == 1, "the sum at the end"
-
-
-@pytest.mark.large
-def test_layers_with_measured_attention_are_lowered_once(measured: dict[str, Path]) -> None:
-    told = json.loads((measured["stack"] / "folded.json").read_text())
-    calls = [
-        code_of(measured["stack"] / f"piece_{piece}").count("= torch.ops.nexfort.attention")
-        for piece, _ in told["calls"]
-    ]
-    assert sum(calls) == LAYERS and told["pieces"] < LAYERS
 
 
 # above a worker that compiles kernels in forks has been forked by a process that has asked for none

@@ -58,7 +58,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(traced_metadata._Propagation, "__init__", noted)
 
+    record = compile_fx._recursive_record_original_output_strides
+
     def stop(graph: torch.fx.GraphModule) -> None:
+        if not runs:  # torch 2.15 records strides before its joint passes too
+            return record(graph)
         nodes = [node for node in graph.graph.nodes if node.op != "output"]
         found, memory = [told(node.meta.get("val")) for node in nodes], shared(graph)
         inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]

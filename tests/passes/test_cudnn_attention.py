@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from gpu_blocks import captured
+from torch.nn import functional
 
 from nexfort_engine.attention import cudnn
-from nexfort_engine.attention.backends import Call, Kernel, own
 from nexfort_engine.passes.cudnn_attention import cudnn_attentions
 
 TORCHS = torch.ops.aten.scaled_dot_product_attention.default
@@ -38,7 +38,7 @@ def tensors(rows: int, keys: int, groups: int = 4) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("causal", "groups"), [(False, 4), (True, 4), (False, 2)])
 def test_the_result_is_torchs_and_lies_as_asked_for(rows: int, causal: bool, groups: int) -> None:
     q, k, v = tensors(rows, rows, groups)
-    wanted = own(Call(q, k, v, None, causal, 0.1, groups != 4))
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.1, enable_gqa=groups != 4)
     for order in ([0, 2, 1, 3], [0, 1, 2, 3]):
         found = cudnn.operator()(q, k, v, causal, 0.1, groups != 4, order)
         assert torch.equal(found, wanted)
@@ -62,28 +62,24 @@ class _Pretended(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "enabled", "problem", "taken"),
+    ("rows", "keys", "enabled", "takes", "wanted"),
     [
-        (cudnn.LEAST, cudnn.LEAST, True, None, True),
-        (cudnn.LEAST - 1, cudnn.LEAST, True, None, False),
-        (cudnn.LEAST, cudnn.LEAST - 1, True, None, False),
-        (cudnn.LEAST, cudnn.LEAST, False, None, False),
-        (cudnn.LEAST, cudnn.LEAST, True, "not such", False),
+        (cudnn.LEAST, cudnn.LEAST, True, True, True),
+        (cudnn.LEAST - 1, cudnn.LEAST, True, True, False),
+        (cudnn.LEAST, cudnn.LEAST - 1, True, True, False),
+        (cudnn.LEAST, cudnn.LEAST, False, True, False),
+        (cudnn.LEAST, cudnn.LEAST, True, False, False),
     ],
 )
 def test_a_call_decides_by_its_sizes_and_by_what_the_user_switched_off(
-    rows: int, keys: int, enabled: bool, problem: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, keys: int, enabled: bool, takes: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[str] = []
-
-    def run(call: Call) -> torch.Tensor:
-        ran.append("cudnn")
-        return own(call)
-
-    kernel = Kernel("cudnn", run, lambda call: problem, lambda: enabled)
-    monkeypatch.setattr(cudnn, "_cudnn", lambda: kernel)
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: asked.append(params) or takes)
     monkeypatch.setattr(cudnn, "_takes", {})
     q, k, v = tensors(rows, keys)
     for _ in range(2):
-        cudnn.attention(q.as_subclass(_Pretended), k, v, False, None, False, [0, 2, 1, 3])
-    assert ran == ["cudnn"] * 2 * taken
+        assert cudnn._is_for_cudnn(q.as_subclass(_Pretended), k, v, False, False) is wanted
+    assert not cudnn._is_for_cudnn(q, k, v, False, False), "these lie in main memory"
+    assert len(asked) == (enabled and min(rows, keys) >= cudnn.LEAST), "torch is asked once"

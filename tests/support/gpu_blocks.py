@@ -380,7 +380,6 @@ def captured(kind: str, behind: int = 0, stored: torch.dtype | None = None) -> C
 
 
 OPTIONS = CompileConfig.parse("O3").lowering_options("cuda")
-MEASURED = CompileConfig.parse({"mode": "O2", "options": {"attention.measure": True}}).lowering_options("cuda")
 
 
 def lowered(
