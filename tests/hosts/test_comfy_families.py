@@ -21,8 +21,9 @@ NOT_ATTENTION_S = {"ernie", "hydit", "hunyuan3d_21", "ace_step15", "seedvr2"}  #
 ONE_SHAPE = {"hunyuan_video_masked"}  # its mask is the same for every row, so that a batch can not be doubled to plan
 VIDEOS_ARE_ROWS = {"svd"}  # one video in the first call: how many there are is then a number of the capture
 ROWS_ARE_PAIRS = {"seedvr2"}  # prompt and no prompt
-# the network calls the layers of these blocks, not the blocks: they run eager, and no report can say so
+# the network calls the layers of these blocks, not the blocks: they run eager, which a note of the report says
 CALLED_BY_PARTS = {"wan_animate2": ("blocks.",)}
+NOT_CALLED = "are not called as modules"
 
 
 def _compiled(name: str, blocks: int = 2, **first: Any) -> Subject:
@@ -60,6 +61,9 @@ def test_regions_cover_it_and_the_report_names_what_they_do_not(name: str) -> No
     assert not _unforeseen(name, {"eager": told["eager"]})
     silent = unexplained(made.module, told, made.run)
     assert not [path for path in silent if not path.startswith(CALLED_BY_PARTS.get(name, ("-",)))]
+    notes = [note for note in told["notes"] if NOT_CALLED in note]
+    parts = CALLED_BY_PARTS.get(name, ())
+    assert len(notes) == len(parts) and all(f" to {path}" in notes[0] for path in parts)
 
 
 def test_other_sizes_lengths_and_batches_need_nothing_new(name: str) -> None:

@@ -73,7 +73,7 @@ class ComfyHome:
             return
         import comfy.model_management as management
 
-        wanted = size + management.extra_reserved_memory()
+        wanted = size + wanted_free(device)
         if management.get_free_memory(device) < wanted:
             model, loaded = self._model(), management.current_loaded_models
             mine = [one for one in loaded if model is not None and getattr(one.model, "model", None) is model]
@@ -85,6 +85,16 @@ class ComfyHome:
         if model is not None and hasattr(model, "model_loaded_weight_memory"):
             # never nothing, by which ComfyUI knows a model that is not loaded
             model.model_loaded_weight_memory = max(1, model.model_loaded_weight_memory + size)
+
+
+def wanted_free(device: torch.device) -> int:
+    """Bytes of a device that ComfyUI's user wants free, by --reserve-vram and, since 0.33, --vram-headroom."""
+    if device.type == "cpu":
+        return 0
+    import comfy.model_management as management
+    from comfy.cli_args import args
+
+    return int(management.extra_reserved_memory() + getattr(args, "vram_headroom", 0) * (1 << 30))
 
 
 def _is_dense(weight: torch.Tensor) -> bool:
