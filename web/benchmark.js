@@ -9,11 +9,11 @@ import { COMPILE_NODES } from './badge.js'
 import { resultSection } from './benchmark_result.js'
 import { dialogOf, element } from './elements.js'
 import { meant, toast } from './front_end.js'
+import { SEEDS, withPreviews } from './previews.js'
 import { change } from './server.js'
-import { compilesNow, queuesHere, refreshStatus } from './status.js'
+import { NO_ID, compilesNow, queuesHere, refreshStatus } from './status.js'
 import { duration, text } from './texts.js'
 
-const SEEDS = ['seed', 'noise_seed']
 // The first of a kind loads, compiles or warms up; the later ones count, in pairs of one seed. A compiled one comes
 // first: by it the server knows whose steps the uncompiled ones are. One comes last, so that badges tell of it.
 const RUNS = [
@@ -44,7 +44,7 @@ export async function benchmarkWorkflow() {
   if (Date.now() - Number(localStorage.getItem(HEARD)) < HEARD_FOR) return toast('info', text('benchmark.title'), text('benchmark.elsewhere'))
   busy = true
   try {
-    if (!(await wanted(workflow))) return
+    if (!(await wanted(output, workflow))) return
     await heard(() => run(output, workflow))
   } finally {
     busy = false
@@ -52,23 +52,33 @@ export async function benchmarkWorkflow() {
 }
 
 /** Ask, and say how long it takes by the last run of this workflow that came to its end. */
-async function wanted(workflow) {
-  const last = await lastRun(workflow.id)
+async function wanted(output, workflow) {
+  const last = await lastRun(output, workflow.id)
   const values = { runs: RUNS.length, time: last && duration(Math.max(1, Math.round((last * RUNS.length) / 1000))) }
   const message = text(last ? 'benchmark.question' : 'benchmark.questionUnknown', values)
   return meant({ title: text('benchmark.title'), message })
 }
 
-/** Milliseconds that the last run of a workflow took, null where none ended well. */
-async function lastRun(id) {
-  const answer = await api.fetchApi('/history?max_items=32').catch(() => null)
+/**
+ * Milliseconds that the last run of a workflow took, null where none ended well. A run is its own that has its id, or
+ * the same nodes: the front end gives a workflow another id when it opens it again, and many from files of the API one.
+ */
+async function lastRun(output, id) {
+  const answer = await api.fetchApi('/history?max_items=32', { cache: 'no-store' }).catch(() => null)
   const told = answer?.ok ? Object.values(await answer.json()) : []
-  const ours = told.filter(({ prompt, status }) => status?.completed && prompt[3]?.extra_pnginfo?.workflow?.id === id)
+  const nodes = nodesIn(output)
+  const isOurs = ({ prompt }) => (id !== NO_ID && prompt[3]?.extra_pnginfo?.workflow?.id === id) || nodesIn(prompt[2]) === nodes
+  const ours = told.filter((one) => one.status?.completed && isOurs(one))
   const times = ours.map(({ status }) => {
     const at = (name) => status.messages.find(([kind]) => kind === name)?.[1].timestamp
     return at('execution_success') - at('execution_start')
   })
   return times.filter((time) => time > 0).at(-1) ?? null
+}
+
+/** The nodes of a prompt by their ids, whatever their inputs are. */
+function nodesIn(prompt) {
+  return Object.entries(prompt).map(([id, node]) => `${id} ${node.class_type}`).sort().join('\n')
 }
 
 /** Let other tabs know while something goes on. */
@@ -155,14 +165,10 @@ function restarted() {
 
 /** The prompt with our nodes switched on or off. Runs that count and belong together have one seed, others their own. */
 function variant(output, enabled, seed) {
-  const made = structuredClone(output)
+  const made = withPreviews(output) // what is measured is not to fill the output folder
   for (const node of Object.values(made)) {
     if (COMPILE_NODES.includes(node.class_type)) Object.assign(node.inputs, { enabled, verify: false })
     for (const name of SEEDS) if (typeof node.inputs[name] === 'number') node.inputs[name] = seed
-    if (node.class_type === 'SaveImage') {
-      node.class_type = 'PreviewImage' // what is measured is not to fill the output folder
-      delete node.inputs.filename_prefix
-    }
   }
   return made
 }

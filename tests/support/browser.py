@@ -401,8 +401,8 @@ def cut_off(page: Any, selector: str) -> list[str]:
 
 
 def state_in(said: str) -> str:
-    """What a badge says, without how fast it is: earlier prompts of the server may have measured that."""
-    return re.sub(r"^[^,]*\d×(?: faster)?, |, not measured yet$", "", said)
+    """What a badge says, without when it was compiled and how fast it is: earlier prompts of the server decide that."""
+    return re.sub(r"^[^,]*\d×(?: faster)?, |(?: just now)?(?:, not measured yet)?$", "", said)
 
 
 def run_and_watch(page: Any, seed: int = 3) -> list[str]:

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 BADGE, REPORT = browser.BADGE, browser.REPORT
 DIALOG = ".nexfort-benchmark"
 CHART = f"{DIALOG} .nexfort-chart"
+NO_ID = "00000000-0000-0000-0000-000000000000"  # of workflows from files of the API, which many have
 STEPS = 8
 WAYS = [True, False, False, True, False, True]  # whether the nodes are switched on, run by run
 JUDGEMENTS = ("faster", "slower", "alike")
@@ -43,6 +44,29 @@ def open_with(page: Any, seed: int, steps: int = STEPS) -> None:
     """Open the workflow; its one picture is what the decoder gives."""
     browser.load(page, workflow(seed, steps))
     page.locator(BADGE).wait_for()
+
+
+def with_savers(made: dict[str, Any]) -> dict[str, Any]:
+    """The same with nodes that save its picture as a video and an animation, one behind the other, and its latent."""
+    (save,) = [node for node in made.values() if node["class_type"] == "SaveImage"]
+    picture = save["inputs"]["images"]
+    latent = made[picture[0]]["inputs"]["samples"]
+    return {
+        **made,
+        "video": {"class_type": "CreateVideo", "inputs": {"images": picture, "fps": 8.0}},
+        "video file": {
+            "class_type": "SaveVideo",
+            "inputs": {"video": ["video", 0], "filename_prefix": "video", "format": "auto", "codec": "auto"},
+        },
+        "animation": {
+            "class_type": "SaveAnimatedPNG",
+            "inputs": {"images": picture, "filename_prefix": "one", "fps": 6.0, "compress_level": 4},
+        },
+        "behind it": {"class_type": "ImageInvert", "inputs": {"image": ["animation", 0]}},
+        "inverted": {"class_type": "SaveImage", "inputs": {"images": ["behind it", 0], "filename_prefix": "two"}},
+        "latent": {"class_type": "SaveLatent", "inputs": {"samples": latent, "filename_prefix": "latent"}},
+        "shown": {"class_type": "PreviewAny", "inputs": {"source": ["video file", 0]}},
+    }
 
 
 def start(page: Any, answer: str = "Confirm") -> str:
@@ -75,14 +99,63 @@ def inputs_of(runs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [node["inputs"] for node in nodes if node["class_type"] == kind]
 
 
+WITH_PREVIEWS = "async prompt => (await import('/extensions/nexfort/previews.js')).withPreviews(prompt)"
+
+
+def test_what_would_save_is_previewed(page: Any) -> None:
+    made = with_savers(workflow(10))
+    kept = json.loads(json.dumps(made))
+    found = page.evaluate(WITH_PREVIEWS, made)
+    assert made == kept and not [node for node in found.values() if node["class_type"].startswith("Save")]
+    (decoder,) = [key for key, node in made.items() if node["class_type"] == "VAEDecode"]
+    (sampler,) = [key for key, node in made.items() if node["class_type"] == "KSampler"]
+    pictures = sorted(node["inputs"]["images"] for node in found.values() if node["class_type"] == "PreviewImage")
+    assert pictures == sorted([[decoder, 0], ["behind it", 0]]), "one for what is saved twice, one behind a saver"
+    assert found["behind it"]["inputs"]["image"] == [decoder, 0], "what a saver handed on"
+    texts = [node["inputs"]["source"] for node in found.values() if node["class_type"] == "PreviewAny"]
+    assert texts == [[sampler, 0]], "the latent; a video is shown by its images"
+
+
+def test_a_sampler_stays_and_what_needs_a_saver_s_own_result_goes(page: Any) -> None:
+    """Nodes of other packs, which are known by what the server tells of them alone."""
+    page.evaluate(
+        "() => Object.entries({ All: ['LATENT', 'IMAGE'], Combine: ['FILES'] }).forEach(([name, output]) => {"
+        "const kind = class extends window.LiteGraph.LGraphNode {}; kind.nodeData = { output_node: true, output };"
+        "window.LiteGraph.registered_node_types[name] = kind })"
+    )
+    sampler = {"class_type": "All", "inputs": {"model": ["m", 0], "seed": 5, "save_prefix": "x"}}
+    made = {
+        "m": {"class_type": "UNETLoader", "inputs": {}},
+        "1": sampler,
+        "2": {"class_type": "Combine", "inputs": {"images": ["1", 1], "filename_prefix": "x"}},
+        "3": {"class_type": "SomethingWithFiles", "inputs": {"files": ["2", 0]}},
+    }
+    try:
+        found = page.evaluate(WITH_PREVIEWS, made)
+    finally:
+        page.evaluate("() => ['All', 'Combine'].forEach((one) => delete window.LiteGraph.registered_node_types[one])")
+    assert found.pop("1") == sampler and found.pop("m") == made["m"]
+    assert list(found.values()) == [{"class_type": "PreviewImage", "inputs": {"images": ["1", 1]}}]
+
+
+def saved(server: ComfyServer) -> list[str]:
+    """The files of the user's output folder."""
+    assert server.base_dir is not None
+    return sorted(str(path) for path in (server.base_dir / "output").rglob("*") if path.is_file())
+
+
 def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, filled: ComfyServer) -> None:
     filled.post("/history", {"clear": True})  # or what a run takes would be known
     page.evaluate("() => window.app.graph.clear()")
     browser.run_command(page, "Nexfort.Benchmark")
     browser.wait_for_message(page, "The workflow has no Nexfort compile node")
-    open_with(page, 20)
+    browser.load(page, with_savers(workflow(20)))
+    page.locator(BADGE).wait_for()
     assert "is not known" in start(page, "Cancel")
+    before_any = saved(filled)
     browser.queue(page)
+    files = saved(filled)
+    assert {path.rsplit(".", 1)[1] for path in {*files} - {*before_any}} == {"png", "mp4", "latent"}, "it saves"
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     before = filled.get("/history")
     assert re.search(r"That takes about \d+ (sec|min)", start(page))
@@ -93,7 +166,7 @@ def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, fille
     assert [inputs["enabled"] for inputs in inputs_of(runs, "NexfortCompileModel")] == WAYS
     seeds = [inputs["seed"] for inputs in inputs_of(runs, "KSampler")]
     assert seeds[2] == seeds[3] != seeds[4] == seeds[5] and len(set(seeds)) == 4, "pairs show the same picture"
-    assert not inputs_of(runs, "SaveImage"), "pictures of a benchmark are previews"
+    assert saved(filled) == files, "pictures and videos of a benchmark are previews"
     assert all(run["status"]["completed"] for run in runs)
 
     (result,) = filled.get("/nexfort/report")["benchmarks"]
@@ -124,6 +197,19 @@ def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, fille
     kept = page.locator(REPORT).locator(".nexfort-kept")
     kept.wait_for()
     assert f"O2 · 96×64 · steps a run: {STEPS}" in kept.inner_text()
+
+
+def test_how_long_it_takes_is_known_by_the_nodes_that_ran_under_another_id(page: Any, filled: ComfyServer) -> None:
+    filled.post("/history", {"clear": True})
+    browser.load(page, workflow(25, steps=2))
+    page.locator(BADGE).wait_for()
+    browser.queue(page)
+    page.evaluate("() => { window.app.rootGraph.id = crypto.randomUUID() }")  # as when its tab is opened again
+    assert re.search(r"That takes about \d+ (sec|min)", start(page, "Cancel"))
+    made = workflow(25, steps=2)
+    browser.load(page, {**made, "901": {"class_type": "PreviewAny", "inputs": {"source": "another workflow"}}})
+    page.evaluate("(id) => { window.app.rootGraph.id = id }", NO_ID)
+    assert "is not known" in start(page, "Cancel")
 
 
 @pytest.mark.large  # what is judged is the server's to say, and tested there
