@@ -67,7 +67,8 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
 
     "workflow" is the id of the workflow that ran, null for a prompt that was queued without one. "state" is waiting,
     compiling (with "done", "total", "seconds_left"), warm, compiled, eager, off or disabled (NEXFORT_DISABLE). "speed"
-    is there once steps were timed: {"ratio", "reason"}. "unsaved": what is compiled cannot be kept.
+    is there once steps were timed: {"ratio", "reason"}, with "seconds" of a compiled step while there is no ratio.
+    "fresh": some was compiled in its last prompt. "unsaved": what is compiled cannot be kept.
     """
     return {"nodes": await asyncio.to_thread(status.nodes)}
 
@@ -76,9 +77,10 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
 async def get_report(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory", "benchmarks", "lost"}.
 
-    One engine a network alive. "nodes" are the compile nodes it belongs to, {"id", "workflow"} each, "cache" says where
-    artefacts are kept, without the path, "memory" how much of the device is in use: {"device", "used", "total"}, in
-    bytes. "benchmarks" are kept results, the newest last, "lost" is why earlier ones cannot be read, or "".
+    One engine a network alive. "nodes" are the compile nodes it belongs to, {"id", "class", "workflow"} each, "cache"
+    says where artefacts are kept, without the path, "memory" how much of the device is in use: {"device", "used",
+    "total"}, in bytes. "benchmarks" are kept results, the newest last, "lost" is why earlier ones cannot be read, or
+    "".
     """
     from nexfort_engine.cache import benchmark_record
     from nexfort_engine.cache.paths import chosen_root
@@ -88,7 +90,7 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     engines = [
         {
             "name": name,
-            "nodes": [{"id": node["id"], "workflow": node["workflow"]} for node in status.nodes_of(report)],
+            "nodes": [{name: node[name] for name in ("id", "class", "workflow")} for node in status.nodes_of(report)],
             "report": without_paths(report.as_dict()),
         }
         for name, report in found

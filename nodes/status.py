@@ -52,8 +52,11 @@ _made_by: weakref.WeakKeyDictionary[Report, set[tuple[str, str]]] = weakref.Weak
 _ran_in: weakref.WeakKeyDictionary[Report, str | None] = weakref.WeakKeyDictionary()
 # The names of model files that were noted of a report.
 _named: weakref.WeakKeyDictionary[Report, set[str]] = weakref.WeakKeyDictionary()
+# How many artefacts a report told of when it was heard of last, and before the prompt that it ran in last.
+_made: weakref.WeakKeyDictionary[Report, int] = weakref.WeakKeyDictionary()
+_made_before: weakref.WeakKeyDictionary[Report, int] = weakref.WeakKeyDictionary()
 # What a report had to say of its speed when its nodes were told last.
-_speeds: weakref.WeakKeyDictionary[Report, tuple[int, str]] = weakref.WeakKeyDictionary()
+_speeds: weakref.WeakKeyDictionary[Report, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def remember(node: str | None, kind: str, report: Report | None) -> None:
@@ -92,10 +95,11 @@ def watch(report: Report, event: Event | None) -> None:
         _send(nodes_of(report))
         return
     begins = _begins(report)
+    _made[report] = report.count_compiled
     if event is None:
         # At every step: only the first one, one that compiled, and one that is faster or slower than others were, can
         # have changed what the badge says.
-        before, _speeds[report] = _speeds.get(report), (report.paced, str(_speed(report.last_speed)))
+        before, _speeds[report] = _speeds.get(report), (report.paced, _sign(_speed(report.last_speed)))
         if _progress.pop(report, None) is None and not begins and before == _speeds[report]:
             return
     else:
@@ -127,6 +131,7 @@ def _begins(report: Report) -> bool:
     if report in _ran_in and _ran_in[report] == number:
         return False
     _ran_in[report] = number
+    _made_before[report] = _made.get(report, 0)
     if now is None:
         return True
     _name(report, now)
@@ -164,14 +169,18 @@ def _told(seat: Seat) -> dict[str, Any]:
     report = None if seat.report is None else seat.report()
     if report is None:
         return {**told, "state": "disabled" if _disabled() else "off", "eager": 0}
-    return {**told, **state(report.as_dict(), _progress.get(report), _beside.get(report))}
+    before = _made_before.get(report, 0)
+    return {**told, **state(report.as_dict(), _progress.get(report), _beside.get(report), before)}
 
 
-def state(report: Mapping[str, Any], progress: Event | None, beside: Event | None = None) -> dict[str, Any]:
+def state(
+    report: Mapping[str, Any], progress: Event | None, beside: Event | None = None, before: int = 0
+) -> dict[str, Any]:
     """What the badge says of a report: "state", how many blocks run "eager", and while it compiles how far it is.
 
     "slower" is there where steps of some sizes are slower than eager's, "speed" once steps were timed, "unsaved" where
-    what is compiled cannot be kept. In the "background" nobody waits for it; beside: how far that is.
+    what is compiled cannot be kept. In the "background" nobody waits for it; beside: how far that is. before: how many
+    artefacts were compiled before the last prompt; "fresh" is there where some were compiled since.
     """
     eager = {row["region"] for row in report["eager"]}
     found: dict[str, Any] = {"state": "waiting", "eager": len(eager - {WHOLE})}
@@ -187,7 +196,7 @@ def state(report: Mapping[str, Any], progress: Event | None, beside: Event | Non
     elif progress is not None and progress.done < progress.total:
         found |= {"state": "compiling", **_how_far(progress)}
     elif report["artefacts_compiled"]:
-        found["state"] = "compiled"
+        found |= {"state": "compiled"} | ({"fresh": True} if report["artefacts_compiled"] > before else {})
     elif report["artefacts_loaded"]:
         found["state"] = "warm"
     elif eager or report["calls"]:
@@ -209,14 +218,23 @@ def _is_slower(report: Mapping[str, Any]) -> bool:
 
 
 def _speed(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """How many times as fast the steps are that ran last, None where it is not known; and a likely reason if slower."""
+    """How many times as fast the steps are that ran last, None where it is not known; and a likely reason if slower.
+
+    "seconds": of a compiled step, where that is all that is known.
+    """
     if row is None:
         return None
     from nexfort_engine.reporting.speed import is_slower, ratio
 
     found = ratio(row)
     rounded = None if found is None else round(found, 2)
-    return {"ratio": rounded, "reason": row.get("reason", "") if is_slower(row) else ""}
+    told = {"ratio": rounded, "reason": row.get("reason", "") if is_slower(row) else ""}
+    return told if found is not None or not row["compiled"] else {**told, "seconds": float(f"{row['compiled']:.3g}")}
+
+
+def _sign(speed: Mapping[str, Any] | None) -> Any:
+    """What of a speed is news when it changes: seconds do at every step."""
+    return None if speed is None else (speed["ratio"], speed["reason"], "seconds" in speed)
 
 
 def _disabled() -> bool:

@@ -339,7 +339,7 @@ def test_the_nodes_route_tells_what_became_of_the_node(server: ComfyServer) -> N
     told = {node["id"]: node for node in server.get("/nexfort/nodes")["nodes"]}
     assert told[number]["class"] == "NexfortCompileModel"
     assert told[number]["state"] in ("compiled", "warm")
-    place = {"id": number, "workflow": None}
+    place = {"id": number, "class": "NexfortCompileModel", "workflow": None}
     (mine,) = [engine for engine in server.get("/nexfort/report")["engines"] if place in engine["nodes"]]
     assert mine["report"]["calls"]
     server.run(served.tiny_workflow("flux_compile_model", seed=11, compiled=False), timeout=300)

@@ -4,11 +4,11 @@
 
 import { element } from './elements.js'
 import { openReport } from './report.js'
-import { times, verdict } from './speed.js'
+import { MODEL_NODE, howToCompare, stepTime, times, verdict } from './speed.js'
 import { onStatus, statusOf } from './status.js'
 import { duration, text } from './texts.js'
 
-export const COMPILE_NODES = ['NexfortCompileModel', 'NexfortCompileVAE', 'NexfortCompileControlNet']
+export const COMPILE_NODES = [MODEL_NODE, 'NexfortCompileVAE', 'NexfortCompileControlNet']
 const HEIGHT = 36
 // The modes of the front end's nodes in which they do not run.
 const SKIPPED = { 2: 'bypassed', 4: 'bypassed' }
@@ -59,7 +59,8 @@ export function nodesOfGraph() {
 
 function shownStatus(node) {
   const skipped = SKIPPED[node.mode]
-  return skipped ? { state: skipped, eager: 0 } : statusOf(node)
+  const status = skipped ? { state: skipped, eager: 0 } : statusOf(node)
+  return { ...status, kind: node.comfyClass }
 }
 
 /** Say anew what every badge says: something changed, or the language did. */
@@ -91,17 +92,25 @@ export function stateText(status) {
   return status.unsaved ? text('badge.unsaved', { said }) : said
 }
 
-function keyOf({ state, total, seconds_left: left }) {
+function keyOf({ state, total, fresh, seconds_left: left }) {
   const isKnown = (left ?? null) !== null // it may round to 0
   if (state === 'background' && total) return isKnown ? 'badge.backgroundLeft' : 'badge.backgroundAt'
+  if (state === 'compiled' && !fresh) return 'badge.compiledBefore'
   return state === 'compiling' && isKnown ? 'badge.compilingLeft' : `badge.${state}`
 }
 
-/** A state with how much faster its steps are. */
+/**
+ * A state with how much faster its steps are. Steps of a model are compared sooner or later, for which running it
+ * bypassed is enough. Those of other networks are not, if nobody verifies one: their own time is told.
+ */
 function withSpeed(status, said) {
   if (!RUNS.includes(status.state)) return said
   const found = verdict(status.speed?.ratio)
-  if (found === 'unmeasured') return text(status.slower ? 'badge.slower' : 'badge.unmeasured', { said })
+  if (found === 'unmeasured') {
+    if (status.slower) return text('badge.slower', { said })
+    if (status.kind === MODEL_NODE) return text('badge.unmeasured', { said })
+    return status.speed?.seconds ? text('badge.taken', { said, time: stepTime(status.speed.seconds) }) : said
+  }
   return text(`badge.${found === 'slower' ? 'slowerHere' : found}`, { ratio: times(status.speed.ratio), said })
 }
 
@@ -115,10 +124,11 @@ function isSlower(status) {
   return status.slower || (RUNS.includes(status.state) && verdict(status.speed?.ratio) === 'slower')
 }
 
-/** What is said where the pointer rests: why it is slower and what to try, and what a click does. */
+/** What is said where the pointer rests: why it is slower and what to try, or how to compare, and what a click does. */
 function titleOf(status) {
   const click = text(['compiling', 'background'].includes(status.state) ? 'badge.once' : 'badge.open')
-  return [status.speed?.reason, isSlower(status) && text('speed.try'), click].filter(Boolean).join('\n')
+  const unmeasured = RUNS.includes(status.state) && !status.slower && verdict(status.speed?.ratio) === 'unmeasured'
+  return [status.speed?.reason, isSlower(status) && text('speed.try'), unmeasured && text(howToCompare([status.kind])), click].filter(Boolean).join('\n')
 }
 
 function draw(node) {

@@ -12,7 +12,7 @@ import { onStatus } from './status.js'
 import { language, text } from './texts.js'
 
 export const CACHE_LIMIT = 'Nexfort.Cache.Limit'
-export const GIB = 2 ** 30
+const GIB = 2 ** 30
 const DEFAULT_LIMIT = 8 // GiB, as the engine's own
 const ORDERS = ['last_used', 'size', 'region', 'family', 'state']
 const view = { entries: [], limit: 0, place: null, search: '', order: 'last_used', down: true, open: new Set() }
@@ -20,6 +20,12 @@ const AT_ONCE = 100 // ids in one request, which may not be long
 const ICONS = { pin: 'pi pi-lock-open', unpin: 'pi pi-lock', delete: 'pi pi-trash' }
 let panel = null
 let unwatch = null
+
+/** The limit that the user set, in bytes; null where the server's own is to hold. */
+export function limitBytes() {
+  const limit = Number(settingOf(CACHE_LIMIT))
+  return limit > 0 ? Math.round(limit * GIB) : null
+}
 
 /** Draw the tab into the element that the front end gives, each time it opens. */
 export function renderCacheTab(place) {
@@ -182,9 +188,10 @@ function draw() {
   const rows = shown()
   const total = rows.reduce((sum, row) => sum + row.size, 0)
   const held = view.entries.reduce((sum, row) => sum + row.size, 0)
-  const values = { shown: rows.length, count: view.entries.length, size: sizeText(total), limit: sizeText(view.limit) }
+  const limit = Math.min(view.limit, limitBytes() ?? view.limit) // both are kept to
+  const values = { shown: rows.length, count: view.entries.length, size: sizeText(total), limit: sizeText(limit) }
   panel.querySelector('.nexfort-total').textContent = text('cache.total', values)
-  panel.querySelector('.nexfort-filled').style.width = `${Math.min(100, (100 * held) / Math.max(view.limit, 1))}%`
+  panel.querySelector('.nexfort-filled').style.width = `${Math.min(100, (100 * held) / Math.max(limit, 1))}%`
   const place = panel.querySelector('.nexfort-scroll')
   if (!view.entries.length) {
     place.replaceChildren(element('p', {}, text('cache.empty')))

@@ -6,7 +6,7 @@ import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
 import { COMPILE_NODES, addBadge, drawBadges, showBadges, watchBadges } from './badge.js'
 import { benchmarkWorkflow } from './benchmark.js'
-import { CACHE_LIMIT, GIB, clearCache, leaveCacheTab, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
+import { CACHE_LIMIT, clearCache, leaveCacheTab, limitBytes, pruneCache, refreshCache, renderCacheTab } from './cache_tab.js'
 import { loadStyles } from './elements.js'
 import { openTab, registerTab, settingOf, toast } from './front_end.js'
 import { foldOptions, watchOptions } from './options.js'
@@ -32,11 +32,6 @@ const DEFAULT = 'O2'
 // The English name is made for the search, and too long for a title.
 const LONG_NAME = /^Compile Model \(Nexfort: .*\)$/
 const told = new Set()
-
-function limitBytes() {
-  const limit = Number(settingOf(CACHE_LIMIT))
-  return limit > 0 ? Math.round(limit * GIB) : null
-}
 
 /** After a run: hold the cache to the limit that is set, show what it holds now, and say once what ran uncompiled. */
 async function afterRun() {
@@ -104,7 +99,8 @@ app.registerExtension({
       tooltip: 'After each run what was used least recently is removed until the rest fits. 0: the limit of the server.',
       type: 'number',
       attrs: { min: 0, max: 1024, step: 1 },
-      defaultValue: 0
+      defaultValue: 0,
+      onChange: refreshCache
     }
   ],
   commands: [

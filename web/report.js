@@ -90,8 +90,9 @@ export async function whyUnsaved() {
 }
 
 /** problem: the same with the path, which is told to this page alone. */
-function engineSection({ name, report }, { cache, memory }, problem) {
-  const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed))
+function engineSection({ name, nodes, report }, { cache, memory }, problem) {
+  const kinds = nodes.map((node) => node.class)
+  const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed, kinds))
   const { unsaved } = report
   if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem ?? unsaved })))
   if (isPlain(report)) section.append(element('p', { class: 'nexfort-banner' }, text('report.plain')))

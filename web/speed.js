@@ -6,6 +6,8 @@ import { duration, language, number, text } from './texts.js'
 
 const ALIKE = 0.03 // nearer to 1 than this a ratio says neither faster nor slower
 const DAY = 86400
+// The node whose steps a bypassed run and a benchmark compare.
+export const MODEL_NODE = 'NexfortCompileModel'
 
 /** "faster", "slower", "alike" or "unmeasured", of a ratio or null. */
 export function verdict(ratio) {
@@ -18,13 +20,21 @@ export function times(ratio) {
   return number(ratio, ratio > 0.8 && ratio < 1.2 ? 2 : 1)
 }
 
-/** The first lines of a report: how much faster it is now, what that saved, and a chart of the last pictures. */
-export function speedSection(rows) {
+/** The key of the text on how to have steps compared, of an engine that these kinds of nodes made. */
+export function howToCompare(kinds) {
+  return kinds.length && !kinds.includes(MODEL_NODE) ? 'speed.howVerify' : 'speed.how'
+}
+
+/**
+ * The first lines of a report: how much faster it is now, what that saved, and a chart of the last pictures. kinds: of
+ * the nodes that made the engine.
+ */
+export function speedSection(rows, kinds) {
   const row = (rows ?? []).at(-1)
   const ratio = row?.compiled && row.eager ? row.eager / row.compiled : null
   const said = verdict(ratio)
   const parts = [element('p', { class: 'nexfort-headline', 'data-verdict': said }, headline(row, ratio, said))]
-  if (said === 'unmeasured') parts.push(element('p', { class: 'nexfort-small' }, text('speed.how')))
+  if (said === 'unmeasured') parts.push(element('p', { class: 'nexfort-small' }, text(howToCompare(kinds))))
   else if (said === 'slower') parts.push(element('p', {}, row.reason), element('p', {}, text('speed.try')))
   const besides = row ? gains(row) : []
   if (besides.length) parts.push(element('p', { class: 'nexfort-small' }, besides.join(' · ')))

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from ..cache.store import Removed, Store
 
 HEADINGS = ("id", "region", "model", "shapes", "size", "last used", "state", "made by")
+# Of each action, as it is typed behind `nexfort cache`.
+EXAMPLES = {
+    "list": ("list", "list --base-directory /data/comfyui --json"),
+    "show": ("show 3fa9c1",),
+    "verify": ("verify", "verify 3fa9c1 --dir /data/cache"),
+    "prune": ("prune --max-size 2GiB",),
+    "pin": ("pin 3fa9c1 b07d",),
+    "unpin": ("unpin 3fa9c1",),
+    "clear": ("clear", "clear 3fa9c1", "clear --pinned"),
+    "export": ("export flux.nexfort", "export flux.nexfort 3fa9c1 b07d"),
+    "import": ("import flux.nexfort", "import flux.nexfort --trust"),
+    "path": ("path --comfyui ~/ComfyUI",),
+}
 COLOURS = {"ready": "green", "pinned": "cyan", "base": "blue"}
 TRUST = (
     "nothing was imported. A bundle is code, and what is imported runs in your ComfyUI as if you had installed it: if "
@@ -35,7 +48,9 @@ class UnknownEntryError(ValueError):
 
 def add_to(commands: Any) -> None:
     """Adds `cache` with all its actions to the parser of the command line."""
-    cache = commands.add_parser("cache", help="show, check, reduce, export and import the compile cache")
+    examples = [EXAMPLES[name][0] for name in ("list", "prune", "export")]
+    text = "show, check, reduce, export and import the compile cache"
+    cache = commands.add_parser("cache", help=text, **examples_below("cache", examples))
     actions = cache.add_subparsers(required=True, metavar="ACTION")
     _add(actions, "list", _list, "list the artefacts, the most recently made last")
     _add_ids(_add(actions, "show", _show, "show all that is known about artefacts"), "+")
@@ -59,9 +74,16 @@ def add_to(commands: Any) -> None:
 
 
 def _add(actions: Any, name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    shown = examples_below("cache", EXAMPLES[name])
+    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, **shown)
     add_where(action).set_defaults(command=command)
     return action
+
+
+def examples_below(command: str, examples: Sequence[str]) -> dict[str, Any]:
+    """What a parser is made with that shows these examples of `nexfort COMMAND` below its help."""
+    lines = [f"  nexfort {command} {one}".rstrip() for one in examples]
+    return {"epilog": "\n".join(["examples:", *lines]), "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def add_where(action: argparse.ArgumentParser) -> argparse.ArgumentParser:

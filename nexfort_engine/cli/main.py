@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cache_command.add_to(commands)
     plan_command.add_to(commands)
-    doctor = commands.add_parser("doctor", help="print what a bug report needs, and check that compiling works")
+    text = "print what a bug report needs, and check that compiling works"
+    shown = cache_command.examples_below("doctor", ("", "--no-check", "--json"))
+    doctor = commands.add_parser("doctor", help=text, description=text, **shown)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--no-check", action="store_true", help="do not compile anything")
     doctor.set_defaults(command=_doctor)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.report import counted, type_of
-from .cache_command import add_where, store_of
+from .cache_command import add_where, examples_below, store_of
 from .output import say
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ NOTHING = "The cache holds no artefact in low precision: run a model once in the
 def add_to(commands: Any) -> None:
     """Adds `plan` to the parser of the command line."""
     text = "show which products are computed in 8 bits (mode O3) and why the others are not"
-    plan = add_where(commands.add_parser("plan", help=text, description=text))
+    examples = examples_below("plan", ("", "--comfyui ~/ComfyUI --json"))
+    plan = add_where(commands.add_parser("plan", help=text, description=text, **examples))
     plan.set_defaults(command=_plan)
 
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from pages import ROOT
 
 from nexfort_engine import __version__
 from nexfort_engine.cache.store import Store
-from nexfort_engine.cli import run_workflows
+from nexfort_engine.cli import main, run_workflows
 from nexfort_engine.cli.missing_models import missing_models
 from nexfort_engine.hosts.comfy_install import comfyui_cache
 
@@ -109,9 +112,34 @@ def test_a_directory_that_is_not_there_is_an_error(arguments: tuple[str, ...], t
 
 def test_it_says_its_version_its_name_and_examples(tmp_path: Path) -> None:
     assert nexfort("--version", home=tmp_path).stdout == f"nexfort {__version__}\n"
-    for command in ((), ("run",), ("warm",)):
-        said = nexfort(*command, "--help", home=tmp_path).stdout
-        assert said.startswith("usage: nexfort ") and "examples:\n  nexfort " in said
+    said = nexfort("--help", home=tmp_path).stdout
+    assert said.startswith("usage: nexfort ") and "examples:\n  nexfort " in said
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """Every command below the parser, with its words."""
+    for action in parser._subparsers._group_actions if parser._subparsers is not None else ():
+        for name, below in dict(action.choices or {}).items():
+            yield (name,), below
+            for words, further in commands_of(below):
+                yield (name, *words), further
+
+
+COMMANDS = dict(commands_of(main._parser()))
+
+
+def test_every_command_is_looked_at() -> None:
+    assert {("run",), ("warm",), ("doctor",), ("plan",), ("cache",), ("cache", "import")} <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_help_of_a_command_has_examples_that_can_be_typed(words: tuple[str, ...]) -> None:
+    parser, whole = COMMANDS[words], main._parser()
+    lines = parser.format_help().partition("\nexamples:\n")[2].splitlines()
+    given = [shlex.split(line.strip().partition("   ")[0]) for line in lines]  # what an example is for stands behind it
+    assert given and all(one[: 1 + len(words)] == ["nexfort", *words] for one in given)
+    for one in given:
+        whole.parse_args(one[1:])
 
 
 def test_the_base_directory_is_spelt_in_one_way(tmp_path: Path) -> None:

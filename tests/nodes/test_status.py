@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nexfort_engine.cache import speed_record
 from nexfort_engine.reporting.progress import Event
 from nexfort_engine.reporting.report import Report
 
@@ -86,12 +87,54 @@ def test_the_states(status: types.ModuleType) -> None:
     assert state(status, report)["state"] == "compiled"
 
 
+def test_what_was_compiled_is_fresh_until_the_next_prompt(
+    status: types.ModuleType, queue: Queue, sent: list[Any]
+) -> None:
+    report = Report()
+    queue.begin("1", of_workflow("a"), "4")
+    status.remember("4", MODEL, report)
+    status.watch(report, event(0, 1))
+    report.compiled("blocks.0", "k", 1.0)
+    status.watch(report, event(1, 1))
+    status.watch(report, None)
+    status.watch(report, None)
+    (node,) = status.nodes()
+    assert (node["state"], node["fresh"]) == ("compiled", True)
+    for number in ("2", "3"):
+        queue.begin(number, of_workflow("a"), "4")
+        sent.clear()
+        status.watch(report, None)
+        ((_, data),) = sent
+        assert data["nodes"] == [{name: value for name, value in node.items() if name != "fresh"}]
+    report.compiled("blocks.1", "l", 1.0)  # a size that it had not seen
+    status.watch(report, None)
+    assert status.nodes()[0]["fresh"] is True
+
+
+def test_seconds_are_told_while_there_is_nothing_to_compare_with(status: types.ModuleType, sent: list[Any]) -> None:
+    report, row = Report(), speed_record.blank(model="TAESD", sizes=[[1, 4, 8, 12]])
+    status.remember("4", MODEL, report)
+    report.loaded("blocks.0", "k", 0.1)
+    report.speed("key", row)
+    status.watch(report, None)
+    assert status.nodes()[0]["speed"] == {"ratio": None, "reason": ""}
+    sent.clear()
+    for taken in (0.12345, 0.2, 0.3):
+        report.speed("key", {**row, "compiled": taken})
+        status.watch(report, None)
+    ((_, data),) = sent  # other seconds alone are no news
+    assert data["nodes"][0]["speed"] == {"ratio": None, "reason": "", "seconds": 0.123}
+    assert status.nodes()[0]["speed"]["seconds"] == 0.3
+    report.speed("key", {**row, "compiled": 0.1, "eager": 0.2})
+    assert status.nodes()[0]["speed"] == {"ratio": 2.0, "reason": ""}
+
+
 def test_blocks_that_run_eager_are_counted_once(status: types.ModuleType) -> None:
     report = Report()
     report.compiled("blocks.1", "l", 2.0)
     for reason in ("a patch", "a hook"):
         report.eager("blocks.0", reason)
-    assert state(status, report) == {"state": "compiled", "eager": 1}
+    assert state(status, report) == {"state": "compiled", "fresh": True, "eager": 1}
     whole = Report()
     whole.eager("(whole module)", "no compiler")
     assert state(status, whole) == {"state": "eager", "eager": 0}
@@ -115,7 +158,7 @@ def test_steps_slower_than_eager_are_told_of_while_they_are(status: types.Module
         assert data["nodes"][0].get("slower") is told
     report.pace({**row, "slower": True})
     report.pace({**row, "slower": False, "sizes": [[2, 4, 8]]})
-    assert state(status, report) == {"state": "compiled", "eager": 0, "slower": True}
+    assert state(status, report) == {"state": "compiled", "fresh": True, "eager": 0, "slower": True}
 
 
 def test_a_model_without_artefacts_after_a_call_runs_eager(status: types.ModuleType) -> None:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 BADGE = browser.BADGE
 TAB = browser.TAB
 REPORT = browser.REPORT
-WAITING, COMPILED, WARM = "not run yet", "compiled just now", "ready from cache"
+WAITING, COMPILED, WARM = "not run yet", "compiled", "ready from cache"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_first_minute(chromium: Any, server: ComfyServer, vue: bool) -> None
         browser.connect(page, "NexfortCompileModel", "KSampler")
         browser.queue(page)
         said = page.evaluate("() => window.said")
-        assert (said[0], browser.state_in(said[-1])) == (WAITING, COMPILED), said
+        assert (said[0], browser.state_in(said[-1])) == (WAITING, COMPILED) and "compiled just now" in said[-1], said
         assert any(text.startswith("compiling ") for text in said), said
         page.locator(BADGE).click()
         page.locator(REPORT).locator("summary", has_text="Details").click()
@@ -95,7 +95,7 @@ def test_a_front_end_that_lacks_something_is_told_of_and_the_rest_works(chromium
 
 
 TELL = """(told) => {
-  const { id } = window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel')
+  const { id } = window.app.graph.nodes.find((one) => one.comfyClass === (told.class ?? 'NexfortCompileModel'))
   window.app.rootGraph.id = 'told' // no other test runs it
   const node = { id: String(id), class: 'NexfortCompileModel', workflow: 'told', eager: 0, ...told }
   window.comfyAPI.api.api.dispatchCustomEvent('nexfort.status', { nodes: [node] })
@@ -115,6 +115,25 @@ def test_a_badge_says_of_a_short_time_that_it_is_left_and_of_a_slow_step_what_to
         page.locator(f"{BADGE}[data-state=eager][title*='Try another mode']").wait_for()
         page.evaluate(TELL, {"state": "compiled"})
         page.locator(f"{BADGE}[data-state=compiled]:not([title*='Try another mode'])").wait_for()
+
+
+def test_a_badge_says_when_it_was_compiled_and_promises_a_comparison_of_models_alone(page: Any) -> None:
+    made = served.tiny_workflow("flux_compile_model")
+    (loader,) = [key for key, node in made.items() if node["class_type"] == "VAELoader"]
+    browser.load(page, {**made, "900": {"class_type": "NexfortCompileVAE", "inputs": {"vae": [loader, 0]}}})
+    known = {"ratio": None, "reason": "", "seconds": 0.412}
+    for kind, speed, said, how in (
+        ("NexfortCompileModel", {"speed": known}, "compiled, not measured yet", "bypassed"),
+        ("NexfortCompileVAE", {}, "compiled", "To compare, verify the next step."),
+        ("NexfortCompileVAE", {"speed": known}, "compiled, 0.412 sec a call", "To compare, verify the next step."),
+        ("NexfortCompileVAE", {"speed": {"ratio": 1.5, "reason": ""}}, "1.5× faster, compiled", None),
+    ):
+        for when, fresh in ((said, {}), (said.replace("compiled", "compiled just now"), {"fresh": True})):
+            page.evaluate(TELL, {"class": kind, "state": "compiled", **speed, **fresh})
+            badge = page.locator(BADGE).get_by_text(re.compile(f"^{re.escape(when)}$")).locator("..")
+            badge.wait_for()
+            title = badge.get_attribute("title")
+            assert how in title if how else "To compare" not in title
 
 
 def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:

@@ -48,6 +48,12 @@ def test_a_model_is_called_by_its_file(page: Any, filled: ComfyServer) -> None:
     assert not page.locator(f"{TAB} tbody tr").count(), "blocks are one click deeper"
     assert page.locator(f"{TAB} .nexfort-overview").inner_text() == f"Nexfort Compile Model: {said[-1]}"
     assert " of 8.0 GiB" in page.locator(f"{TAB} .nexfort-total").inner_text()
+    held, filled_part = sum(entry["size"] for entry in entries), page.locator(f"{TAB} .nexfort-filled")
+    for limit, shown in ((2, "2.0 GiB"), (1024, "8.0 GiB"), (0, "8.0 GiB")):  # GiB; the server's own holds as well
+        browser.set_value(page, "Nexfort.Cache.Limit", limit)
+        page.locator(f"{TAB} .nexfort-total", has_text=f" of {shown}").wait_for()
+        width = float(filled_part.evaluate("one => one.style.width").rstrip("%"))
+        assert width == pytest.approx(100 * held / (min(limit or 8, 8) << 30), rel=1e-3)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(TAB).get_by_role("button", name="Copy the path").click()
     browser.wait_for_message(page, "Copied.")
