@@ -17,159 +17,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nexfort_engine.kernels.quantize_rows import op as quantize_rows
-from nexfort_engine.kernels.scaled_linear import choice
+from nexfort_engine.kernels.scaled_linear import choice, launch
+from nexfort_engine.quant.tune import (
+    CODE,
+    COPIES,
+    GROUP,
+    MODELS,
+    Given,
+    Layer,
+    distance,
+    given,
+    host,
+    microseconds,
+    ours,
+    truth_of,
+)
 
-from . import card, int8_launch
+from . import card
 
 T = torch.Tensor
-GROUP = 256
-COPIES = 4  # weights that are used in turn
-SAMPLE = 64  # rows that are compared with float64
-CODE = 2  # of bfloat16, as comfy_kitchen counts
 COMPILERS = 12  # processes
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer. up: it is silu(layer) times another one."""
-
-    inner: int
-    columns: int
-    up: bool = False
-
-
-MODELS: dict[str, tuple[Layer, ...]] = {
-    "z-image": (
-        Layer(3840, 11520),
-        Layer(3840, 3840),
-        Layer(3840, 10240),
-        Layer(3840, 10240, True),
-        Layer(10240, 3840),
-    ),
-    "qwen-image": (Layer(3072, 3072), Layer(3072, 12288), Layer(12288, 3072)),
-    "wan": (Layer(5120, 5120), Layer(5120, 13824), Layer(13824, 5120)),
-    "flux": (Layer(3072, 9216), Layer(3072, 12288), Layer(3072, 21504), Layer(15360, 3072)),
-}
 WIDTHS = {"z-image": (3840, 10240), "qwen-image": (3072, 12288), "wan": (5120, 13824), "flux": (3072, 12288)}
 
 
-def microseconds(run: Callable[[int], Any], least: float = 0.05) -> tuple[float, str]:
-    """Of one call of `run`, which is given the number of the call; and whether a CUDA graph had them.
-
-    least: seconds that are measured.
-    """
-    for number in range(COPIES):
-        run(number)
-    card.settle()
-    how, each = "graph", 2 * COPIES
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for number in range(each):
-                run(number)
-        replay: Callable[[], Any] = graph.replay
-    except RuntimeError:
-        how = "queue"
-        card.settle()
-
-        def replay() -> None:
-            for number in range(each):
-                run(number)
-
-    def timed(times: int) -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        for _ in range(times):
-            replay()
-        ended.record()
-        card.settle()
-        return float(began.elapsed_time(ended)) / 1e3
-
-    replay()
-    times = max(2, math.ceil(least / max(timed(2) / 2, 1e-6)))
-    return min(timed(times) for _ in range(3)) / times / each * 1e6, how
-
-
-def distance(found: T, truth: T) -> float:
-    """Relative, of the rows that are compared."""
-    return float((found[:SAMPLE].double() - truth).norm() / truth.norm())
-
-
 # ---- products ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Given:
-    """Numbers of a layer: x in bfloat16 (rows, K) with outliers, weights in int8 with scales, and those in full."""
-
-    x: T
-    weights: list[tuple[T, T]]
-    full: list[T]
-    bias: T
-
-
-def given(layer: Layer, rows: int, device: str = "cuda") -> Given:
-    """Random numbers of a layer, the same in each run."""
-    draw = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> T:
-        return torch.randn(*shape, generator=draw, device=device)
-
-    x = normal(rows, layer.inner)
-    x[:, :: layer.inner // 16] *= 10
-    whole = [normal(layer.columns, layer.inner) / layer.inner**0.5 for _ in range(COPIES)]
-    quantised = []
-    for weight in whole:
-        steps, scale = quantize_rows.quantized(weight, GROUP)
-        quantised.append((steps, scale[:, None]))
-    return Given(x.bfloat16(), quantised, [weight.bfloat16() for weight in whole], normal(layer.columns).bfloat16())
-
-
-def truth_of(layer: Layer, values: Given) -> T:
-    """Of the first rows, in float64, with weights as they are and rows in full."""
-    x = values.x[:SAMPLE].double()
-    x = (x.unflatten(-1, (-1, GROUP)) @ quantize_rows.hadamard(GROUP, x)).flatten(-2)
-    first, second = (x @ (w.double() * s.double()).t() for w, s in values.weights[:2])
-    first = first + values.bias.double() if not layer.up else first
-    return torch.nn.functional.silu(first) * second if layer.up else first
-
-
-def host(layer: Layer, values: Given) -> Callable[[int], T]:
-    """comfy_kitchen's operator, which brings its input to int8 itself."""
-    import comfy_kitchen  # noqa: F401  # the operators
-
-    def linear(number: int, bias: T | None) -> T:
-        weight, scale = values.weights[number % COPIES]
-        return torch.ops.comfy_kitchen.int8_linear(values.x, weight, scale, bias, CODE, True, GROUP)  # type: ignore
-
-    def both(number: int) -> T:
-        return torch.nn.functional.silu(linear(number, None)) * linear(number + 1, None)
-
-    return both if layer.up else lambda number: linear(number, values.bias)
-
-
-def ours(layer: Layer, values: Given, rows: tuple[T, T], form: choice.Form) -> Callable[[int], T]:
-    """The engine's product in a form, of rows in int8."""
-
-    def run(number: int) -> T:
-        weight, other = values.weights[number % COPIES], values.weights[(number + 1) % COPIES]
-        more: dict[str, Any] = {"up": other, "activation": "silu"} if layer.up else {"bias": values.bias}
-        return int8_launch.product(*rows, *weight, form, torch.bfloat16, **more)
-
-    return run
 
 
 def products(layer: Layer, count: int) -> Iterator[dict[str, Any]]:
@@ -178,8 +62,8 @@ def products(layer: Layer, count: int) -> Iterator[dict[str, Any]]:
     truth = truth_of(layer, values)
     theirs = host(layer, values)
     yield told("host", *microseconds(theirs), distance=distance(theirs(0), truth))
-    rows = int8_launch.rows_in_int8(values.x[None], "", GROUP)
-    yield told("rows", *microseconds(lambda _: int8_launch.rows_in_int8(values.x[None], "", GROUP)))
+    rows = launch.rows_in_int8(values.x[None], "", GROUP)
+    yield told("rows", *microseconds(lambda _: launch.rows_in_int8(values.x[None], "", GROUP)))
     few = (choice.FEW_ROWS,) if count < choice.MANY else ()
     for form in choice.forms(torch.cuda.get_device_capability(), up=layer.up) + few:
         run = ours(layer, values, rows, form)
@@ -215,7 +99,7 @@ def libraries(values: Given, rows: tuple[T, T]) -> Iterator[dict[str, Any]]:
 
         def mine(number: int, form: choice.Form = form, scales: tuple[T, T] = scales) -> T:
             weight = weights[number % COPIES]
-            return int8_launch.product(x, scales[0], weight, scales[1], form, torch.bfloat16)
+            return launch.product(x, scales[0], weight, scales[1], form, torch.bfloat16)
 
         yield told("ours in fp8", *microseconds(mine), form=form)
 
@@ -246,7 +130,7 @@ def kinds(inner: int, count: int) -> Iterator[dict[str, Any]]:
     for kind in quantize_rows.KINDS:
         more: dict[str, Any] = {"factor": parts[1], "shift": parts[0]} if kind.endswith("norm") else {}
         more |= {"second": second} if kind == "swiglu" else {}
-        time, how = microseconds(lambda _, kind=kind, more=more: int8_launch.rows_in_int8(first, kind, GROUP, **more))
+        time, how = microseconds(lambda _, kind=kind, more=more: launch.rows_in_int8(first, kind, GROUP, **more))
         yield told(f"rows of {kind or 'nothing'}", time, how, bytes=count * inner * (5 if kind == "swiglu" else 3))
 
 
@@ -357,13 +241,13 @@ def lowered(block: Callable[..., T], inputs: list[T], fused: bool) -> Callable[[
 def compiled(layer: Layer, count: int) -> None:
     """Have Triton's cache hold the kernels of a layer, by a call of each."""
     values = given(layer, count)
-    rows = int8_launch.rows_in_int8(values.x[None], "", GROUP)
+    rows = launch.rows_in_int8(values.x[None], "", GROUP)
     for form in choice.forms(torch.cuda.get_device_capability(), up=layer.up):
         ours(layer, values, rows, form)(0)
         if not layer.up and torch.cuda.get_device_capability() >= (8, 9):
             narrow, ones = torch.float8_e4m3fn, torch.ones(max(count, layer.columns), device="cuda")
             x, weight = values.x.to(narrow), values.full[0].to(narrow)
-            int8_launch.product(x, ones[:count], weight, ones[: layer.columns], form, torch.bfloat16)
+            launch.product(x, ones[:count], weight, ones[: layer.columns], form, torch.bfloat16)
     card.settle()
 
 

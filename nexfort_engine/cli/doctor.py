@@ -182,15 +182,24 @@ def _kitchen() -> dict[str, Any] | None:
 
 def _card_figures(torch_facts: Any) -> dict[str, str]:
     """Of each GPU, whether what decides about 8 bits on it was measured on such a one."""
+    from ..quant.card_figures import stored
     from ..quant.cost_model import origin
 
+    def told(name: str) -> str:
+        own = stored(_store().root, name)
+        return origin(name) if own is None else f"measured on this card by `nexfort tune`, {own.date}"
+
     cards = [one for one in torch_facts.get("devices", ()) if one["device"].startswith("cuda")]
-    return {one["device"]: f"{one['name']}: {origin(one['name'])}" for one in cards}
+    return {one["device"]: f"{one['name']}: {told(one['name'])}" for one in cards}
+
+
+def _store() -> Store:
+    around = None if chosen_root() else base_around()
+    return Store(default_root() if around is None else comfyui_cache(around), base_root())
 
 
 def _cache() -> dict[str, Any]:
-    around = None if chosen_root() else base_around()
-    store = Store(default_root() if around is None else comfyui_cache(around), base_root())
+    store = _store()
     rows = store.rows()
     return {
         "path": str(store.root),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `nexfort cache|doctor|plan|run|warm`; `cache` and `plan` have files of their own.
+"""The command line: `nexfort cache|doctor|plan|run|tune|warm`; `cache`, `plan` and `tune` have files of their own.
 
 `python -m nexfort_engine` is the same, in the plugin's folder, where the package is not installed.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import cache_command, plan_command
+from . import cache_command, plan_command, tune_command
 from .output import say, say_failure
 
 PROGRAM = "nexfort"
@@ -30,6 +30,7 @@ examples:
   nexfort warm --workflow FILE                         compile ahead of the first user
   nexfort cache list                                   what the cache of this ComfyUI holds
   nexfort cache list --base-directory DIR              that of a ComfyUI with another base directory
+  nexfort tune                                         measure this card
   nexfort doctor                                       what a bug report needs
 Where the package is not installed, `python -m nexfort_engine` in the plugin's folder is the same as `nexfort`.
 """
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     cache_command.add_to(commands)
     plan_command.add_to(commands)
+    tune_command.add_to(commands)
     text = "print what a bug report needs, and check that compiling works"
     shown = cache_command.examples_below("doctor", ("", "--no-check", "--json"))
     doctor = commands.add_parser("doctor", help=text, description=text, **shown)

@@ -34,7 +34,7 @@ from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor
 from ..lowering.vec_isa_cache import remember_in
 from ..modules.tree import Hidden
-from ..quant import matmul
+from ..quant import card_figures, matmul
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, GuardFailure
 from ..runtime.devices import device_of
@@ -237,10 +237,15 @@ class Finder:
             self._check_products(options, device_type)
         if device_type != "cuda":
             return options
-        card = torch.cuda.get_device_capability()
+        card, figures = torch.cuda.get_device_capability(), card_figures.of_cache(self.state.store.root)
+        card_figures.use(figures)
+        if figures is not None:
+            options["nexfort.card"] = figures.as_dict()
         for one in PASSES:
-            elsewhere = one.measured and (card not in one.measured or torch.version.hip is not None)
-            if elsewhere and not config.option(one.option):
+            pays = None if figures is None or not one.tuned else getattr(figures, one.tuned)
+            if pays is None:
+                pays = not one.measured or (card in one.measured and torch.version.hip is None)
+            if not pays and not config.option(one.option):
                 options[one.switch] = False
         self._check_kernels(options, card)
         for name, missing in (("int8_linear", _int8_layers_missing), ("fp8_input", lambda: matmul.missing("cuda"))):

@@ -9,6 +9,7 @@ import torch
 
 from ..cache.key import driver_needed, environment_parts, fingerprint, machine, primary_key
 from ..modules.tree import structure
+from ..quant.card_figures import key_part
 from ..runtime.engine_state import EngineState
 
 
@@ -26,6 +27,7 @@ class ModelKeys:
                 "environment": environment_parts(str(device)),
                 "config": self._state.lowering.lowering_key(),
                 "structure": structure(self._state.root, besides=self._state.besides),
+                **key_part(self._state.store.root, device.type),
             }
             self._keys[device.type] = primary_key(parts)
             self._state.report.of_model(self._keys[device.type])

@@ -12,6 +12,7 @@ from ..dispatch.region import Region
 from ..guards.call_spec import Flat
 from ..modules.channels_last import as_taken, win_on
 from ..modules.memory_format import normalised
+from ..quant.card_figures import key_part
 from ..runtime.devices import device_of
 from ..runtime.engine_state import EngineState
 from ..runtime.lru_mapping import Recent
@@ -55,6 +56,7 @@ class Requests:
                 "modes": shaping,
                 # lowered code names its card by its number among those that the process sees
                 "card": device.partition(":")[2] or "0",
+                **key_part(self._state.store.root, device.partition(":")[0]),
             }
             found = self._primaries[place] = (structure, primary_key(parts))
         return found[1]

@@ -52,9 +52,10 @@ class PassSpec:
     rewrite: "file:function" in passes/; nothing: lowering reads the switch. option: what the user switches it by, an
     option, a mode token or a key. after: names of passes that must have run, each with the reason. on: the rule of a
     config; None: the option's own. gpu: whether it is for GPUs alone, where it was measured to win. measured: the cards
-    on which it was measured to win; elsewhere it is on where the user asks for it. needs: a name of NEEDS. operator:
-    "module:function" of the engine that makes the operator that lowered code calls by name. packs_weights: whether
-    it makes smaller weights of weights.
+    on which it was measured to win; elsewhere it is on where the user asks for it. tuned: the verdict of
+    quant.card_figures.CardFigures that counts instead, on a card that the user measured. needs: a name of NEEDS.
+    operator: "module:function" of the engine that makes the operator that lowered code calls by name. packs_weights:
+    whether it makes smaller weights of weights.
     """
 
     name: str
@@ -64,6 +65,7 @@ class PassSpec:
     on: Callable[[Asked], bool] | None = None
     gpu: bool = True
     measured: Cards = ()
+    tuned: str = ""
     needs: str = ""
     operator: str = ""
     packs_weights: bool = False
@@ -125,7 +127,14 @@ PASSES: tuple[PassSpec, ...] = (
     ),
     PassSpec("rotary", "fuse.rotary", "rotary:rotaries"),
     PassSpec("fp8_input", "fuse.fp8_input", "fp8_input:fp8_inputs", needs="fp8", measured=HOPPER),
-    PassSpec("int8_linear", "fuse.int8_linear", "int8_linear:int8_linears", needs="int8_files", measured=HOPPER),
+    PassSpec(
+        "int8_linear",
+        "fuse.int8_linear",
+        "int8_linear:int8_linears",
+        needs="int8_files",
+        measured=HOPPER,
+        tuned="int8_pays",
+    ),
     PassSpec(
         "broadcast",
         "fuse.broadcast",

@@ -30,6 +30,7 @@ from ..graph.const_subgraph import take_out
 from ..guards.shape_guards import Conditions
 from ..kernels import known_to_inductor
 from ..passes.registry import REWRITES, register, split
+from ..quant import card_figures
 from ..system import torch_modes
 from ..system.compiler_processes import bounded
 from ..system.device_timer import by_the_device
@@ -87,6 +88,7 @@ def lower_graph(
     """
     with _plainly(payload):
         own, options = split(options)
+        card_figures.use_told(own.get("card"))
         with torch_modes.applied(own.get("modes") or {}), own_pre_dispatch_modes():  # type: ignore[arg-type]
             _lower_graph(graph, constants, payload, options, own, lasting, each)
 

@@ -22,7 +22,8 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
 from ..graph.sizes import hint
-from ..quant.cost_model import A100, H200, narrowing
+from ..quant.card_figures import card_of
+from ..quant.cost_model import narrowing
 from ..quant.matmul import FP8, MULTIPLE, NAMES, narrowed, times_rows, times_whole_rows, with_zeros
 
 aten = torch.ops.aten
@@ -103,7 +104,7 @@ def gain(rows: int, inner: int, columns: int, dtype: torch.dtype = FP8) -> float
     Of narrowing that of the input counts; weights are kept. What is multiplied in int8 is written in 32 bits and read
     again to be scaled.
     """
-    card = H200 if dtype == FP8 else A100
+    card = card_of(dtype)
     found = 2.0 * rows * inner * columns * (1 / card.half - 1 / card.narrow) - narrowing(rows, inner, card)
     return found if dtype == FP8 else found - 8.0 * rows * columns / card.memory - card.kernel
 

@@ -2,7 +2,7 @@
 """Which form of the kernel of `scaled_linear` a layer gets, and where the host's own operator was measured faster.
 
 `benchmarks/int8_linear.py` times every form of FORMS for the layers of models that people run, and prints rows of
-MEASURED.
+MEASURED. `nexfort tune` does so on the user's own card; what it measured holds in the place of MEASURED (`use`).
 """
 
 from __future__ import annotations
@@ -95,6 +95,19 @@ MEASURED: Mapping[Capability, Mapping[Layer, Measured]] = {
 }
 
 
+_own: Mapping[Layer, Measured] = {}
+
+
+def use(layers: Mapping[Layer, Measured]) -> None:
+    """From now on these layers of the user's own card hold in this process, and MEASURED for all others."""
+    global _own
+    _own = layers
+
+
+def _known(card: Capability) -> Mapping[Layer, Measured]:
+    return {**MEASURED.get(card, {}), **_own}
+
+
 def forms(card: Capability, *, up: bool = False) -> tuple[Form, ...]:
     """All forms that may be tried on a card."""
     if up:
@@ -104,14 +117,14 @@ def forms(card: Capability, *, up: bool = False) -> tuple[Form, ...]:
 
 def measured(card: Capability, columns: int, inner: int, *, up: bool = False) -> Measured | None:
     """What is known of a layer on a card."""
-    return MEASURED.get(card, {}).get((-columns if up else columns, inner))
+    return _known(card).get((-columns if up else columns, inner))
 
 
 def form(card: Capability, columns: int, inner: int, *, few: bool, up: bool) -> Form:
     """The form of a layer: what was measured the fastest, or what should fill a card."""
     if few:
         return FEW_ROWS
-    known, found = MEASURED.get(card, {}), measured(card, columns, inner, up=up)
+    known, found = _known(card), measured(card, columns, inner, up=up)
     # where every layer that was measured takes the same form, so does one that was not
     alike = {one.form for layer, one in known.items() if (layer[0] < 0) == up}
     plain = forms(card, up=up)[0]

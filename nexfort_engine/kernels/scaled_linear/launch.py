@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's kernels for factors in 8 bits, launched from Python: what `benchmarks.int8_linear` times alone."""
+"""The kernels of layers in 8 bits, launched from Python and not by lowered code: what is timed alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nexfort_engine.kernels.quantize_rows import op as quantize_rows
-from nexfort_engine.kernels.scaled_linear import choice
-from nexfort_engine.kernels.scaled_linear import op as scaled_linear
+from ..quantize_rows import op as quantize_rows
+from . import choice
+from . import op as scaled_linear
 
 T = torch.Tensor
 
@@ -18,7 +18,7 @@ def rows_in_int8(
     x: T, kind: str, group: int, factor: T | None = None, shift: T | None = None, second: T | None = None
 ) -> tuple[T, T]:
     """`nexfort::quantize_rows` of x (batch, tokens, K). factor, shift: (batch, 1, K), the first with one more."""
-    from nexfort_engine.kernels.quantize_rows.triton_kernel import quantize
+    from ..quantize_rows.triton_kernel import quantize
 
     batch, tokens, inner = x.shape
     out = torch.empty(batch * tokens, inner, dtype=torch.int8, device=x.device)
@@ -68,12 +68,13 @@ def product(
     activation: str = "",
 ) -> T:
     """`nexfort::scaled_linear` in a form. up: a weight and its scales. gate: one row (1, N) for all."""
-    from nexfort_engine.kernels.scaled_linear.triton_kernel import multiply
+    from .triton_kernel import multiply
 
     (rows, inner), columns = x.shape, weight.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     given = {"bias": bias, "gate": gate, "residual": residual, "up_bias": None}
     given |= {"up": None, "up_scale": None} if up is None else dict(zip(("up", "up_scale"), up, strict=True))
+    scratch: T | None
     kernel, programs, scratch = multiply, -(-rows // form.rows) * -(-columns // form.columns), weight
     if form.grouped:
         kernel, programs, scratch = _grouped(), torch.cuda.get_device_properties(x.device).multi_processor_count, None
@@ -111,7 +112,7 @@ def _grouped() -> Any:
     """The kernel in Gluon, with memory for the descriptors that it writes."""
     import triton
 
-    from nexfort_engine.kernels.scaled_linear.gluon_kernel import multiply_in_groups
+    from .gluon_kernel import multiply_in_groups
 
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     return multiply_in_groups
