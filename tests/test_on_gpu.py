@@ -11,8 +11,10 @@ import pytest
 import torch
 from gpu_backbone import Backbone, close, inputs
 from torch import nn
+from torch.nn import functional
 
 import nexfort_engine
+from nexfort_engine.passes.linear_gelu import product
 from nexfort_engine.system.cuda_graph_pool import GraphMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("artefact_cache")]
@@ -180,6 +182,25 @@ def test_packed_weights_are_kept_in_graphs_for_as_long_as_the_host_says_that_the
     engine.release()
     assert not any(kept()) and torch.equal(near(), first)
     assert not compiled.report.as_dict()["eager"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1, 64, 40), (2, 77, 64, 256), (3, 1000, 1152, 4608), (1, 4096, 640, 2568)])
+@torch.inference_mode()
+def test_a_product_that_computes_gelu_is_nearer_to_the_truth_than_both_apart(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    batch, rows, wide, out = sizes
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).cuda().to(dtype) for shape in ((batch, rows, wide), (out, wide), (out,))
+    )
+    x = x / wide**0.5
+    truth = functional.gelu(functional.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    theirs = functional.gelu(functional.linear(x, weight, bias), approximate="tanh")
+    found = product(x, weight, bias, like=x)
+    assert found.shape == theirs.shape and found.dtype == dtype
+    assert (found - truth).norm() <= 1.1 * (theirs - truth).norm()
 
 
 def test_a_graph_is_captured_after_the_last_one_went_and_left_a_tensor() -> None:

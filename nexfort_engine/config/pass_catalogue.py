@@ -174,10 +174,18 @@ PASSES: tuple[PassSpec, ...] = (
         needs="descriptors",
     ),
     PassSpec(
+        "linear_gelu",
+        "fuse.linear_gelu",
+        "linear_gelu:linear_gelus",
+        after={"low_precision": _TOLD, "low_precision_int8": _TOLD},
+    ),
+    PassSpec(
         "gelu",
         "fuse.gelu",
         "gelu:gelus",
-        after=dict.fromkeys(("int8_linear", "broadcast", "gated_linear"), "that pass looks for torch's GELU"),
+        after=dict.fromkeys(
+            ("int8_linear", "broadcast", "gated_linear", "linear_gelu"), "that pass looks for torch's GELU"
+        ),
     ),
     PassSpec(
         "narrow_attention",
@@ -215,7 +223,7 @@ PASSES: tuple[PassSpec, ...] = (
         "hoist_casts:casts_once",
         after=dict.fromkeys(
             (
-                *("low_precision", "low_precision_int8", "grouped_linear", "gated_linear"),
+                *("low_precision", "low_precision_int8", "grouped_linear", "gated_linear", "linear_gelu"),
                 *("narrow_attention", "few_keys_attention", "unpadded_attention"),
                 "cudnn_attention",
             ),

@@ -138,6 +138,12 @@ def test_low_precision_in_int8_multiplies_whole_numbers_with_weights_that_are_pr
     assert json.loads((payload / "preparation.json").read_text())["gives"] == 2
 
 
+def test_gelu_is_computed_by_the_product_before_it_where_a_product_reads_it(payloads: Mapping[str, Path]) -> None:
+    call = code_of(payloads["gelus"]).partition("def call(")[2].partition("runner = ")[0]
+    assert call.count("aten._addmm_activation.default(") == call.count("use_gelu=True") == 1
+    assert call.count("extern_kernels.addmm(") == 4 and call.count(".run(") == 3, "a norm, the gated one's, a sum"
+
+
 def test_a_row_has_few_warps_and_is_read_once(payloads: Mapping[str, Path]) -> None:
     """4096 numbers of a GELU, brought to fp8, on two warps."""
     code = code_of(payloads["feed_forward"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GELU by a sigmoid and by its tail is as near to the truth as torch's."""
+"""GELU by a sigmoid, by its tail and in the product before it is as near to the truth as torch's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from probe import Probe, block_of
 from torch.nn import functional
 
 from nexfort_engine.passes.gelu import by_sigmoid, by_tail, gelus
+from nexfort_engine.passes.linear_gelu import linear_gelus
 
 
 @settings(max_examples=80)
@@ -30,6 +31,18 @@ def test_gelu_by_a_sigmoid_is_as_near_to_the_truth_as_torch_s(
     # the truth, too, loses what is far below zero: (1 + tanh) / 2 in float64
     slack = 1e-15 * x.double().abs().max() + 3e-7 * truth.norm() * (dtype == torch.float32)
     assert (found.double() - truth).norm() <= 1.1 * (theirs.double() - truth).norm() + slack
+
+
+def test_a_product_computes_gelu_where_it_stays_in_16_bits_on_a_gpu_and_a_product_reads_it() -> None:
+    from gpu_blocks import captured
+
+    graph = captured("gelus").graph
+    assert linear_gelus(graph) == 1 and linear_gelus(graph) == 0
+    graph.graph.lint()
+    left = [node for node in graph.graph.nodes if node.target is torch.ops.aten.gelu.default]
+    assert len(left) == 1 and next(iter(left[0].users)).target is torch.ops.aten.mul.Tensor
+    on_cpu = block_of(lambda b, h: b.linear(functional.gelu(b.linear(h), approximate="tanh")))
+    assert linear_gelus(Probe(on_cpu, torch.randn(2, 5, 8)).captured.graph) == 0
 
 
 def test_only_the_tanh_form_is_rewritten_in_32_bits() -> None:
