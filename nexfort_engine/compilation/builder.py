@@ -37,7 +37,6 @@ from ..reporting.resource_shortages import describe_error
 from ..runtime.artifact import Artefact, Binding, GuardFailure, manifest_of
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, to_come
-from ..runtime.lru_mapping import Recent
 from ..runtime.shared_state import Refusal
 from ..system import torch_modes as modes
 from . import load_ahead
@@ -50,7 +49,6 @@ from .model_keys import ModelKeys
 from .planner import Planner
 from .rank_turns import turn
 from .refusals import code_of
-from .requests import MOST_CALLS
 from .waiting import Others, why_another
 
 log = logging.getLogger("nexfort")
@@ -67,7 +65,6 @@ MOST_SIZES = 4  # of those, for sizes that code loops over
 _MOST_STORED = 64
 _KEEPS_CHANGING = "what it depends on keeps changing"
 _MOST_TRIES = 2  # in the background, without one that fits, for one kind of call of a region
-_SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
 _NOT_MADE = "what was made in the background does not fit this call"
 _PENDING: Refusal = ((lambda _: True), "it is being made")
 
@@ -85,7 +82,6 @@ class Builder:
         self._then: Then = lambda args, kwargs: contextlib.nullcontext([])
         self._tried: Counter[tuple[str, str]] = Counter()
         self._failed: dict[tuple[str, str], set[int]] = {}  # in which works of the background
-        self._noted: Recent[tuple[str, str], None] = Recent(MOST_CALLS)  # artefacts, sizes that the store was told of
 
     def followed_by(self, then: Then) -> None:
         """Have what runs after this backbone made with what its first step needs."""
@@ -126,7 +122,7 @@ class Builder:
             return None
         if binding is not None:
             region.remember(key, binding)
-            self._note_sizes(binding.artefact, flat)
+            self.finder.note_sizes(binding.artefact, flat)
         self.state.report.unsaved(self.state.store.problem)
         if binding is not None:
             return binding
@@ -139,6 +135,11 @@ class Builder:
     def is_known_to_change(self, region: Region, spec: Any, flat: Flat) -> bool:
         """Whether there is an artefact for this call of a block that changes lists which it is given."""
         return self.finder.is_known(self.requests.wanted(region, spec, flat).primary)
+
+    def withdraw(self, region: Region, spec: Any, flat: Flat, artefact: Artefact, reason: str) -> None:
+        """Give an artefact to no call any more, and make none for calls like this one."""
+        self.finder.withdraw(artefact, reason)
+        self.refusals.add(self.requests.wanted(region, spec, flat), None, reason)
 
     def lacked(self, session: ForwardContext) -> None:
         """A region has no artefact in a step. Raises HalfDone where the step has to begin anew."""
@@ -157,13 +158,6 @@ class Builder:
                 self.state.hooks.cancel()
             return True
         return not session.missing.note_made_beside(self.background.busy or not LOCK.acquire(blocking=False))
-
-    def _note_sizes(self, artefact: Artefact, flat: Flat) -> None:
-        """Tell the store which sizes an artefact served; once, although many blocks share it."""
-        sizes = ", ".join("x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN])
-        if artefact.entry is not None and (artefact.id, sizes) not in self._noted:
-            self._noted[artefact.id, sizes] = None
-            self.state.store.note_shape(artefact.entry, sizes)
 
     def _find_or_make(self, wanted: Wanted, session: ForwardContext) -> tuple[Binding | None, Refusal]:
         binding, failure = self.finder.bind(wanted)
@@ -436,6 +430,7 @@ class Builder:
         except Exception as error:
             self.refusals.add(wanted, None, f"its compiled code does not load: {named(error)}")
             return
+        artefact.note_new()
         self.artefacts.setdefault(wanted.primary, []).append(artefact)
         self.state.known.compiled.add(code_of(wanted))
         self._made[wanted.primary] += 1

@@ -39,6 +39,7 @@ from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, GuardFailure
 from ..runtime.devices import device_of
 from ..runtime.engine_state import EngineState
+from ..runtime.lru_mapping import Recent
 from ..system.torch_modes import Values
 
 log = logging.getLogger("nexfort")
@@ -75,6 +76,10 @@ class Wanted:
         self.why = why
 
 
+_SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
+_MOST_NOTED = 4096
+
+
 class Finder:
     """Finds the artefacts of one engine."""
 
@@ -82,6 +87,7 @@ class Finder:
         self.state = state
         self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
+        self._noted: Recent[tuple[str, str], None] = Recent(_MOST_NOTED)  # artefacts, sizes that the store was told of
         self.inactive: dict[str, str] = {}  # passes for layers of a host's package that cannot run here: a note of each
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, GuardFailure | None]:
@@ -224,6 +230,23 @@ class Finder:
                 raise
             log.info("Nexfort: %s is loaded from the temporary directory: %s", entry.id, error)
             artefact.take_code(inductor.load(self.state.store.ready(entry, elsewhere=True), *how))
+
+    def withdraw(self, artefact: Artefact, reason: str) -> None:
+        """Give an artefact to no call any more, in this process and in others."""
+        artefact.withdraw()
+        known = self._artefacts.get(artefact.primary, [])
+        if artefact in known:
+            known.remove(artefact)
+        if (entry := artefact.entry) is not None:
+            _loaded.pop((str(self.state.store.root), entry.id), None)
+            self.state.store.set_aside(entry, reason)
+
+    def note_sizes(self, artefact: Artefact, flat: Flat) -> None:
+        """Tell the store which sizes an artefact served; once, although many blocks share it."""
+        sizes = ", ".join("x".join(map(str, t.shape)) for t in flat.tensors[:_SIZES_SHOWN])
+        if artefact.entry is not None and (artefact.id, sizes) not in self._noted:
+            self._noted[artefact.id, sizes] = None
+            self.state.store.note_shape(artefact.entry, sizes)
 
     def share(self, artefact: Artefact, entry: Entry) -> None:
         """Let other engines of this process use the code that this one has loaded."""

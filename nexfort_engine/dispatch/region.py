@@ -40,6 +40,7 @@ from ..weights.lease import NO_PLACEHOLDERS
 from ..weights.prepack_entry import PrepackEntry
 from . import fallback
 from .eager_reasons import unfit_modes
+from .first_result import can_be_compared, differs
 from .prepack_cache import prepack, prepack_for
 from .region_weights import Ineligible, RegionWeights
 
@@ -59,6 +60,9 @@ class ArtifactProvider(Protocol):
 
     def is_known_to_change(self, region: Region, spec: Any, flat: Flat) -> bool:
         """Whether there is an artefact for this call of a block that changes lists which it is given."""
+
+    def withdraw(self, region: Region, spec: Any, flat: Flat, artefact: Artefact, reason: str) -> None:
+        """Give an artefact to no call any more, and make none for calls like this one."""
 
     def lacked(self, session: ForwardContext) -> None:
         """There is none for this call. Raises HalfDone where the step has to begin anew."""
@@ -176,9 +180,12 @@ class Region:
             return self._refused(key, plain, args, kwargs, session)
         if lease is not None and not lease.kept:
             session.trace.note_fetched()
+        is_new = binding.artefact.is_new
         try:
             try:
-                return self._run(binding, weights, kept, flat, plain, args, kwargs, session)
+                result = self._run(binding, weights, kept, flat, plain, args, kwargs, session)
+                call = plain, args, kwargs
+                return self._compared(result, key[0], binding.artefact, flat, call, session) if is_new else result
             except Strayed as stray:
                 target, why = stray.target, str(stray)
             # not before the error is gone, which holds on to what the artefact had made
@@ -188,6 +195,21 @@ class Region:
         finally:
             if lease is not None:
                 lease.release()
+
+    def _compared(
+        self, ours: Any, spec: Any, artefact: Artefact, flat: Flat, call: Any, session: ForwardContext
+    ) -> Any:
+        """The first result of an artefact, or eager's where that is another: no call uses the artefact then."""
+        artefact.note_compared()
+        if self.disabled_reason is not None or not can_be_compared(artefact, session):
+            return ours
+        result, reason = differs(artefact, ours, call, session, self.state.hooks.stops())
+        if reason:
+            self._artifacts.withdraw(self, spec, flat, artefact, reason)
+            self.state.report.eager(self.path, reason)
+            session.trace.note_eager()
+            session.trace.note_lost(self, ForGood.of(reason))
+        return result
 
     def _finds_changes(self, spec: Any, args: Any, kwargs: Any) -> bool:
         """Whether artefacts that others left show that such blocks change lists which they are given; asked once."""

@@ -41,6 +41,7 @@ class RegionWeights:
         self._state, self._module, self._changed = state, module, changed
         self.boundaries = boundaries(module)  # what carries code of others takes its weights itself
         self.slots = WeightSlots(module, state.besides, self.boundaries)
+        self._classes = list(map(type, module.modules()))
         self.parts: Parts | None = None
         self._seen = Seen()
         self._dtypes: list[torch.dtype] = []
@@ -190,14 +191,14 @@ class RegionWeights:
     def _has_others(self) -> bool:
         """Whether the weights lie elsewhere than before; then they are found there, and what was known is not asked.
 
-        An artefact that is known for a submodule that comes back would be given the weights of the one that left.
+        Or whether a module has got another class, whose code takes the same weights. An artefact that is known for a submodule that comes back would be given the weights of the one that left.
         """
-        called = boundaries(self._module)
+        called, classes = boundaries(self._module), list(map(type, self._module.modules()))
         slots = WeightSlots(self._module, self._state.besides, called)
         same = [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]
-        if same and called == self.boundaries:
+        if same and (called, classes) == (self.boundaries, self._classes):
             return False
-        self.slots, self.boundaries, self._layers = slots, called, None
+        self.slots, self.boundaries, self._classes, self._layers = slots, called, classes, None
         self._changed()
         return True
 

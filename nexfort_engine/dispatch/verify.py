@@ -19,8 +19,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, StepRunner, entered
 from ..system.process_settings import backend_scope
+from .first_result import distance, tensors_in
 from .region import Region
 from .region_table import RegionTable
 from .region_weights import Ineligible
@@ -46,8 +47,6 @@ log = logging.getLogger("nexfort")
 EQUAL = 1e-4  # of the norm: nearer than this nothing is asked further
 FACTOR = 1.1  # between our error and eager's
 LOW_PRECISION = 0.1  # of the norm, for one region with products in fp8
-_BELOW_NORMAL = 1e-30
-_CHUNK = 1 << 24  # numbers that are brought to float64 at once
 
 
 class Verifier:
@@ -242,53 +241,6 @@ def _widened(value: Any, wide: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {k: _widened(v, wide) for k, v in value.items()}
     return value
-
-
-def distance(found: Any, wanted: Any) -> float:
-    """||found - wanted|| / ||wanted|| over the tensors of two results; infinite where they do not fit.
-
-    Infinities and NaN have to stand in the same places, and do not count otherwise: masks are made of them. Formula:
-    the relative Frobenius norm, summed in float64.
-    """
-    ours, theirs = list(tensors_in(found)), list(tensors_in(wanted))
-    if [t.shape for t in ours] != [t.shape for t in theirs]:
-        return math.inf
-    apart = norm = 0.0
-    for a, b in zip(ours, theirs, strict=True):
-        for one, other in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
-            one, other = _double(one), _double(other)
-            finite = other.isfinite()
-            if not bool(finite.all()):
-                if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
-                    return math.inf
-                one, other = one[finite], other[finite]
-            apart += float((one - other).square().sum())
-            norm += float(other.square().sum())
-    result = math.sqrt(apart / max(norm, _BELOW_NORMAL))
-    return result if math.isfinite(result) else math.inf
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, on the CPU where the device has none."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor).reshape(-1)
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result or of arguments, through lists, tuples, mappings and plain objects that hold some."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value):
-        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
-    elif not isinstance(value, torch.nn.Module) and not callable(value):
-        yield from tensors_in(getattr(value, "__dict__", {}))
 
 
 def _stateful(args: Any, kwargs: Any) -> str | None:

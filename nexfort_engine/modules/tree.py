@@ -219,6 +219,8 @@ class Tree:
         self._hooks = [module.__dict__[table] for module in own_forwards for table in HOOKS]
         self._watched, self._carriers = own_forwards, list(carriers)
         self._tables = [module.__dict__ for module in own_forwards]
+        self._modules = list({id(module): module for module in (*modules, *own_forwards)}.values())
+        self._classes = list(map(type, self._modules))
 
     @property
     def patched(self) -> bool:
@@ -230,8 +232,10 @@ class Tree:
         return any(replaced_forward(module) is not None for module in self._watched)
 
     def unchanged(self) -> bool:
-        """Whether no submodule was exchanged since, and nothing is patched."""
-        return not self.patched and list(map(dict.get, self._parents, self._names)) == self._children
+        """Whether no submodule was exchanged since or got another class, and nothing is patched."""
+        if self.patched or list(map(type, self._modules)) != self._classes:
+            return False
+        return list(map(dict.get, self._parents, self._names)) == self._children
 
 
 Known = dict[tuple[int, int], tuple[Any, list[nn.Module]]]  # by id and depth: the value, and what was found in it

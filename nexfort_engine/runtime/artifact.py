@@ -159,12 +159,26 @@ class Artefact:
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
+        self.is_new = False  # it was compiled in this process, and none of its results was compared with eager's
+        self.withdrawn = False  # its result was another than eager's
         self.code: Loaded | None = None
         self._fits: Recent[Any, bool] = Recent(_MOST_FITS)  # sizes and numbers of calls that the conditions hold for
 
     def take_code(self, code: Loaded) -> None:
         """The artefact's code is loaded."""
         self.code = code
+
+    def note_new(self) -> None:
+        """It was compiled in this process."""
+        self.is_new = True
+
+    def note_compared(self) -> None:
+        """Its first result is compared now, or cannot be."""
+        self.is_new = False
+
+    def withdraw(self) -> None:
+        """No call may use it any more."""
+        self.withdrawn = True
 
     def note_watched(self, *, is_enough: bool) -> None:
         """Its operators were watched. is_enough: they need not be watched again."""
@@ -245,8 +259,8 @@ class Binding:
         return fits and self.unchanged()
 
     def unchanged(self) -> bool:
-        """Whether the module, and what code reaches by name, are what they were at capture."""
-        return (self.names is None or self.names.holds()) and self.state.unchanged()
+        """Whether it may be used, and the module and what code reaches by name are what they were at capture."""
+        return not self.artefact.withdrawn and (self.names is None or self.names.holds()) and self.state.unchanged()
 
     def _as_it_is(self) -> Callable[[], bool]:
         """Whether what code reads of the module and by name is what it is now, as far as no code of others holds it."""
