@@ -49,6 +49,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "cudagraphs/module_fingerprint.py": "compares what lies between regions before a CUDA graph is replayed",
     "cudagraphs/step_graphs.py": "captures and replays what was lowered",
     "dispatch/compiled_share.py": "steps aside where little of a network is compiled",
+    "dispatch/first_result.py": "compares results with those of eager code",
     "dispatch/slowdown.py": "compares times of steps",
     "dispatch/speed.py": "compares times of steps",
     "dispatch/step_times.py": "compares times of steps",

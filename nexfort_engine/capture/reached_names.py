@@ -110,6 +110,7 @@ class _Walk:
         self._seen: set[tuple[int, int]] = set()
         self._kinds: set[type] = set()
         self._visited: set[types.CodeType] = set()
+        self._remembered: set[types.CodeType] = set()  # that need not have run: its results were remembered
         self._stored: set[tuple[str, str]] = set()
         self._read: set[tuple[str, str]] = set()
         self._changed: set[Address] = set()
@@ -250,6 +251,11 @@ class _Walk:
             found = _address_of(chain, address, module, function)
             if found is not None and found not in self.addresses:
                 self._read.add((module, chain[0][1]))
+                if function.__code__ in self._remembered:
+                    inner = map(function_in, self._resolver.ends(found))
+                    self._remembered |= {
+                        one.__code__ for one in inner if one is not None and is_host_code(one.__code__)
+                    }
                 self._reach(found, is_called=chain in names.called)
                 if chain in names.whole:
                     for value in self._resolver.ends(found):
@@ -273,7 +279,11 @@ class _Walk:
     def _stood_by(self, value: Any) -> bool:
         """Whether a value is a function of the host that did not run."""
         function = function_in(value)
-        return function is not None and is_host_code(function.__code__) and function.__code__ not in self._ran
+        return function is not None and is_host_code(function.__code__) and not self._has_run(function)
+
+    def _has_run(self, function: types.FunctionType) -> bool:
+        """Whether it ran, or what it gave was remembered by what called it."""
+        return function.__code__ in self._ran or function.__code__ in self._remembered
 
     def _met(self, address: Address | None, value: Any, depth: int = 2) -> None:
         """A value was reached: go on with the code that it brings."""
@@ -303,12 +313,13 @@ class _Walk:
             inner = function_in(fields["__wrapped__"])
             if inner is not None and is_host_code(inner.__code__):  # its results may be remembered: it need not run
                 inner_at = (address[0], (*address[1], _WRAPPED)) if address is not None else None
+                self._remembered.add(inner.__code__)
                 self._due.append((inner_at, inner))
         elif not isinstance(value, (*PLAIN, nn.Module)) and not is_library(type(value)):
             self._class(type(value))
 
     def _is_followed(self, function: types.FunctionType) -> bool:
-        if function.__code__ in self._ran:
+        if self._has_run(function):
             return True
         return f"{function.__globals__.get('__name__')}.".startswith(_TORCHS)
 

@@ -112,10 +112,19 @@ class SizesKeptFree(TorchFunctionMode):
 
     `repeat_interleave(..., output_size=n)` with a plain number of repeats compares n as a plain int, which turns the
     batch into a constant; diffusers repeats attention masks so.
+
+    parameters: those that such calls were given. A block's own are inputs of the trace, so these are of other modules.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: list[torch.nn.Parameter] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        for given in (*args, *kwargs.values()):
+            several = given if isinstance(given, (list, tuple)) else (given,)
+            self.parameters += [one for one in several if isinstance(one, torch.nn.Parameter)]
         repeats = func in (torch.repeat_interleave, torch.Tensor.repeat_interleave)
         if repeats and len(args) > 1 and isinstance(args[1], (int, torch.SymInt)):
             kwargs.pop("output_size", None)

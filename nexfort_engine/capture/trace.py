@@ -112,6 +112,12 @@ class Trace:
         """What its code is told about sizes comes into this list."""
         self.answers = answers
 
+    def refuse_weights_of_others(self, parameters: list[nn.Parameter]) -> None:
+        """Raise Refused where one of them is no weight of the block: a graph would keep its numbers."""
+        own = set(map(id, self.block.parameters()))
+        if any(id(one) not in own for one in parameters):
+            raise Refused("its code uses weights of a module outside of it, whose changes a graph would not see")
+
     def at_boundary(self, child: nn.Module, kind: type[nn.Module], called: bool, args: Any, kwargs: Any) -> Any:
         """What a submodule gives that carries code of others."""
         return call_as_it_is(self.sites, path_of(child), child, kind, called, args, kwargs)
@@ -254,7 +260,8 @@ class Lifted(nn.Module):
             kept = _put_in(shadow.module, trace.example.own, own)
             trace.reads, before_it = shadow.reads, tensors_held(shadow.module)
             counted = numbers_held(shadow.module)
-            scopes = (SizesKeptFree(), own_operators(), default_device(trace.device), as_thread(trace.example.thread))
+            calls = SizesKeptFree()
+            scopes = (calls, own_operators(), default_device(trace.device), as_thread(trace.example.thread))
             with walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
@@ -263,6 +270,7 @@ class Lifted(nn.Module):
                 result = shadow.module.forward(*args, **kwargs)
             shadow.settle()
             refuse_counted(counted)
+            trace.refuse_weights_of_others(calls.parameters)
             shown = [path for path, kind in log.kinds.items() if kind == "int"]
             if shown and ask_types(trace.codes):  # from now on as they are
                 raise ValueUsed(*shown)

@@ -48,7 +48,9 @@ def differs(artefact: Artefact, ours: Any, call: Any, session: ForwardContext, s
             apart = distance(ours, wanted)
             if apart <= (APART_IN_8_BITS if _is_in_8_bits(artefact) else APART) or _is_small(ours, wanted, args):
                 return ours, ""
-    except Exception as error:  # no memory for both, for example: the step has its result
+    except torch.OutOfMemoryError:  # for both results; the step has its own
+        return ours, ""
+    except Exception as error:
         if is_passed_on(error, stops):
             raise
         return ours, ""

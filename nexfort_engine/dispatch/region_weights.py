@@ -189,9 +189,10 @@ class RegionWeights:
             self._inspect(self.slots.read())
 
     def _has_others(self) -> bool:
-        """Whether the weights lie elsewhere than before; then they are found there, and what was known is not asked.
+        """Whether the weights lie elsewhere than before, or a module has got another class.
 
-        Or whether a module has got another class, whose code takes the same weights. An artefact that is known for a submodule that comes back would be given the weights of the one that left.
+        Then they are found there, and what was known is not asked. An artefact that is known for a submodule that comes
+        back would be given the weights of the one that left.
         """
         called, classes = boundaries(self._module), list(map(type, self._module.modules()))
         slots = WeightSlots(self._module, self._state.besides, called)

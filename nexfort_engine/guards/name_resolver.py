@@ -25,7 +25,16 @@ from ..modules.tree import PLAIN, fields_of
 from ..system.torch_modes import CALL
 from .bytecode_names import CELL, IMPORT, KEY, Chain
 from .option_recorder import MISSING, Refused
-from .value_digests import cell_contents, class_named, is_library, is_reachable, plain_of, plain_of_class, table_of
+from .value_digests import (
+    cell_contents,
+    class_named,
+    is_library,
+    is_reachable,
+    plain_of,
+    plain_of_class,
+    slots_of,
+    table_of,
+)
 
 CLASS = "class"
 Address = tuple[str, Chain]  # the name of a module ("" for an import), and how to get on from there
@@ -34,6 +43,10 @@ Row = list[Any]  # JSON: [module, [[kind, name], ...], digest]
 TABLE, CELL_CONTENT, FIELD, CODE, CONTENT = range(5)
 Place = tuple[int, Any, Any]  # group, holder, name
 
+_WRAPPING = (collections.UserDict, collections.UserList, collections.ChainMap)
+_VERSION = "_version"  # how often a tensor was written to
+_MOST_VERSIONS = 4096
+_versions: dict[int, int] = {}
 _MOST_ITEMS = 1 << 16  # of a container whose content is compared, at about 12 ns each
 _DEPTH = 4  # of containers in containers
 _IN_OBJECT = 2  # of containers in an object
@@ -206,12 +219,17 @@ class Resolver:
                 self._note_content(value, 1)
             return
         self._note_function(value)
+        if isinstance(value, torch.Tensor) and self._deep and not isinstance(value, nn.Parameter):
+            self._looked(FIELD, value, _VERSION, field_of(value, _VERSION))  # a graph keeps its numbers
         if isinstance(value, _CONTAINERS):
             self._note_content(value, depth)
         elif isinstance(value, type):
             self._note_class(value)
+        if isinstance(value, _WRAPPING):  # libraries' classes that hold a plain container
+            self._note_content(fields_of(value), 2)
         skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, nn.Module, torch.Tensor)
-        if not isinstance(value, skipped) and fields_of(value) is not None and not is_library(type(value)):
+        holds = fields_of(value) is not None or slots_of(type(value))
+        if depth > 0 and holds and not isinstance(value, (*skipped, *PLAIN)) and not is_library(type(value)):
             self._note_object(value, min(depth, _IN_OBJECT))
 
     def _note_class(self, kind: type) -> None:
@@ -226,6 +244,8 @@ class Resolver:
         fields = fields_of(value)
         if fields is not None:
             self._note_content(fields, depth)
+        for name in slots_of(type(value)):
+            self._note(self._looked(FIELD, value, name, field_of(value, name)), depth - 1)
         for base in type(value).__mro__:
             if not is_library(base):
                 for name, held in list(table_of(base).items()):
@@ -254,6 +274,9 @@ class Resolver:
         for name in ("__defaults__", "__kwdefaults__"):
             if (value := getattr(function, name)) is not None:
                 self._looked(FIELD, function, name, value)
+                for item in value.values() if isinstance(value, dict) else value:
+                    if isinstance(item, (*_CONTAINERS, torch.Tensor)):
+                        self._note(item, 1)
         for cell in function.__closure__ or ():
             self._looked(CELL_CONTENT, cell, None, cell_contents(cell))
 
@@ -292,10 +315,24 @@ def content_of(value: Any) -> tuple[Any, ...]:
         return (object(),)
 
 
+def _in_context(variable: ContextVar[Any]) -> Any:
+    """What a context variable has, its own default included."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
+
+
 def field_of(value: Any, name: str) -> Any:
     """An attribute that a class computes, or what a context variable has. One that raises is another each time."""
     try:
-        return value.get(MISSING) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
+        if name == _VERSION and isinstance(
+            value, torch.Tensor
+        ):  # one object for equal numbers: places are compared by it
+            if len(_versions) > _MOST_VERSIONS:
+                _versions.clear()
+            return None if value.is_inference() else _versions.setdefault(value._version, value._version)
+        return _in_context(value) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
     except Exception:
         return object()
 

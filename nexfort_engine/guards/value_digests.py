@@ -208,7 +208,8 @@ class _Writer:
         if fields is None and not _written_in_python(kind):
             text = repr(value)
             return ["opaque", *_name(kind), text] if "0x" not in text else self._only_here(value)
-        held = {**plain_of_class(kind), **(fields or {})}
+        slots = {name: getattr(value, name, MISSING) for name in slots_of(kind)}
+        held = {**plain_of_class(kind), **slots, **(fields or {})}
         found = ["object", *_name(kind), [[name, each(held[name])] for name in sorted(held)]]
         if isinstance(value, dict):
             found.append([[each(key), each(item)] for key, item in dict.items(value)])
@@ -247,6 +248,13 @@ def table_of(kind: type) -> dict[str, Any]:
 def plain_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Those of some attributes that are plain values, functions or containers."""
     return {name: value for name, value in list(fields.items()) if isinstance(value, _PLAIN_OR_CODE)}
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class that is no library's, its bases' included."""
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if not is_library(base)]
+    names = [name for one in found for name in ((one,) if isinstance(one, str) else one)]
+    return tuple(name for name in names if isinstance(name, str) and not name.startswith("__"))
 
 
 def plain_of_class(kind: type) -> dict[str, Any]:
