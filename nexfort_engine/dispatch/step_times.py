@@ -159,7 +159,15 @@ class Pace:
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], *besides: Hashable) -> tuple[Any, ...]:
     """A kind of step: the sizes and types of what it is called with, and besides what else has to be the same."""
     given = (*args, *kwargs.values()) if kwargs else args
-    return (tuple([(t.shape, t.dtype) for t in given if isinstance(t, torch.Tensor)]), *besides)
+    return (tuple([(_shape_of(t), t.dtype) for t in given if isinstance(t, torch.Tensor)]), *besides)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a tensor; of one that has no shape, such as a nested tensor, its rank."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return (tensor.dim(),)
 
 
 def sizes_of(kind: Any) -> list[list[int]]:

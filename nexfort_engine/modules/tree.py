@@ -233,7 +233,7 @@ class Tree:
 
     def unchanged(self) -> bool:
         """Whether no submodule was exchanged since or got another class, and nothing is patched."""
-        if self.patched or list(map(type, self._modules)) != self._classes:
+        if self.patched or [*map(type, self._modules)] != self._classes:  # 25 nanoseconds a module
             return False
         return list(map(dict.get, self._parents, self._names)) == self._children
 

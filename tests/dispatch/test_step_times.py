@@ -190,3 +190,12 @@ def test_on_a_gpu_events_are_read_when_they_are_there(monkeypatch: pytest.Monkey
     assert lap() == 0.5
     capturing[0] = True
     assert step_times.begin(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_has_a_kind(layout: torch.layout) -> None:
+    """It has no shape that can be asked for, or one with a symbol."""
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    one, two = (kind_of((torch.nested.nested_tensor(rows, layout=layout),), {}) for _ in range(2))
+    assert hash(one) is not None and hash(two) is not None
