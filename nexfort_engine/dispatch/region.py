@@ -180,21 +180,23 @@ class Region:
             return self._refused(key, plain, args, kwargs, session)
         if lease is not None and not lease.kept:
             session.trace.note_fetched()
-        is_new = binding.artefact.is_new
+        is_new, strayed = binding.artefact.is_new, None
         try:
             try:
                 result = self._run(binding, weights, kept, flat, plain, args, kwargs, session)
-                call = plain, args, kwargs
-                return self._compared(result, key[0], binding.artefact, flat, call, session) if is_new else result
+                if not is_new:
+                    return result
             except Strayed as stray:
-                target, why = stray.target, str(stray)
-            # not before the error is gone, which holds on to what the artefact had made
-            declined = self._declined.setdefault(_with_form(key, flat), [])
-            declined.append((still_there(flat.mappings, self.module, target), why))
-            return self._eager(plain, args, kwargs, session, why)
+                strayed = stray.target, str(stray)
+            if strayed is not None:  # not before the error is gone, which holds on to what the artefact had made
+                target, why = strayed
+                declined = self._declined.setdefault(_with_form(key, flat), [])
+                declined.append((still_there(flat.mappings, self.module, target), why))
+                return self._eager(plain, args, kwargs, session, why)
         finally:
             if lease is not None:
                 lease.release()
+        return self._compared(result, key[0], binding.artefact, flat, (plain, args, kwargs), session)
 
     def _compared(
         self, ours: Any, spec: Any, artefact: Artefact, flat: Flat, call: Any, session: ForwardContext
