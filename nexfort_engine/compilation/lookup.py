@@ -77,7 +77,7 @@ class Wanted:
 
 
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store
-_MOST_NOTED = 4096
+MOST_NOTED = 4096
 
 
 class Finder:
@@ -87,7 +87,7 @@ class Finder:
         self.state = state
         self._artefacts, self._reported = state.known.artefacts, state.known.reported
         self._dependences: dict[tuple[int, tuple[type, ...]], Dependence] = {}
-        self._noted: Recent[tuple[str, str], None] = Recent(_MOST_NOTED)  # artefacts, sizes that the store was told of
+        self._noted: Recent[tuple[str, str], None] = Recent(MOST_NOTED)  # artefacts, sizes that the store was told of
         self.inactive: dict[str, str] = {}  # passes for layers of a host's package that cannot run here: a note of each
 
     def bind(self, wanted: Wanted) -> tuple[Binding | None, GuardFailure | None]:

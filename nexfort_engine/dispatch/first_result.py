@@ -30,9 +30,10 @@ _CHUNK = 1 << 24  # numbers that are brought to float64 at once
 
 
 def can_be_compared(artefact: Artefact, session: ForwardContext) -> bool:
-    """Whether the call may be made again: nobody counts it, and it changes nothing that it is given."""
+    """Whether the call may be made again: nobody counts it, and it changes nothing that it is given or holds."""
     others = artefact.others or artefact.by_modules or artefact.boundaries
-    return not (others or artefact.mutated or artefact.changes or session.observation.capturing)
+    changes = artefact.mutated or artefact.changes or artefact.writes
+    return not (others or changes or session.observation.capturing)
 
 
 def differs(artefact: Artefact, ours: Any, call: Any, session: ForwardContext, stops: Any) -> tuple[Any, str]:

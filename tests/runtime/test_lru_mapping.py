@@ -13,8 +13,7 @@ import torch
 from net_pairs import Net, Pair
 from subjects import graphs_as_they_are
 
-from nexfort_engine.compilation import builder as build
-from nexfort_engine.compilation import requests
+from nexfort_engine.compilation import lookup, requests
 from nexfort_engine.dispatch import region as dispatch
 from nexfort_engine.runtime.lru_mapping import Recent
 
@@ -25,8 +24,8 @@ MOST = 16  # sizes, in the place of hundreds
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A network that remembers few sizes, after its first call."""
     monkeypatch.setattr(dispatch, "MOST_SIZES", MOST)
-    for module in (build, requests):
-        monkeypatch.setattr(module, "MOST_CALLS", 4 * MOST)
+    monkeypatch.setattr(lookup, "MOST_NOTED", 4 * MOST)
+    monkeypatch.setattr(requests, "MOST_CALLS", 4 * MOST)
     with graphs_as_they_are():
         made = Pair(Net(), tmp_path)
         called(made, 3)
@@ -81,7 +80,7 @@ def test_sizes_that_are_known_do_not_become_more_and_more(pair: Pair) -> None:
     called(pair, *range(10, 300))
     assert all(region.known.held() <= MOST for region in pair.engine.regions)
     builder = pair.engine.builder
-    assert builder._noted.held() <= 4 * MOST and builder.requests._primaries.held() <= 4 * MOST
+    assert builder.finder._noted.held() <= 4 * MOST and builder.requests._primaries.held() <= 4 * MOST
     assert not pair.report.as_dict()["eager"], "all ran compiled"
 
 
