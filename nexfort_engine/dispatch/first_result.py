@@ -62,8 +62,13 @@ def differs(artefact: Artefact, ours: Any, call: Any, session: ForwardContext, s
 
 
 def _is_in_8_bits(artefact: Artefact) -> bool:
-    info = artefact.entry.info if artefact.entry is not None else {}
-    return counted(info.get("products") or [])[0] > 0 or bool(info.get("attention"))
+    return has_narrow_products(artefact) or (artefact.entry is not None and bool(artefact.entry.info.get("attention")))
+
+
+def has_narrow_products(artefact: Artefact) -> bool:
+    """Whether it computes a product in fp8 or int8."""
+    products = artefact.entry.info.get("products") if artefact.entry is not None else None
+    return counted(products or [])[0] > 0
 
 
 def _is_small(ours: Any, wanted: Any, args: Any) -> bool:

@@ -32,12 +32,11 @@ from ..guards.call_spec import Flat, flatten_call, holds_function, of_its_own, s
 from ..modules.containers import left_alone
 from ..modules.memory_format import Unsupported, format_of
 from ..quant.quantized_linear import holds_quantised
-from ..reporting.report import counted, named
-from ..runtime.artifact import Artefact
+from ..reporting.report import named
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, StepRunner, entered
 from ..system.process_settings import backend_scope
-from .first_result import distance, tensors_in
+from .first_result import distance, has_narrow_products, tensors_in
 from .region import Region
 from .region_table import RegionTable
 from .region_weights import Ineligible
@@ -155,7 +154,7 @@ class Verifier:
             changed = ((copies, more), (args, kwargs)) if changes else ((), ())
             apart = distance((ours, changed[0]), (result, changed[1]))
             row["distance"] = max(row["distance"], apart)
-            if EQUAL < apart <= LOW_PRECISION and _in_fp8(artefact):
+            if EQUAL < apart <= LOW_PRECISION and has_narrow_products(artefact):
                 row["limit"] = LOW_PRECISION
             elif apart > EQUAL:
                 self._judge(region, row, apart, self._errors(region, given, words, ours, result))
@@ -249,12 +248,6 @@ def _stateful(args: Any, kwargs: Any) -> str | None:
         return stateful(flatten_call(args, kwargs, Flat()))
     except Unsupported as reason:
         return f"it is called with {reason}"
-
-
-def _in_fp8(artefact: Artefact) -> bool:
-    """Whether it computes a product in fp8."""
-    products = artefact.entry.info.get("products") if artefact.entry is not None else None
-    return counted(products or [])[0] > 0
 
 
 def _number(value: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ from nexfort_engine.dispatch import first_result
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 NEAR = 1e-4
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that no other test fills: what is loaded from one was compared by who made it."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("NEXFORT_CACHE_DIR", str(tmp_path))
 
 
 def reasons(compiled: Any) -> list[str]:
@@ -67,6 +75,7 @@ class Counted(Block):
         return 1.0
 
 
+@pytest.mark.usefixtures("empty_cache")
 @torch.no_grad()
 def test_a_right_artefact_is_compared_once_for_all_blocks_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[float] = []
@@ -110,6 +119,7 @@ def test_rounding_of_a_difference_is_no_other_result() -> None:
     assert not reasons(compiled)
 
 
+@pytest.mark.usefixtures("empty_cache")
 @torch.no_grad()
 def test_a_step_has_its_result_where_eager_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(found: Any, wanted: Any) -> float:

@@ -90,7 +90,7 @@ def test_a_region_over_the_budget_runs_eager_from_then_on(tiny: Subject, monkeyp
 
 
 def test_products_in_fp8_have_a_budget_of_their_own(tiny: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_in_fp8", lambda _: True)
+    monkeypatch.setattr(verify, "has_narrow_products", lambda _: True)
     off_by(verify.LOW_PRECISION / 2, monkeypatch, "blocks.0", tiny.engine)
     assert not [row for row in verified(tiny)["regions"] if row["over"]]
     off_by(verify.LOW_PRECISION, monkeypatch, "blocks.0", tiny.engine)  # on top of the other
