@@ -25,10 +25,12 @@ from .source_hashes import is_host_code
 CHANGES_GIVEN = "it changes a list or an object that it is given"
 KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
 HOLDS_BY_MODULES = "it holds a mapping whose keys are modules"
+ASKS_FOR_THREAD = "it asks for the number of its thread"
 MAY_CHANGE = (
     CHANGES_GIVEN,
     KEEPS,
     HOLDS_BY_MODULES,
+    ASKS_FOR_THREAD,
 )  # what the capture of a block says that is then captured as one that changes lists
 
 

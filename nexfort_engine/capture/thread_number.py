@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..guards.option_recorder import OfThread
 from ..system.process_settings import replaced
@@ -14,16 +15,38 @@ from ..system.process_settings import replaced
 _NOT_OF_HOSTS = ("threading", "torch", "logging", "concurrent", "weakref", "queue")
 
 
-@contextmanager
-def as_thread(number: int) -> Iterator[None]:
-    """Inside the block hosts' code on this thread is told the number of another one; no other code and thread is."""
-    plain, here, given = threading.get_ident, threading.get_ident(), OfThread(number)
+class ThreadNumber:
+    """What hosts' code is told where it asks for the number of its thread, and whether it asked."""
 
-    def get_ident() -> int:
-        if plain() != here:
-            return plain()
-        asks = str(sys._getframe(1).f_globals.get("__name__", ""))
-        return plain() if asks.partition(".")[0] in _NOT_OF_HOSTS else given
+    def __init__(self, number: int) -> None:
+        self.asked, self._number = False, number
 
-    with replaced(threading, "get_ident", get_ident):
-        yield
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside the block hosts' code on this thread is told this number; no other code and thread is."""
+        plain, here, given = threading.get_ident, threading.get_ident(), OfThread(self._number)
+
+        def get_ident() -> int:
+            if plain() != here:
+                return plain()
+            asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+            if asks.partition(".")[0] in _NOT_OF_HOSTS:
+                return plain()
+            self.asked = True
+            return given
+
+        with replaced(threading, "get_ident", get_ident):
+            yield
+
+
+def holds_thread(value: Any) -> bool:
+    """Whether a plain value is or holds the number of a thread that runs now."""
+    return _holds_one_of(value, set(sys._current_frames()))
+
+
+def _holds_one_of(value: Any, numbers: set[int]) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_one_of(part, numbers) for item in value.items() for part in item)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_one_of(part, numbers) for part in value)
+    return isinstance(value, int) and value in numbers

@@ -39,6 +39,7 @@ from .boundary_calls import call_as_it_is
 from .shadow_module import Reads, Shadow, path_of
 from .shape_recorder import SizesKeptFree
 from .side_effects import (
+    ASKS_FOR_THREAD,
     CHANGES_GIVEN,
     HOLDS_BY_MODULES,
     ask_types,
@@ -50,7 +51,7 @@ from .side_effects import (
 )
 from .source_hashes import walked
 from .subclass_dispatch import own_operators
-from .thread_number import as_thread
+from .thread_number import ThreadNumber, holds_thread
 
 if TYPE_CHECKING:
     from .types import Example
@@ -261,7 +262,8 @@ class Lifted(nn.Module):
             trace.reads, before_it = shadow.reads, tensors_held(shadow.module)
             counted = numbers_held(shadow.module)
             calls = SizesKeptFree()
-            scopes = (calls, own_operators(), default_device(trace.device), as_thread(trace.example.thread))
+            thread = ThreadNumber(trace.example.thread)
+            scopes = (calls, own_operators(), default_device(trace.device), thread.told())
             with walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
@@ -275,6 +277,10 @@ class Lifted(nn.Module):
             if shown and ask_types(trace.codes):  # from now on as they are
                 raise ValueUsed(*shown)
             _refuse_others(trace.reads, kept)
+            # what it reads is a guard by its value, which would hold for another thread; containers that are leaves of
+            # the call say which entry is this thread's own
+            if thread.asked and (not trace.example.changes or any(map(holds_thread, trace.reads.values()))):
+                raise Refused(ASKS_FOR_THREAD)
             if any(map(is_by_modules, trace.reads.values())):
                 raise Refused(HOLDS_BY_MODULES)
         except GuardOnDataDependentSymNode as error:  # export would print its graph on the user's terminal

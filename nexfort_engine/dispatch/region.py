@@ -203,8 +203,7 @@ class Region:
     ) -> Any:
         """The first result of an artefact, or eager's where that is another: no call uses the artefact then."""
         artefact.note_compared()
-        whole = self.module is self.state.root  # it may keep things from call to call, as video VAEs do
-        if self.disabled_reason is not None or whole or flat.lists or not can_be_compared(artefact, session):
+        if self.disabled_reason is not None or flat.lists or not can_be_compared(artefact, session):
             return ours
         result, reason = differs(artefact, ours, call, session, self.state.hooks.stops())
         if reason:
