@@ -182,12 +182,16 @@ def _sources(node: Node) -> set[Node]:
 
 
 def _written(node: Node) -> list[Any]:
-    """The arguments that an operator writes to."""
+    """The arguments that an operator writes to, those that it takes by name (`out=`) or in a list among them."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    declared = zip(node.args, schema.arguments, strict=False)
-    return [arg for arg, what in declared if what.alias_info is not None and what.alias_info.is_write]
+    found: list[Any] = []
+    for place, what in enumerate(schema.arguments):
+        if what.alias_info is not None and what.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(what.name)
+            found += given if isinstance(given, (list, tuple)) else [given]
+    return found
 
 
 def _is_of_shape(node: Node) -> bool:

@@ -296,16 +296,15 @@ class Lifted(nn.Module):
             raise Refused(CHANGES_GIVEN)
         flat = Flat()
         try:
-            trace.output = flatten_result(result, flat)
+            where = next((tensor.device for tensor in (*tensors, *weights)), torch.device("cpu"))
+            trace.output = flatten_result(result, flat, where)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
             trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))
-        if not flat.tensors:
+        if len(flat.tensors) == len(flat.ints):  # those that carry numbers
             raise Refused("it returns no tensor")
-        if flat.ints:
-            raise Refused("it returns a number")
         refuse_counting(trace.reads, shadow.module)
         trace.kept, trace.exchanged = kept_since(before_it, shadow.module)
         others = [*weights, *tensors, *extra, *trace.kept]

@@ -37,6 +37,7 @@ TENSOR = "T"  # a tensor: its dtype, rank and memory format are in the metas, it
 INT = "I"  # an int: data; whether it may vary is among the conditions
 MAPPING = "M"  # a dict: guarded by its read-set
 LIST = "L"  # a list that the block changes, or another one of such a block: guarded by its read-set as well
+SIZE = "S"  # a number that a block works out of sizes and returns; an empty tensor with as many rows carries it
 _SAME = "M="  # a dict that was met before, by its number
 _SAME_FUNCTION = "F="
 _METHOD, _NAMED, _MEMBER = "method", "named", "member"
@@ -137,13 +138,21 @@ def _is_read_as_dict(kind: type) -> bool:
     return not any(name in _READS for names in own for name in names)
 
 
-def flatten_result(value: Any, into: Flat) -> Any:
+def flatten_result(value: Any, into: Flat, device: torch.device | None = None) -> Any:
     """Flatten what a block returns: as `flatten`, and a new dict by its keys. Raises Unsupported.
 
-    A mapping that the block was given comes back as itself to the caller, which no copy can be.
+    With a device, a number that depends on the sizes of the inputs becomes a tensor of shape (number, 0) there, among
+    the tensors, for a graph returns tensors alone; `ints` gets it too. Other numbers are the same in each call. A
+    mapping that the block was given comes back as itself to the caller, which no copy can be.
     """
+    if device is not None and isinstance(value, torch.SymInt):
+        into.tensors.append(torch.empty((value, 0), device=device))
+        into.ints.append(value)  # type: ignore[arg-type]
+        return SIZE
+    if device is not None and type(value) is int:
+        return ("=", value)
     if type(value) is dict and all(type(key) is str for key in value):
-        return (dict, tuple(value), *[flatten_result(v, into) for v in value.values()])
+        return (dict, tuple(value), *[flatten_result(v, into, device) for v in value.values()])
     if isinstance(value, dict):
         raise Unsupported(
             "a mapping that it was given" if type(value) is Recording else "a mapping with other keys than text"
@@ -153,7 +162,7 @@ def flatten_result(value: Any, into: Flat) -> Any:
     if type(value) is Cursor:
         value.as_it_is()
     if type(value) in (list, tuple):
-        return (type(value), *[flatten_result(v, into) for v in value])
+        return (type(value), *[flatten_result(v, into, device) for v in value])
     spec = flatten(value, into)
     if into.mappings:
         raise Unsupported("an object that holds a mapping")
@@ -296,6 +305,8 @@ def unflatten(spec: Any, leaves: Leaves) -> Any:
         return next(leaves.tensors)
     if spec == INT:
         return next(leaves.ints)
+    if spec == SIZE:
+        return next(leaves.tensors).shape[0]
     if spec in (MAPPING, LIST):
         leaves.given.append(next(leaves.mappings))
         return leaves.given[-1]

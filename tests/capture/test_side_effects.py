@@ -23,11 +23,13 @@ from nexfort_engine.modules.memory_format import Unsupported
     ("function", "reason"),
     [
         (lambda b, h: {0: h}, "a mapping with other keys"),
-        (lambda b, h: (h, h.shape[1]), "number"),
         (lambda b, h: None, "no tensor"),
         (lambda b, h: h + torch.randn_like(h), "random"),
         (lambda b, h: F.dropout(h, 0.5, training=True), "random"),
+        (lambda b, h: (h.shape[1], h.shape[0]), "no tensor"),
         (lambda b, h: h + b.table.add_(1)[0], "its own weights or buffers"),
+        (lambda b, h: h + torch.add(b.table, 1, out=b.table)[0], "its own weights or buffers"),
+        (lambda b, h: torch._foreach_add_([b.table], 1) or h + b.table[0], "its own weights or buffers"),
     ],
 )
 def test_what_no_artefact_can_hold_is_refused(function: Any, reason: str) -> None:
@@ -46,6 +48,36 @@ def test_a_list_that_is_changed_is_refused() -> None:
 def test_dropout_that_is_off_is_nothing_random() -> None:
     assert Probe(block_of(lambda b, h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.0)), x()).agrees(x(3))
     assert Probe(block_of(lambda b, h: F.dropout(h, 0.5, training=b.training)), x()).agrees(x(3))
+
+
+def by_name(b: Any, image: T, text: T) -> tuple[T, T]:
+    return torch.add(image, b.linear(image), out=image), text
+
+
+def in_a_list(b: Any, image: T, text: T) -> tuple[T, T]:
+    torch._foreach_mul_([image, b.linear(image)], 2.0)
+    return image, text
+
+
+@pytest.mark.parametrize("writes", [by_name, in_a_list])
+def test_what_an_operator_writes_to_by_name_or_in_a_list_is_written_again(writes: Any) -> None:
+    probe = Probe(block_of(writes), x(), x(seed=2))
+    assert probe.artefact.mutated == [0] and probe.agrees(x(3, 7), x(3, 5, seed=2))
+    outside = x(2, 8, 6).transpose(1, 2)
+    wanted = outside.clone()
+    result, _ = probe.block(wanted, x(seed=2))
+    found, _ = probe.graph(outside, x(seed=2))
+    assert torch.allclose(outside, wanted, atol=1e-5) and torch.allclose(found, result, atol=1e-5)
+
+
+def test_numbers_that_follow_the_sizes_are_returned() -> None:
+    def counts(b: Any, h: T, seen: int) -> Any:
+        return seen + h.shape[1], b.linear(h), {"rows": (h.shape[0], 3)}
+
+    probe = Probe(block_of(counts), x(), 5)
+    assert probe.agrees(x(3, 7), 9) and probe.agrees(x(1, 4), 2)
+    found = probe.graph(x(3, 7), 9)
+    assert (found[0], found[2]) == (16, {"rows": (3, 3)}) and type(found[0]) is int
 
 
 def test_changes_to_arguments_are_made_again() -> None:

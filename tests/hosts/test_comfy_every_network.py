@@ -29,7 +29,6 @@ UNTRIED = {
     "sam3.detector.SAM3Model": _NOT_SAMPLED,
     "depth_anything_3.model.DepthAnything3Net": _NOT_SAMPLED,
     "trellis2.model.Trellis2": _NO_TINY_ONE,
-    "hidream_o1.model.HiDreamO1Transformer": _NO_TINY_ONE,
     "minimax_music.dit.MiniMaxMusic3DiT": _FIXED,
 }
 

@@ -72,7 +72,34 @@ def omni(d: Draw, batch: int, size: Size, length: int) -> Call:
     return args, kwargs
 
 
+_HIDREAM_O1_TEXT: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "rope_dims": [4, 2, 2],
+}
+_HIDREAM_O1_VISION = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64}
+
+
+def _hidream_o1(blocks: int) -> nn.Module:
+    text = {**_HIDREAM_O1_TEXT, "num_hidden_layers": blocks}
+    vision = {**_HIDREAM_O1_VISION, "depth": blocks}
+    return made("hidream_o1.model.HiDreamO1Transformer", text_config_overrides=text, vision_config_overrides=vision)(
+        blocks
+    )
+
+
+def _hidream_o1_call(d: Draw, batch: int, size: Size, length: int) -> Call:
+    """Pixels, and words by their numbers, which ComfyUI's own code makes into what the network takes."""
+    from comfy.ldm.hidream_o1.conditioning import build_extra_conds
+    from comfy.ldm.hidream_o1.model import TMS_TOKEN_ID
+
+    noise = d.noise(batch, 3, *size)
+    words = (d.prompt(batch, length).abs() * 1000).long()
+    words[:, -1] = TMS_TOKEN_ID
+    return (noise, d.time(batch, 1000.0)), {**build_extra_conds(words, noise), "transformer_options": {}}
+
+
 ROWS = [
+    image("hidream_o1", _hidream_o1, _hidream_o1_call, sizes=((64, 64), (64, 96), (96, 64), (160, 128))),
     image("flux2", made("flux.model.Flux", **_FLUX2), called(guidance=each(3.5))),
     image(
         "flux2_references",
