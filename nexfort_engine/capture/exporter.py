@@ -42,7 +42,7 @@ from .collectives import take_over
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
 from .shape_recorder import check, computes_with_chosen_scale, conditions_of, noted, settle
-from .side_effects import mapping_writes, refuse_random, take_out_kept
+from .side_effects import mapping_writes, refuse_random, refuse_strides, take_out_kept
 from .source_hashes import hashes, operator_modules
 from .trace import Lifted, Trace
 from .types import LOCK, Captured, Example
@@ -304,6 +304,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     if example.changes and not any(node.op == "call_function" for node in graph.graph.nodes):
         raise Refused("it computes nothing when it is called so")
     refuse_random(graph)
+    refuse_strides(graph)
     settle(program)
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import itertools
+import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -207,15 +208,31 @@ def written_inputs(graph: GraphModule) -> set[Node]:
     """The placeholders that the graph writes to, also through views of them."""
     found = set()
     for node in graph.graph.nodes:
-        for root in _written(node) if node.op == "call_function" else ():
-            while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
-                root = root.args[0]
-            if isinstance(root, Node) and root.op == "placeholder":
+        for one in _written(node) if node.op == "call_function" else ():
+            root = _root(one)
+            if root is not None and root.op == "placeholder":
                 found.add(root)
     return found
 
 
+def refuse_strides(graph: GraphModule) -> None:
+    """Raise Refused for code that reads a tensor of its caller by strides of its own: a copy may lie otherwise."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        root = _root(node)
+        if root is not None and root.op == "placeholder":
+            raise Refused("it reads the memory of a tensor that it is given by strides of its own")
+
+
+def _root(node: Any) -> Node | None:
+    """What a node is a view of, or the node itself."""
+    while isinstance(node, Node) and node.op == "call_function" and _is_view(node):
+        node = node.args[0]
+    return node if isinstance(node, Node) else None
+
+
 def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:  # one of the parts that `chunk` and its like give
+        return isinstance(node.args[0], Node) and _is_view(node.args[0])
     schema = getattr(node.target, "_schema", None)
     if schema is None or not node.args:
         return False
