@@ -11,8 +11,7 @@ from typing import Any
 
 from ..guards.option_recorder import OfThread
 from ..system.process_settings import replaced
-
-_NOT_OF_HOSTS = ("threading", "torch", "logging", "concurrent", "weakref", "queue")
+from .source_hashes import is_host_code
 
 
 class ThreadNumber:
@@ -27,10 +26,7 @@ class ThreadNumber:
         plain, here, given = threading.get_ident, threading.get_ident(), OfThread(self._number)
 
         def get_ident() -> int:
-            if plain() != here:
-                return plain()
-            asks = str(sys._getframe(1).f_globals.get("__name__", ""))
-            if asks.partition(".")[0] in _NOT_OF_HOSTS:
+            if plain() != here or not is_host_code(sys._getframe(1).f_code):
                 return plain()
             self.asked = True
             return given

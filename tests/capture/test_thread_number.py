@@ -12,7 +12,7 @@ import torch
 from reached_state import Block, apart, given, made
 
 import nexfort_engine
-from nexfort_engine.capture.thread_number import holds_thread
+from nexfort_engine.capture.thread_number import ThreadNumber, holds_thread
 
 pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
 NEAR = 1e-4
@@ -83,3 +83,12 @@ def test_the_number_of_a_thread_is_found_wherever_it_lies() -> None:
     here = threading.get_ident()
     assert all(map(holds_thread, (here, [here], {here: 1}, {"a": (here,)}, {here})))
     assert not any(map(holds_thread, (here + 1, [1.0], {"a": here / 2}, str(here), None)))
+
+
+def test_only_code_of_the_host_is_told_another_number() -> None:
+    number, found = ThreadNumber(5), dict[str, Any]()
+    asks = compile("import threading\nnumber = threading.get_ident()", nexfort_engine.__file__, "exec")
+    with number.told():
+        exec(asks, found)
+        assert found["number"] == threading.current_thread().ident and not number.asked
+        assert threading.get_ident() == 5 and number.asked
