@@ -34,7 +34,7 @@ class NexfortCacheManager(io.ComfyNode):
             description=(
                 "Lists what the compile cache holds: block, model, the sizes it served, size on disk, time of last "
                 "use and state. It only looks. "
-                "To free space use the Nexfort tab of the sidebar or `python -m nexfort_engine cache prune`. "
+                "To free space use the Nexfort tab of the sidebar or `nexfort cache prune`. "
                 "Whatever is removed is compiled again when it is next needed."
             ),
             search_aliases=["nexfort", "compile cache", "cache list", "disk usage"],

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import logging
 import os
 import re
 import socket
@@ -26,11 +27,17 @@ from urllib.parse import urlsplit
 
 from aiohttp import ClientError, web
 
+log = logging.getLogger("nexfort")
+
 BODY_LIMIT = 4096
 BODY_SECONDS = 10.0  # within which a body has to be here
 ALLOWED_HOSTS = "NEXFORT_ALLOWED_HOSTS"  # names, separated by commas; one that begins with a dot is a whole domain
 # What a browser tells of a request that this server's own page made, or that the user typed.
 OWN_SITES = ("same-origin", "none")
+FAULT = (
+    "Nexfort could not answer ({kind}), and nothing was lost; try again, and if it stays so, report it with the lines "
+    "of the server's log."
+)
 _ID = re.compile(r"[0-9a-f]{16,64}")
 _LONGEST_WORKFLOW_ID = 128
 _LONGEST_NODE_ID = 128  # inside subgraphs they hold those of the nodes around
@@ -51,7 +58,10 @@ class RefusedError(Exception):
 
 
 def answered(handler: Callable[[web.Request], Awaitable[Answer]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A route from a function that returns JSON-able data: same-origin only, refusals as one sentence."""
+    """A route from a function that returns JSON-able data: same-origin only, refusals as one sentence.
+
+    So is a fault of ours, whose whole story is in the server's log: what it says may name places on this machine.
+    """
 
     @functools.wraps(handler)
     async def respond(request: web.Request) -> web.Response:
@@ -61,6 +71,11 @@ def answered(handler: Callable[[web.Request], Awaitable[Answer]]) -> Callable[[w
             return web.json_response(await handler(request))
         except RefusedError as refused:
             return web.json_response({"error": str(refused)}, status=refused.status)
+        except web.HTTPException:  # aiohttp's own answer
+            raise
+        except Exception as error:
+            log.exception("Nexfort: %s %s could not be answered", request.method, request.path)
+            return web.json_response({"error": FAULT.format(kind=type(error).__name__)}, status=500)
 
     return respond
 

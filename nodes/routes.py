@@ -9,15 +9,17 @@ checked in `requests.py`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
 from . import help_text, options_text, status
 from .cache_manager import listing
-from .requests import RefusedError, answered, ids_in, node_ids_in, read_body, workflow_in
+from .engine_import import engine_is_here
+from .requests import Answer, RefusedError, answered, ids_in, node_ids_in, read_body, workflow_in
 from .told import without_paths
 
 if TYPE_CHECKING:
@@ -49,7 +51,18 @@ def register_routes() -> bool:
     return True
 
 
-@answered
+def by_the_engine(handler: Callable[[web.Request], Awaitable[Answer]]) -> Callable[..., Awaitable[web.Response]]:
+    """A route whose answer the engine gives: it waits for that to be imported, but not before it is known who asks."""
+
+    @functools.wraps(handler)
+    async def respond(request: web.Request) -> Answer:
+        await asyncio.to_thread(engine_is_here)
+        return await handler(request)
+
+    return answered(respond)
+
+
+@by_the_engine
 async def get_cache(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/cache: {"count", "size", "limit", "entries"}, the entries as the Cache Manager node lists them.
 
@@ -73,14 +86,14 @@ async def get_nodes(request: web.Request) -> dict[str, Any]:
     return {"nodes": await asyncio.to_thread(status.nodes)}
 
 
-@answered
+@by_the_engine
 async def get_report(request: web.Request) -> dict[str, Any]:
-    """GET /nexfort/report: {"engines": [{"name", "nodes", "report"}], "cache", "memory", "benchmarks", "lost"}.
+    """GET /nexfort/report: {"engines": [{"name", "files", "nodes", "report"}], "cache", "memory", "benchmarks", "lost"}
 
-    One engine a network alive. "nodes" are the compile nodes it belongs to, {"id", "class", "workflow"} each, "cache"
-    says where artefacts are kept, without the path, "memory" how much of the device is in use: {"device", "used",
-    "total"}, in bytes. "benchmarks" are kept results, the newest last, "lost" is why earlier ones cannot be read, or
-    "".
+    One engine a network alive. "files" are the names of its network's files, "nodes" the compile nodes it belongs to,
+    {"id", "class", "workflow"} each. "cache" says where artefacts are kept, without the path, "memory" how much of
+    the device is in use: {"device", "used", "total"}, in bytes. "benchmarks" are kept results, the newest last, "lost"
+    is why earlier ones cannot be read, or "".
     """
     from nexfort_engine.cache import benchmark_record
     from nexfort_engine.cache.paths import chosen_root
@@ -90,6 +103,7 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     engines = [
         {
             "name": name,
+            "files": without_paths(status.files_of(report)),
             "nodes": [{name: node[name] for name in ("id", "class", "workflow")} for node in status.nodes_of(report)],
             "report": without_paths(report.as_dict()),
         }
@@ -101,14 +115,14 @@ async def get_report(request: web.Request) -> dict[str, Any]:
     return {"engines": engines, "cache": place, "memory": used, "benchmarks": kept, "lost": lost}
 
 
-@answered
+@by_the_engine
 async def get_help(request: web.Request) -> dict[str, Any]:
     """GET /nexfort/help: {"markdown", "issues", "page"}: what somebody who can help needs, without paths, and where to
     take it."""
     return await asyncio.to_thread(help_text.told)
 
 
-@answered
+@by_the_engine
 async def post_options(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/options {"text": "max-aut"}: what is wrong with an options text, and how its last word may go on.
 
@@ -120,7 +134,7 @@ async def post_options(request: web.Request) -> dict[str, Any]:
     return await asyncio.to_thread(options_text.told, text)
 
 
-@answered
+@by_the_engine
 async def post_verify(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/verify {"nodes": ["12"]}: compare the next step of these compile nodes' models with eager.
 
@@ -145,7 +159,7 @@ async def post_verify(request: web.Request) -> dict[str, Any]:
     return {"nodes": list(dict.fromkeys(node for node, report in reports if verify_next(report)))}
 
 
-@answered
+@by_the_engine
 async def post_benchmark(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/benchmark {"workflow", "mode", "size", "steps", "runs"}: keep a result, with its moment and device.
 
@@ -164,7 +178,7 @@ async def post_benchmark(request: web.Request) -> dict[str, Any]:
     return {"benchmark": made, "kept": kept}
 
 
-@answered
+@by_the_engine
 async def post_place(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/cache/place {}: {"path", "problem"}: where the cache lies, and why it cannot be written, or null.
 
@@ -178,7 +192,7 @@ async def post_place(request: web.Request) -> dict[str, Any]:
     return {"path": str(store.root), "problem": None if can else store.problem}
 
 
-@answered
+@by_the_engine
 async def post_prune(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/cache/prune {"max_bytes": n}: drop the least recently used until the rest fits in n.
 
@@ -203,7 +217,7 @@ async def post_prune(request: web.Request) -> dict[str, Any]:
     return {**await _remove(prune), "kept": kept}
 
 
-@answered
+@by_the_engine
 async def post_clear(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/cache/clear {"confirm": true}: drop every artefact that is not pinned.
 
@@ -218,7 +232,7 @@ async def post_clear(request: web.Request) -> dict[str, Any]:
     return await _remove(lambda store: store.clear())
 
 
-@answered
+@by_the_engine
 async def post_pin(request: web.Request) -> dict[str, Any]:
     """POST /nexfort/cache/pin {"ids": [...], "pinned": true}: keep these, or with false no longer."""
     body = await read_body(request, ("ids", "pinned"), IDS)

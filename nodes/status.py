@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EVENT = "nexfort.status"
 BESIDE = "background"  # the phase of what is compiled while nobody waits for it
+MADE = "compiled in the background"  # what the text of its last event says if it did not fail
 WHOLE = "(whole module)"
 # Ids of workflows that were closed stay until this many newer ones came.
 MOST = 512
@@ -153,6 +154,11 @@ def nodes_of(report: Report) -> list[dict[str, Any]]:
     return [_told(seat) for seat in _sitting() if seat.report is not None and seat.report() is report]
 
 
+def files_of(report: Report) -> list[str]:
+    """The names of the model files that its network came from, by the prompts that it ran in."""
+    return sorted(_named.get(report, ()))
+
+
 def reports_of(wanted: Callable[[Seat], bool]) -> list[tuple[str, Report]]:
     """(id, report) of the nodes that are wanted; those whose engine is gone are not among them."""
     found = [(seat.node, seat.report()) for seat in _sitting() if seat.report is not None and wanted(seat)]
@@ -195,6 +201,8 @@ def state(
         found |= _how_far(beside)
     elif progress is not None and progress.done < progress.total:
         found |= {"state": "compiling", **_how_far(progress)}
+    elif _made_beside(beside) and not report["artefacts_compiled"] and not _is_all(eager, report["regions"]):
+        found |= {"state": "compiled", "fresh": True}  # the next picture takes it up
     elif report["artefacts_compiled"]:
         found |= {"state": "compiled"} | ({"fresh": True} if report["artefacts_compiled"] > before else {})
     elif report["artefacts_loaded"]:
@@ -210,6 +218,16 @@ def _how_far(event: Event | None) -> dict[str, Any]:
         return {}
     left = None if event.seconds_left is None else round(event.seconds_left)
     return {"done": event.done, "total": event.total, "seconds_left": left}
+
+
+def _made_beside(event: Event | None) -> bool:
+    """Whether the last that was heard of the background is that it made what it was asked for."""
+    return event is not None and event.done >= event.total and MADE in event.text
+
+
+def _is_all(eager: set[str], regions: Sequence[Any]) -> bool:
+    """Whether these are all blocks, as far as blocks are known."""
+    return WHOLE in eager or (bool(regions) and len(eager) >= len(regions))
 
 
 def _is_slower(report: Mapping[str, Any]) -> bool:

@@ -21,7 +21,9 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.cli import main
 from nexfort_engine.config.options import KEYS, MEMORY_FORMATS, OPTIONS, TOKENS
 
-COMMAND = re.compile(r"(?:\bpython3? -m ((?:nexfort_engine|benchmarks)[\w.]*)|^nexfort\b)([^\n`]*)", re.MULTILINE)
+COMMAND = re.compile(
+    r"(?:\bpython3? -m ((?:nexfort_engine|benchmarks)[\w.]*)|^ *nexfort\b|`nexfort(?= [a-z]))([^\n`]*)", re.MULTILINE
+)
 PAGES = [*USER, *DESIGN, ROOT / "benchmarks" / "README.md", ROOT / "CONTRIBUTING.md"]
 CLI = read(ROOT / "docs" / "cli.md")
 INTERNAL = {"NEXFORT_WORKS_FOR"}  # the engine sets it for its own processes

@@ -269,6 +269,13 @@ def test_every_text_of_the_panels_is_there_and_used() -> None:
     assert composed <= keys
 
 
+def test_how_few_steps_say_too_little_by_themselves_is_as_the_engine_counts() -> None:
+    assert speed.FIRST_EAGER + speed.LEAST == 4, "of uncompiled steps, the first of which does not count"
+    pages = [served.ROOT / "docs" / "nodes.md", WEB / "docs" / "NexfortCompileModel.md"]
+    told = [content("en", "main")["nexfort"]["speed"]["how"], *(page.read_text(encoding="utf-8") for page in pages)]
+    assert all("fewer than four" in one.lower().replace("\n", " ") for one in told)
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_each_file_is_written_in_one_way(language: str) -> None:
     for name in FILES:

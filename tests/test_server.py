@@ -137,7 +137,7 @@ def test_each_node_has_a_help_page_where_the_front_end_looks(server: ComfyServer
     page = server.get_bytes(f"/extensions/{pack}/docs/{name}.md").decode()
     shown = server.get(f"/object_info/{name}")[name]
     assert shown["display_name"] in page
-    pictures = re.findall(r"!\[.+\]\((images/[a-z_]+\.png)\)", page)
+    pictures = re.findall(r"!\[.+\]\((images/[a-z_0-9]+\.png)\)", page)
     assert pictures and all(server.get_bytes(f"/extensions/{pack}/docs/{picture}") for picture in pictures)
     for kind in ("required", "optional"):
         for key in shown["input"].get(kind, {}):

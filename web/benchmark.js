@@ -5,7 +5,7 @@
 
 import { app } from '../../scripts/app.js'
 import { api } from '../../scripts/api.js'
-import { COMPILE_NODES } from './badge.js'
+import { COMPILE_NODES, nodesOfGraph } from './badge.js'
 import { resultSection } from './benchmark_result.js'
 import { dialogOf, element } from './elements.js'
 import { meant, toast } from './front_end.js'
@@ -38,7 +38,7 @@ let busy = false
 export async function benchmarkWorkflow() {
   const { output, workflow } = await app.graphToPrompt()
   if (!Object.values(output).some((node) => COMPILE_NODES.includes(node.class_type))) {
-    return toast('info', text('benchmark.title'), text('benchmark.noNode'))
+    return toast('info', text('benchmark.title'), text(nodesOfGraph().length ? 'benchmark.bypassed' : 'benchmark.noNode'))
   }
   if (busy) return toast('info', text('benchmark.title'), text('benchmark.busy'))
   if (Date.now() - Number(localStorage.getItem(HEARD)) < HEARD_FOR) return toast('info', text('benchmark.title'), text('benchmark.elsewhere'))

@@ -73,7 +73,10 @@ function comparison([eager, ours]) {
   slider.addEventListener('input', cut)
   cut()
   const names = ['benchmark.eager', 'benchmark.ours'].map((key) => element('span', {}, text(key)))
-  return element('div', {}, place, slider, element('div', { class: 'nexfort-small nexfort-sides' }, names))
+  const made = element('div', { class: 'nexfort-comparison' }, place, slider, element('div', { class: 'nexfort-small nexfort-sides' }, names))
+  // A high picture is shown less wide, so that the slider below it is in the window too.
+  above.addEventListener('load', () => made.style.setProperty('--nexfort-ratio', above.naturalWidth / above.naturalHeight))
+  return made
 }
 
 /** For a page or a message of others, in English as the rest of a report is. */

@@ -3,7 +3,7 @@
 // of a model are one click deeper. Above is what the compile nodes of the open workflow do.
 
 import { nodesOfGraph, stateText } from './badge.js'
-import { button, dayText, download, element, momentText, nameText, numberCell, sizeText, table } from './elements.js'
+import { button, dayText, download, element, fileText, momentText, nameText, numberCell, sizeText, table } from './elements.js'
 import { meant, settingOf, toast } from './front_end.js'
 import { copied } from './help.js'
 import { openReport } from './report.js'
@@ -198,7 +198,7 @@ function draw() {
     return
   }
   const focused = document.activeElement?.dataset?.key
-  place.replaceChildren(...modelsOf(rows).flatMap(filesOf).map(modelSection))
+  place.replaceChildren(...toldApart(modelsOf(rows).flatMap(filesOf)).map(modelSection))
   if (focused) place.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus() // a redrawn button keeps the keyboard
 }
 
@@ -218,16 +218,20 @@ function modelsOf(rows) {
   return models
 }
 
+/** The same, where a model and a VAE come from one file with the class of each, which tells them apart. */
+function toldApart(models) {
+  const named = Object.groupBy(models, ({ name, rows }) => `${name} ${rows[0].mode}`)
+  return models.map((model) => {
+    const { name, rows } = model
+    return named[`${name} ${rows[0].mode}`].length > 1 ? { ...model, name: `${name} · ${rows[0].family}` } : model
+  })
+}
+
 /** A row for each file of a model: checkpoints of one architecture share what is compiled. */
 function filesOf(model) {
   const files = [...new Set(model.rows.flatMap((row) => row.files))]
   if (!files.length) return [{ ...model, name: model.rows[0].family, others: [] }]
-  return files.map((file) => ({ ...model, key: `${model.key} ${file}`, name: plain(file), others: files.filter((one) => one !== file).map(plain) }))
-}
-
-/** A file's name as people say it. */
-function plain(file) {
-  return file.replace(/\.[^.]+$/, '')
+  return files.map((file) => ({ ...model, key: `${model.key} ${file}`, name: fileText(file), others: files.filter((one) => one !== file).map(fileText) }))
 }
 
 function modelSection(model) {

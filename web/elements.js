@@ -47,6 +47,11 @@ export function nameText(name) {
   return name.split(/(?<=[._])/).flatMap((part, place) => (place ? [element('wbr'), part] : [part]))
 }
 
+/** A model file's name as people say it. */
+export function fileText(file) {
+  return file.replace(/\.[^.]+$/, '')
+}
+
 /** "512 B", "3.4 MiB", as the command line writes it but for the language's way of writing numbers. */
 export function sizeText(bytes) {
   const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB']

@@ -30,7 +30,7 @@ export function openTab(id) {
 /** A short message in the corner. */
 export function toast(severity, summary, detail) {
   const add = offered('toast', 'add', 'messages are written here')
-  if (add) add({ severity, summary, detail, life: severity === 'error' ? 10000 : 5000 })
+  if (add) add({ severity, summary, detail, life: ['error', 'warn'].includes(severity) ? 10000 : 5000 })
   else console.info(`Nexfort: ${summary}: ${detail}`)
 }
 

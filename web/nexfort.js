@@ -11,7 +11,7 @@ import { loadStyles } from './elements.js'
 import { openTab, registerTab, settingOf, toast } from './front_end.js'
 import { foldOptions, watchOptions } from './options.js'
 import { replaceCompileNodes } from './replace.js'
-import { openReport, verifyNext, whyUnsaved } from './report.js'
+import { nameOf, openReport, verifyNext, whyUnsaved } from './report.js'
 import { ask, change } from './server.js'
 import { watchStatus } from './status.js'
 import { text, textsReady } from './texts.js'
@@ -41,7 +41,9 @@ async function afterRun() {
   const report = await ask('report', { quiet: true })
   for (const { report: one } of report?.engines ?? []) await tellUnsaved(one.unsaved)
   if (settingOf(TELL_EAGER) === false) return
-  for (const { name, report: one } of report?.engines ?? []) {
+  for (const engine of report?.engines ?? []) {
+    const { report: one } = engine
+    const name = nameOf(engine)
     const reasons = one.eager.map((row) => row.reason).filter((reason) => !told.has(`${name}: ${reason}`))
     for (const reason of reasons) told.add(`${name}: ${reason}`)
     if (reasons.length) toast('warn', text('toast.eager', { name }), [...new Set(reasons)].join('\n'))

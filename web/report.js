@@ -2,8 +2,9 @@
 // The report panel: what the engine did for one node, or for all of them. It shows what GET /nexfort/report tells.
 
 import { app } from '../../scripts/app.js'
+import { nodesOfGraph } from './badge.js'
 import { resultSection } from './benchmark_result.js'
-import { button, dialogOf, element, momentText, numberCell, sizeText, table } from './elements.js'
+import { button, dialogOf, element, fileText, momentText, numberCell, sizeText, table } from './elements.js'
 import { toast } from './front_end.js'
 import { copyReport, openPage, reportProblem } from './help.js'
 import { ask, change } from './server.js'
@@ -56,9 +57,14 @@ export async function verifyNext() {
 
 async function askToVerify(node) {
   const known = node && toldOf(node)
-  if (known?.length === 0) return text('verify.nothing')
+  if (known?.length === 0) return nothing('verify.nothing')
   const told = await change('verify', known ? { nodes: known.map(({ id }) => id), workflow: known[0].workflow } : {})
-  return text(told?.nodes.length ? 'verify.due' : 'verify.nothing')
+  return told?.nodes.length ? text('verify.due') : nothing('verify.nothing')
+}
+
+/** Why there is nothing: the workflow has no node that could compile, or what this key says. */
+function nothing(key) {
+  return text(nodesOfGraph().length ? key : 'benchmark.noNode')
 }
 
 async function show(body, node) {
@@ -71,7 +77,7 @@ async function show(body, node) {
   const opened = body.querySelector('.nexfort-details[open]') !== null // events come while somebody reads
   const parts = engines.map((engine) => engineSection(engine, told, problem))
   for (const part of parts) part.querySelector('.nexfort-details').open = opened
-  if (!parts.length) parts.push(element('p', {}, text('report.nothing')))
+  if (!parts.length) parts.push(element('p', {}, nothing('report.nothing')))
   body.replaceChildren(...parts, ...benchmarked(told))
 }
 
@@ -84,15 +90,23 @@ function benchmarked({ benchmarks, lost }) {
   return [...said, element('details', { open: true, class: 'nexfort-kept' }, element('summary', {}, text('benchmark.kept')), resultSection(kept))]
 }
 
+/** What people call a network: the file it comes from, where that is known. A VAE may come from the model's own. */
+export function nameOf({ name, files, nodes }) {
+  if (!files?.length) return name
+  const isVae = nodes.length > 0 && nodes.every((node) => node.class === 'NexfortCompileVAE')
+  return files.map(fileText).join(', ') + (isVae ? ' · VAE' : '')
+}
+
 /** Why what is compiled cannot be saved, with the path, which is told to this page alone; null once it can be. */
 export async function whyUnsaved() {
   return (await change('cache/place', {}))?.problem ?? null
 }
 
 /** problem: the same with the path, which is told to this page alone. */
-function engineSection({ name, nodes, report }, { cache, memory }, problem) {
+function engineSection(engine, { cache, memory }, problem) {
+  const { name, nodes, report } = engine
   const kinds = nodes.map((node) => node.class)
-  const section = element('section', {}, element('h3', {}, name), ...speedSection(report.speed, kinds))
+  const section = element('section', {}, element('h3', {}, nameOf(engine)), ...speedSection(report.speed, kinds))
   const { unsaved } = report
   if (unsaved) section.append(element('p', { class: 'nexfort-banner', role: 'alert' }, text('report.unsaved', { reason: problem ?? unsaved })))
   if (isPlain(report)) section.append(element('p', { class: 'nexfort-banner' }, text('report.plain')))
@@ -100,7 +114,7 @@ function engineSection({ name, nodes, report }, { cache, memory }, problem) {
   if (verified) section.append(verification(verified))
   section.append(list('report.slower', slowerNow(report.pace ?? []).map(slowerLine)))
   section.append(list('report.eager', report.eager.map((row) => `${row.region}: ${row.reason}`)))
-  section.append(details(report, cache, memory))
+  section.append(details(name, report, cache, memory))
   return section
 }
 
@@ -110,21 +124,22 @@ function isPlain({ calls, artefacts_compiled: compiled, artefacts_loaded: loaded
 }
 
 /** What the engine did, in its own words. */
-function details(report, cache, memory) {
+function details(name, report, cache, memory) {
   const lists = [
     ['report.variants', report.variants.map((row) => `${row.region}: ${row.reason}`)],
     ['report.precision', report.precision.map(precisionLine)],
     ['report.inactive', report.inactive.map((row) => `${row.token}: ${row.reason}`)],
     ['report.notes', report.notes]
   ]
-  const parts = [facts(report, cache, memory), ...lists.map(([key, lines]) => list(key, lines))]
+  const parts = [facts(name, report, cache, memory), ...lists.map(([key, lines]) => list(key, lines))]
   if (report.artefacts.length) parts.push(artefacts(report.artefacts))
   return element('details', { class: 'nexfort-details' }, element('summary', {}, text('report.details')), parts)
 }
 
-function facts(report, cache, memory) {
+function facts(name, report, cache, memory) {
   const kinds = new Set(report.regions.map((row) => row.kind)).size
   const rows = [
+    ['cache.family', name],
     ['report.mode', report.config.mode ?? ''],
     ['report.regions', text('report.regionsValue', { regions: report.regions.length, kinds })],
     ['report.loaded', text('report.artefactsIn', { count: report.artefacts_loaded, seconds: number(report.seconds_warm) })],

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident  # the plain one: a trace tells hosts' code another number
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ def backends_by_operators() -> Iterator[Picks]:
     if registry is None or not inspect.ismethod(original) or _PICK in vars(registry):
         yield Picks()
         return
-    thread, inside, picks = threading.get_ident(), False, Picks((registry, original.__func__))
+    thread, inside, picks = get_ident(), False, Picks((registry, original.__func__))
 
     def pick(name: str, backend: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        operator, is_mine = None, threading.get_ident() == thread and not inside
+        operator, is_mine = None, get_ident() == thread and not inside
         if is_mine and backend is None:
             operator = getattr(getattr(torch.ops, _LIBRARY), name, None)
         if operator is None:

@@ -363,6 +363,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         names=reached,
         only_here=only_here,
         changes=trace.changes,
+        asked=trace.asked.rows,
     )
 
 

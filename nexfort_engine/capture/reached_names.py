@@ -25,6 +25,7 @@ from ..guards.name_resolver import CLASS, Address, Resolver, Row, classes_in, fu
 from ..guards.option_recorder import Refused
 from ..guards.value_digests import cell_contents, digest, is_library, plain_of_class
 from ..modules.tree import PLAIN, fields_of
+from ..system.torch_modes import CALL
 from .source_hashes import is_host_code, module_of_code
 
 # where torch's own operators in Python lie; what is below them is of torch's version
@@ -32,6 +33,7 @@ _TORCHS = ("torch.nn.", "torch.functional", "torch._tensor")
 _MOST_FUNCTIONS = 4000
 _WRAPPED = (ATTRIBUTE, "__wrapped__")
 _TENSOR: Address = ("torch", ((CLASS, "Tensor"),))
+_OF_CALLS = (*CALL, "__getattribute__")  # what a call of a module goes through, of which a class may get its own
 
 
 def rows_of(
@@ -120,6 +122,10 @@ class _Walk:
         self._texts: set[str] = set()
         self._by_text: set[str] = set()
         self._asks_modules = False
+        # of each class of modules the names of weights: a property of the class would be asked first
+        self._held: dict[type, dict[str, None]] = {}
+        for sub in module.modules():
+            self._held.setdefault(type(sub), {}).update(dict.fromkeys((*sub._parameters, *sub._buffers)))
         self._open: dict[str, types.ModuleType] = {}  # modules that code has where their attributes cannot be followed
 
     def run(
@@ -329,15 +335,15 @@ class _Walk:
             return
         self._kinds.add(kind)
         is_module = issubclass(kind, nn.Module)
-        if self._resolver.leads_to(kind):  # the class of a module may get a call of its own
-            for name in ("__call__",) if is_module else plain_of_class(kind):
+        if self._resolver.leads_to(kind):
+            for name in (*_OF_CALLS, *self._held.get(kind, ())) if is_module else plain_of_class(kind):
                 self.addresses[kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))] = None
         for base in kind.__mro__[:-1]:
             library = is_library(base)
             for name, value in list(vars(base).items()):
                 function = function_in(value)
                 if library:
-                    wanted = is_module and name == "forward" and base is not nn.Module
+                    wanted = is_module and base is not nn.Module and _is_asked_of_layers(name, function)
                 else:
                     wanted = function is not None and function.__code__ in self._ran
                 if wanted:
@@ -347,6 +353,14 @@ class _Walk:
                             self.addresses[at] = None
                     if function is not None:
                         self._due.append((None, function))
+
+
+def _is_asked_of_layers(name: str, function: types.FunctionType | None) -> bool:
+    """Whether a function in the table of a torch layer's class is its forward, or one that syntax asks for: a loop over
+    an nn.Sequential. What all modules have, such as `__init__`, computes nothing.
+    """
+    is_special = function is not None and name[:2] == "__" and not hasattr(nn.Module, name)
+    return name == "forward" or is_special
 
 
 def _address_of(chain: Chain, own: Address | None, module: str, function: types.FunctionType) -> Address | None:

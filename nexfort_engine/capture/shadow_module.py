@@ -12,6 +12,7 @@ import collections
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -25,12 +26,14 @@ from ..guards.option_recorder import MISSING, Refused
 from ..guards.scalar_inputs import Place, Strength, put
 from ..modules.module_keys import OfTree, holds_module, is_by_identity, is_module, places
 from ..modules.tree import ABSENT, CASTS_TO_INPUT, INTERNAL, Hidden, WeightSlots, is_shim, once_a_class
+from .source_hashes import is_host_code
 
 # attributes that this engine or torch puts on modules for the length of a capture or a call
 _OURS = frozenset({"forward", "_compiled_call_impl", "call_super_init", "T_destination", "dump_patches"})
 _OF_MODULES = vars(nn.Module)
 _MARK = "_nexfort_shadow"  # (reads, path) in the attribute table of a shadow
 _AT_BOUNDARY = "_nexfort_at_boundary"
+_TABLES = ("__dict__", "_parameters", "_buffers", "_modules")
 # with the copy of a module, the module's class, whether it is called as a module, and the arguments
 AtBoundary = Callable[[nn.Module, type[nn.Module], bool, tuple[Any, ...], dict[str, Any]], Any]
 Reads = dict[tuple[str, str], Any]
@@ -208,12 +211,33 @@ def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (recording,), {"forward": forward, "__call__": call, **names})
 
 
+def _note_table(own: dict[str, Any], code: types.CodeType, *, whole: bool) -> None:
+    """Code looks at the attributes of a module as at a dictionary: those that its strings name are read, found or not.
+
+    whole: of the table of all attributes, what is there is read as well.
+    """
+    if _MARK not in own:
+        return
+    reads, path = own[_MARK]
+    tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
+    asked = [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
+    for name in (*asked, *(own if whole else ())):
+        if name in INTERNAL or name in _OURS or name in (_MARK, _AT_BOUNDARY):
+            continue
+        if name not in own and not any(name in table for table in tables):
+            reads.setdefault((path, name), MISSING)
+        elif whole and name in own and not isinstance(own[name], (torch.Tensor, nn.Module)):
+            reads.setdefault((path, name), own[name])
+
+
 @once_a_class
 def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a module class that reports attribute reads, those that find nothing among them."""
 
     def __getattribute__(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
+        if name in _TABLES and is_host_code(code := sys._getframe(1).f_code):
+            _note_table(object.__getattribute__(self, "__dict__"), code, whole=name == "__dict__")
         if name not in INTERNAL and name not in _OURS and not name.startswith("__"):
             own = object.__getattribute__(self, "__dict__")
             is_weight = isinstance(value, torch.Tensor) or (isinstance(value, nn.Module) and name not in own)

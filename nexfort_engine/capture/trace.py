@@ -23,7 +23,9 @@ from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatte
 from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.given_changes import Names, rows_of
+from ..guards.gradient_answers import of_tensor
 from ..guards.list_recorder import RecordedList, hand
+from ..guards.name_resolver import classes_in
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
@@ -34,6 +36,7 @@ from ..modules.module_keys import is_by_modules
 from ..modules.tree import ABSENT, Hidden, WeightSlots, tensors_of
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
+from .asked_gradients import AskedGradients
 from .backend_operators import Picks, backends_by_operators
 from .boundary_calls import call_as_it_is
 from .shadow_module import Reads, Shadow, path_of
@@ -50,6 +53,7 @@ from .side_effects import (
     tensors_held,
 )
 from .source_hashes import walked
+from .static_reach import Contents
 from .subclass_dispatch import own_operators
 from .thread_number import ThreadNumber, holds_thread
 
@@ -99,15 +103,23 @@ class Trace:
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
         self.codes: set[types.CodeType] = set()  # that it ran
         self.picks = Picks()  # of back ends
+        self.asked = AskedGradients(example.answers, [], [], {})  # about gradients
+        self._answers_of_weights = {name: of_tensor(one) for name, one in zip(slots.names, slots.read(), strict=True)}
         self.shadow: Shadow | None = None
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
+        self.contents = Contents(classes_in(block))
         self.strengths = [
             (path, name, keys)
             for path, name, keys in scalar_inputs.places(block)
             if name not in hidden.get(id(self._modules[path]), ())
         ]
+
+    def ask_about_gradients(self, tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> AskedGradients:
+        """What its code asks about gradients is noted in what this gives. tensors, weights: what it is shown."""
+        self.asked = AskedGradients(self.example.answers, tensors, weights, self._answers_of_weights)
+        return self.asked
 
     def take_answers(self, answers: list[tuple[Any, Any, Any]]) -> None:
         """What its code is told about sizes comes into this list."""
@@ -263,8 +275,9 @@ class Lifted(nn.Module):
             counted = numbers_held(shadow.module)
             calls = SizesKeptFree()
             thread = ThreadNumber(trace.example.thread)
-            scopes = (calls, own_operators(), default_device(trace.device), thread.told())
-            with walked() as trace.codes, ExitStack() as stack:
+            asked = trace.ask_about_gradients(tensors, whole)
+            scopes = (calls, own_operators(), default_device(trace.device), thread.told(), asked.told())
+            with trace.contents.kept(lambda: trace.codes), walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
                 trace.picks = stack.enter_context(backends_by_operators())

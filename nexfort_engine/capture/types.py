@@ -12,6 +12,7 @@ import torch
 
 from ..guards import option_recorder
 from ..guards.call_spec import Flat
+from ..guards.gradient_answers import Answers, answers_now
 from ..guards.scalar_inputs import Place
 from ..guards.shape_guards import Conditions
 from ..modules.module_keys import Named
@@ -31,6 +32,7 @@ class Example:
     changes: bool = False  # the block may change lists and mappings among them
     own: tuple[tuple[str, str, str], ...] = ()  # where the last of them are on the block itself
     thread: int = 0  # that made the call
+    answers: Answers = field(default_factory=lambda: ({}, []))  # where its code asks about gradients
 
     @classmethod
     def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
@@ -39,7 +41,8 @@ class Example:
         metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
         named = Named(flat.mappings.root)
         given = [_as_it_is_now(m, named) if flat.lists else dict(named.within(m)) for m in flat.mappings]
-        return cls(spec, metas, list(flat.ints), given, flat.lists, flat.own, threading.get_ident())
+        answers = answers_now(flat.tensors)
+        return cls(spec, metas, list(flat.ints), given, flat.lists, flat.own, threading.get_ident(), answers)
 
 
 def _as_it_is_now(value: Any, named: Named) -> Any:
@@ -65,7 +68,7 @@ class Captured:
     carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was captured for.
     names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other process
     can compare, or "". changes: what it does to lists and mappings of the call (guards/given_changes.py), with results
-    of the graph that come after those that `output` takes.
+    of the graph that come after those that `output` takes. asked: about gradients (guards/gradient_answers.py).
     """
 
     graph: torch.fx.GraphModule
@@ -92,3 +95,4 @@ class Captured:
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""
     changes: list[list[Any]] = field(default_factory=list)
+    asked: list[list[Any]] = field(default_factory=list)

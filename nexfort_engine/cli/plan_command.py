@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nexfort_engine plan`: which products of cached artefacts are in 8 bits, and why others are not.
+"""`nexfort plan`: which products of cached artefacts are in 8 bits, and why others are not.
 
 The plan is made when a block is captured in a mode with low precision, and kept beside its artefact; this prints it.
 """

@@ -116,8 +116,14 @@ def run_workflows(
 
 def speeds(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each engine of which times are known: how much faster it is, as the server's report has it."""
-    rows = [(engine["name"], current(engine["report"])) for engine in engines]
+    rows = [(_name_of(engine), current(engine["report"])) for engine in engines]
     return [f"{name}: {headline(row)}" for name, row in rows if row is not None]
+
+
+def _name_of(engine: Mapping[str, Any]) -> str:
+    """What people call a network: the file that it comes from, with its class, which tells a VAE from the model."""
+    files = ", ".join(Path(file).stem for file in engine.get("files") or ())
+    return f"{files} ({engine['name']})" if files else str(engine["name"])
 
 
 def _run_one(

@@ -26,6 +26,7 @@ from ..config.pass_catalogue import NEEDS, PASSES
 from ..dispatch.region import Region
 from ..guards import callbacks, collectives
 from ..guards.call_spec import Flat
+from ..guards.gradient_answers import fits
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
@@ -94,7 +95,7 @@ class Finder:
         """A binding from an artefact in memory or in the store, and why those that exist did not fit."""
         region = wanted.region
         for binding in region.bindings:
-            same = binding.artefact.primary == wanted.primary
+            same = binding.artefact.primary == wanted.primary and _answers(binding.artefact, wanted)
             if same and binding.artefact.guard_failure(wanted.flat) is None and binding.unchanged():
                 return binding, None
         nearest: GuardFailure | None = None
@@ -326,9 +327,16 @@ def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Guar
     failure = artefact.guard_failure(wanted.flat)
     if (failure is None or failure.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
         return GuardFailure("an attribute of the block differs from the captured one")
+    if (failure is None or failure.sizes) and not _answers(artefact, wanted):
+        return GuardFailure("its code asks about gradients or inference mode, and the answer is another one")
     if failure is None and not artefact.speaks(wanted.region.module):
         return GuardFailure("the group of processes that it speaks with is another one")
     return failure
+
+
+def _answers(artefact: Artefact, wanted: Wanted) -> bool:
+    """Whether a call answers what an artefact's code asks about gradients as it did at capture."""
+    return not artefact.asked or fits(artefact.asked, wanted.example.answers, wanted.region.module)
 
 
 def nearer(one: GuardFailure | None, other: GuardFailure) -> GuardFailure:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..cudagraphs.host_constants import unwatched
-from ..reporting.report import counted
+from ..reporting.report import counted, named
 from ..runtime.artifact import Artefact
+from ..runtime.engine_state import EngineState
 from ..runtime.fault_attribution import is_passed_on
 from ..runtime.forward_context import ForwardContext
 
@@ -36,10 +37,13 @@ def can_be_compared(artefact: Artefact, session: ForwardContext) -> bool:
     return not (others or changes or session.observation.capturing)
 
 
-def differs(artefact: Artefact, ours: Any, call: Any, session: ForwardContext, stops: Any) -> tuple[Any, str]:
+def differs(
+    artefact: Artefact, ours: Any, call: Any, session: ForwardContext, state: EngineState, path: str
+) -> tuple[Any, str]:
     """Eager's result and how far ours is from it; (ours, "") where it is near, or eager gives no result.
 
-    call: the block's own forward and its arguments. stops: what the host raises to stop, which goes through.
+    call: the block's own forward and its arguments. path: of the block, for the report. What the host raises to stop
+    goes through; another error of eager's code is told in the report, and the step has its result.
     """
     plain, args, kwargs = call
     before = session.enter_block()
@@ -52,8 +56,9 @@ def differs(artefact: Artefact, ours: Any, call: Any, session: ForwardContext, s
     except torch.OutOfMemoryError:  # for both results; the step has its own
         return ours, ""
     except Exception as error:
-        if is_passed_on(error, stops):
+        if is_passed_on(error, state.hooks.stops()):
             raise
+        state.report.note(f"{path} ran compiled, and its uncompiled code raised {named(error)} where both are compared")
         return ours, ""
     finally:
         session.leave_block(before)

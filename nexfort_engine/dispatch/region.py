@@ -205,7 +205,7 @@ class Region:
         artefact.note_compared()
         if self.disabled_reason is not None or flat.lists or not can_be_compared(artefact, session):
             return ours
-        result, reason = differs(artefact, ours, call, session, self.state.hooks.stops())
+        result, reason = differs(artefact, ours, call, session, self.state, self.path)
         if reason:
             self._artifacts.withdraw(self, spec, flat, artefact, reason)
             self.state.report.eager(self.path, reason)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..capture.reached_names import assigns_names
+from ..capture.static_reach import set_for_blocks, takes_out
 from ..modules.regions import RegionSpec, Seats, beyond, find_regions
 from ..modules.tree import Slot
 from ..runtime.artifact import Binding
@@ -41,7 +42,7 @@ class RegionTable:
 
     @property
     def sets_names(self) -> bool:
-        """Whether code between the blocks assigns what blocks may read by name."""
+        """Whether code between the blocks assigns what blocks may read by name, or blocks take out of what they do."""
         self._found()
         return self._sets_names
 
@@ -84,7 +85,8 @@ class RegionTable:
         self._placed, self._seats = found, Seats(root, [spec.path for spec in specs])
         inside = {id(sub) for spec in specs for sub in spec.module.modules()}
         own = {type(sub) for sub in root.modules() if id(sub) not in inside or sub is root}
-        self._sets_names = any(map(assigns_names, own))
+        blocks = {type(sub) for spec in specs if spec.module is not root for sub in spec.module.modules()}
+        self._sets_names = any(map(assigns_names, own)) or bool(set_for_blocks(own, blocks)) or takes_out(blocks)
         if not found:
             report.note("no region: the module holds no weights; it runs as it is")
         for path, kind in beyond(root, self._state.besides):

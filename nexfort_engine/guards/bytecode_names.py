@@ -28,6 +28,7 @@ CHANGING = frozenset(
     "add append appendleft clear discard extend extendleft insert move_to_end pop popitem popleft remove reverse "
     "rotate setdefault sort update".split()
 )
+TAKING = frozenset("clear discard pop popitem popleft remove".split())  # of those, what takes something out
 _NOISE = frozenset(
     "CACHE NOP PUSH_NULL PRECALL EXTENDED_ARG RESUME COPY_FREE_VARS MAKE_CELL NOT_TAKEN TO_BOOL KW_NAMES".split()
 )
@@ -42,8 +43,9 @@ class Names:
 
     chains: in the order of the code. called: those that it does nothing with but call what is there. whole: those whose
     value goes where its attributes cannot be followed. stored: globals that it assigns. changed: chains of containers
-    that it changes. assigned: those of which it assigns items or attributes. attributes: the names of all attributes
-    that it asks anything for. sets: those that it sets, or that hold what it changes. texts: the strings in it.
+    that it changes. taken: those that it takes something out of. assigned: those of which it assigns items or
+    attributes. attributes: the names of all attributes that it asks anything for. sets: those that it sets, or that
+    hold what it changes. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
@@ -51,6 +53,7 @@ class Names:
     whole: frozenset[Chain]
     stored: frozenset[str]
     changed: frozenset[Chain]
+    taken: frozenset[Chain]
     assigned: frozenset[Chain]
     attributes: frozenset[str]
     sets: frozenset[str]
@@ -71,7 +74,7 @@ def names_in(code: types.CodeType) -> Names:
     found = _Reader(code).read()
     chains = {chain: chain in found.called for chain in found.chains}
     whole, stored = set(found.whole), set(found.stored)
-    changed, assigned = set(found.changed), set(found.assigned)
+    changed, taken, assigned = set(found.changed), set(found.taken), set(found.assigned)
     attributes, sets, texts = set(found.attributes), set(found.sets), set(found.texts)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -83,12 +86,13 @@ def names_in(code: types.CodeType) -> Names:
             whole |= inner.whole
             stored |= inner.stored
             changed |= inner.changed
+            taken |= inner.taken
             assigned |= inner.assigned
             attributes |= inner.attributes
             sets |= inner.sets
             texts |= inner.texts
     called = frozenset(chain for chain, is_called in chains.items() if is_called)
-    ways = frozenset(whole), frozenset(stored), frozenset(changed), frozenset(assigned)
+    ways = frozenset(whole), frozenset(stored), frozenset(changed), frozenset(taken), frozenset(assigned)
     return Names(tuple(chains), called, *ways, frozenset(attributes), frozenset(sets), frozenset(texts))
 
 
@@ -123,6 +127,7 @@ class _Reader:
         self._whole: set[Chain] = set()
         self._sets: set[str] = set()
         self._changed: set[Chain] = set()
+        self._taken: set[Chain] = set()
         self._assigned: set[Chain] = set()
         self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
         self._aliases: dict[str, Chain] = {}  # locals that are assigned once, with what a chain leads to
@@ -138,7 +143,7 @@ class _Reader:
             if (base := self._base(number, op)) is not None:
                 self._follow(number, base)
             elif op.name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-                self._note_changed(number, above=1)
+                self._note_changed(number, above=1, takes=op.name == "DELETE_SUBSCR")
             elif op.name == "STORE_SLICE":  # of Python 3.12 and newer
                 self._note_changed(number, above=2)
             elif op.name in ("STORE_ATTR", "DELETE_ATTR"):
@@ -146,11 +151,12 @@ class _Reader:
         stored = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
         called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
         whole, changed, assigned = map(frozenset, (self._whole, self._changed, self._assigned))
+        taken = frozenset(self._taken)
         texts = frozenset(text for const in self._code.co_consts for text in _texts_in(const))
         self._sets.update(op.value for op in self._ops if op.name in ("STORE_ATTR", "DELETE_ATTR"))
         sets = frozenset(self._sets)
         attributes = frozenset(self._code.co_names)
-        return Names(tuple(self._chains), called, whole, stored, changed, assigned, attributes, sets, texts)
+        return Names(tuple(self._chains), called, whole, stored, changed, taken, assigned, attributes, sets, texts)
 
     def _base(self, number: int, op: _Op) -> Chain | None:
         """The chain of one step, or that of a local, that an instruction begins."""
@@ -183,6 +189,8 @@ class _Reader:
                     break
                 if following.value in CHANGING:
                     self._changed.add(chain)
+                if following.value in TAKING:
+                    self._taken.add(chain)
                 if following.value == "set":  # of a context variable
                     self._assigned.add(chain)
                 chain, at = (*chain, (ATTRIBUTE, following.value)), at + 1
@@ -226,7 +234,7 @@ class _Reader:
     def _is_name(self, number: int) -> bool:
         return self._is_key(number) and isinstance(self._ops[number].value, str)
 
-    def _note_changed(self, number: int, above: int) -> None:
+    def _note_changed(self, number: int, above: int, *, takes: bool = False) -> None:
         """What an item or attribute is stored in or deleted from lies below so many values on the stack."""
         for at in range(number - 1, -1, -1):
             op = self._ops[at]
@@ -234,6 +242,8 @@ class _Reader:
                 if at in self._at:
                     self._changed.add(self._at[at])
                     self._assigned.add(self._at[at])
+                    if takes:
+                        self._taken.add(self._at[at])
                 if op.name == "LOAD_ATTR":
                     self._sets.add(op.value)
                 return

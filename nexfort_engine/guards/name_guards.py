@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextvars import ContextVar
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -36,6 +37,7 @@ from .option_recorder import MISSING
 from .value_digests import cell_contents, digest
 
 _CODE_OF = attrgetter("__code__")
+_OF_A_THREAD = (ContextVar, threading.local)  # whose values are others in other threads or contexts
 
 
 class Watched:
@@ -173,8 +175,9 @@ def _same_items(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 class Dependence:
     """What one artefact depends on by name, for blocks of the same classes in one engine.
 
-    places, values: where its names led through when it was resolved last, and what was there. differs: the first name
-    that led to another thing than at capture.
+    places, values: where its names led through when it was resolved last, and what was there. What each thread or
+    context has for itself, as in a ContextVar, is no place that is watched: it is compared where it is asked, and each
+    thread that asks has a dependence of its own then.
     """
 
     def __init__(self, rows: Sequence[Row], classes: tuple[type, ...], watched: Watched, *, deep: bool = True) -> None:
@@ -183,17 +186,39 @@ class Dependence:
         self.places: list[Place] = []
         self.values: list[Any] = []
         self.numbers: list[tuple[int, int]] = []  # of its places among those that are watched
-        self.differs: str | None = None
+        self._own: list[tuple[Place, Any]] = []  # places that each thread has for itself, and what this one had
+        self._of_threads = threading.local()
+        self._differs: str | None = None
         self._resolve()
         self._epoch = -1
 
     def holds(self) -> bool:
         """Whether all names lead to what they led to at capture, as far as the engine looked."""
-        if self._epoch != self._watched.epoch:
-            if self.differs is not None or not self._watched.holds(self):
+        if self._own:
+            return self._here()._holds()
+        if self._epoch == self._watched.epoch:  # asked in each call
+            return self._differs is None
+        return self._holds()
+
+    @property
+    def differs(self) -> str | None:
+        """The first name that leads to another thing than at capture, for this thread."""
+        return self._here()._differs if self._own else self._differs
+
+    def _here(self) -> Dependence:
+        """The same for this thread alone."""
+        found: Dependence | None = getattr(self._of_threads, "found", None)
+        if found is None:
+            found = self._of_threads.found = Dependence(self._rows, self._classes, self._watched, deep=self._deep)
+        return found
+
+    def _holds(self) -> bool:
+        same = all(_is_there(place, value) for place, value in self._own)
+        if not same or self._epoch != self._watched.epoch:
+            if not same or self._differs is not None or not self._watched.holds(self):
                 self._resolve()
             self._epoch = self._watched.epoch
-        return self.differs is None
+        return self._differs is None
 
     def look(self) -> None:
         """Compare all places that are watched with what was in them the last time."""
@@ -201,12 +226,22 @@ class Dependence:
 
     def _resolve(self) -> None:
         resolver = Resolver(self._classes, deep=self._deep)
-        self.differs = next((text_of(row) for row in self._rows if not _fits(row, resolver, self._deep)), None)
-        before, self.places, self.values = self.places, resolver.places, resolver.values
-        if self.differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
+        self._differs = next((text_of(row) for row in self._rows if not _fits(row, resolver, self._deep)), None)
+        found = list(zip(resolver.places, resolver.values, strict=True))
+        self._own = [one for one in found if isinstance(one[0][1], _OF_A_THREAD)]
+        shared = [one for one in found if not isinstance(one[0][1], _OF_A_THREAD)] if self._own else found
+        before, self.places, self.values = self.places, [place for place, _ in shared], [value for _, value in shared]
+        if self._differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
             self.places, self.values = [place for place in self.places if place[0] == TABLE], []
         if len(before) != len(self.places) or not all(map(_same_place, before, self.places)):
             self._watched.add(self)
+
+
+def _is_there(place: Place, value: Any) -> bool:
+    """Whether a place that each thread has for itself holds a value for this one."""
+    group, holder, name = place
+    (now,) = _GROUPS[group]([holder], [name])
+    return now is value or (group not in _SINGLE and _same_items(now, value))
 
 
 class Epoch:

@@ -47,6 +47,9 @@ _WRAPPING = (collections.UserDict, collections.UserList, collections.ChainMap)
 _VERSION = "_version"  # how often a tensor was written to
 _MOST_VERSIONS = 4096
 _versions: dict[int, int] = {}
+_NUMBERS = "tobytes"  # the numbers of an array, which tells of no change
+_MOST_BYTES = 1 << 16  # of an array whose numbers are compared in each step
+_held: dict[bytes, bytes] = {}
 _MOST_ITEMS = 1 << 16  # of a container whose content is compared, at about 12 ns each
 _DEPTH = 4  # of containers in containers
 _IN_OBJECT = 2  # of containers in an object
@@ -221,6 +224,10 @@ class Resolver:
         self._note_function(value)
         if isinstance(value, torch.Tensor) and self._deep and not isinstance(value, nn.Parameter):
             self._looked(FIELD, value, _VERSION, field_of(value, _VERSION))  # a graph keeps its numbers
+        if is_array(value) and (self._deep or value.nbytes <= _MOST_BYTES):
+            if value.nbytes > _MOST_BYTES:
+                raise Refused(f"its code reads an array of {value.nbytes} bytes, too many to compare in each step")
+            self._looked(FIELD, value, _NUMBERS, field_of(value, _NUMBERS))
         if isinstance(value, _CONTAINERS):
             self._note_content(value, depth)
         elif isinstance(value, type):
@@ -275,7 +282,7 @@ class Resolver:
             if (value := getattr(function, name)) is not None:
                 self._looked(FIELD, function, name, value)
                 for item in value.values() if isinstance(value, dict) else value:
-                    if isinstance(item, (*_CONTAINERS, torch.Tensor)):
+                    if isinstance(item, (*_CONTAINERS, torch.Tensor)) or is_array(item):
                         self._note(item, 1)
         for cell in function.__closure__ or ():
             self._looked(CELL_CONTENT, cell, None, cell_contents(cell))
@@ -293,6 +300,11 @@ def function_in(value: Any) -> types.FunctionType | None:
         else:
             return None
     return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's, whose numbers others may change in their place."""
+    return type(value).__module__ == "numpy" and hasattr(value, "nbytes") and hasattr(value, "flags")
 
 
 def is_container(value: Any) -> bool:
@@ -326,6 +338,11 @@ def _in_context(variable: ContextVar[Any]) -> Any:
 def field_of(value: Any, name: str) -> Any:
     """An attribute that a class computes, or what a context variable has. One that raises is another each time."""
     try:
+        if name == _NUMBERS and is_array(value):  # one object for equal numbers: places are compared by it
+            if len(_held) > _MOST_VERSIONS:
+                _held.clear()
+            numbers = value.tobytes()
+            return _held.setdefault(numbers, numbers)
         if name == _VERSION and isinstance(
             value, torch.Tensor
         ):  # one object for equal numbers: places are compared by it

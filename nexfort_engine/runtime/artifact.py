@@ -26,6 +26,7 @@ from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
 from ..guards.collectives import facts_of, group_names, speaking_in
 from ..guards.given_changes import make_again, parsed
+from ..guards.gradient_answers import answers_now, fits
 from ..guards.module_guards import ModuleState
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
@@ -65,6 +66,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "mutated": captured.mutated,
         "writes": captured.writes,
         "changes": captured.changes,
+        "asked": captured.asked,
         "sites": captured.sites,
         "boundaries": captured.boundaries,
         "groups": captured.groups,
@@ -153,6 +155,7 @@ class Artefact:
         self.mutated: list[int] = manifest["mutated"]
         self.writes: list[list[Any]] = manifest["writes"]
         self.changes = parsed(manifest["changes"])
+        self.asked: list[list[Any]] = manifest["asked"]
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.boundaries: list[str] = manifest["boundaries"]
         self.groups: list[list[int]] = manifest["groups"]
@@ -255,8 +258,10 @@ class Binding:
         Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
         """
         artefact = self.artefact
-        fits = artefact.guard_failure(flat) is None if artefact.options else artefact.check(flat.mappings)
-        return fits and self.unchanged()
+        if artefact.asked and not fits(artefact.asked, answers_now(flat.tensors), self._module):
+            return False
+        answers = artefact.guard_failure(flat) is None if artefact.options else artefact.check(flat.mappings)
+        return answers and self.unchanged()
 
     def unchanged(self) -> bool:
         """Whether it may be used, and the module and what code reaches by name are what they were at capture."""

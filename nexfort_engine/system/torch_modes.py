@@ -250,6 +250,8 @@ def _table() -> tuple[tuple[_Mode, ...], tuple[_Mode, ...]]:
         _Mode("mha_fastpath", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     ]
     asked = [
+        _Mode("grad", torch.is_grad_enabled, None),  # code between the blocks may ask
+        _Mode("inference", torch.is_inference_mode_enabled, None),
         _of("math_reduces", c, "_get_math_sdp_allow_fp16_bf16_reduction", None),
         *(_of(name, c, f"_get_{name}", None) for name in _SWITCHES),
         *(_of(name, c, f"_get_cublas_{name}", None) for name in _REDUCTIONS),

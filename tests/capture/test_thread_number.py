@@ -89,6 +89,6 @@ def test_only_code_of_the_host_is_told_another_number() -> None:
     number, found = ThreadNumber(5), dict[str, Any]()
     asks = compile("import threading\nnumber = threading.get_ident()", nexfort_engine.__file__, "exec")
     with number.told():
-        exec(asks, found)
+        exec(asks, found)  # noqa: S102  it stands for code of the engine
         assert found["number"] == threading.current_thread().ident and not number.asked
         assert threading.get_ident() == 5 and number.asked

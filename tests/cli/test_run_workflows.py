@@ -84,6 +84,14 @@ def test_a_run_reports_prompts_and_what_the_plugin_tells(imitation: Path, tmp_pa
     json.dumps(run.as_dict())
 
 
+def test_a_network_is_called_by_its_file_where_that_is_known() -> None:
+    row = {"compiled": 0.5, "eager": 1.0, "eager_at": 0.0, "source": "verified", "saved": 0, "pictures": 0, "made": 0}
+    engine = {"name": "BaseModel", "report": {"speed": [row]}}
+    for files, name in (([], "BaseModel"), (["dreamshaper_8.safetensors"], "dreamshaper_8 (BaseModel)")):
+        (line,) = run_workflows.speeds([{**engine, "files": files}])
+        assert line.startswith(f"{name}: 2.00x faster: "), line
+
+
 def test_a_run_command_without_its_models_lists_them_and_fails(imitation: Path, tmp_path: Path) -> None:
     """As a process into a pipe. What a real ComfyUI answers is in test_comfy_server.py and test_warm.py."""
     files = {"a": "flux1-dev.safetensors", "b": "own.safetensors"}

@@ -131,3 +131,23 @@ def test_a_step_has_its_result_where_eager_has_no_memory(monkeypatch: pytest.Mon
     for rows in (5, 7):
         assert apart(compiled(given(rows)), net(given(rows))) < NEAR
     assert not reasons(compiled) and compiled.report.as_dict()["artefacts_compiled"] == 1
+
+
+class Raises(Counted):
+    """One whose code fails where it is called for the second time in a step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("the second one fails")
+        return x + self.layer(x)
+
+
+@torch.no_grad()
+def test_an_error_of_the_uncompiled_code_is_told() -> None:
+    net = made(Raises)
+    with pytest.raises(RuntimeError, match="the second one fails"):
+        net(given(5))
+    compiled = nexfort_engine.compile(net)
+    compiled(given(5))
+    notes = compiled.report.as_dict()["notes"]
+    assert any("its uncompiled code raised RuntimeError: the second one fails" in note for note in notes)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import sys
 import types
@@ -191,3 +193,24 @@ def test_anything_else_is_no_id(requests: types.ModuleType, ids: object) -> None
     with pytest.raises(requests.RefusedError, match="expected") as error:
         requests.ids_in({"ids": ids})
     assert error.value.status == 400 and len(str(error.value)) < 200
+
+
+def test_a_fault_is_one_sentence_without_a_place_and_the_log_has_the_rest(
+    requests: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    from aiohttp import web
+    from aiohttp.test_utils import make_mocked_request
+
+    async def fails(_: object) -> dict[str, object]:
+        raise FileNotFoundError(2, "No such file", "/home/somebody/cache/entry")
+
+    async def refuses(_: object) -> dict[str, object]:
+        raise web.HTTPNotFound
+
+    request = make_mocked_request("GET", "/nexfort/cache", headers={"Host": "127.0.0.1:8188"})
+    answer = asyncio.run(requests.answered(fails)(request))
+    said = json.loads(answer.text)["error"]
+    assert answer.status == 500 and "FileNotFoundError" in said and "try again" in said and "/home" not in said
+    assert "GET /nexfort/cache could not be answered" in caplog.text and "/home/somebody/cache/entry" in caplog.text
+    with pytest.raises(web.HTTPNotFound):
+        asyncio.run(requests.answered(refuses)(request))

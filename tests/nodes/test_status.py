@@ -188,6 +188,19 @@ def test_nodes_are_told_while_their_engine_lives(status: types.ModuleType, sent:
     assert [node["id"] for node in status.nodes()] == ["6"]
 
 
+def test_the_files_of_a_network_are_known_by_the_prompts_that_it_ran_in(
+    status: types.ModuleType, sent: list[Any], queue: Queue
+) -> None:
+    report, other = Report(), Report()
+    loader = {"class_type": "UNETLoader", "inputs": {"unet_name": "flux/dev.safetensors"}}
+    ours = {"class_type": MODEL, "inputs": {"model": ["1", 0]}}
+    queue.running = [(0, "a prompt", {"1": loader, "4": ours}, {}, [], {})]
+    status.remember("4", MODEL, report)
+    assert status.files_of(report) == [], "nothing of it has run"
+    status.watch(report, None)
+    assert status.files_of(report) == ["dev.safetensors"] and status.files_of(other) == []
+
+
 def test_a_step_is_told_only_when_it_is_news(status: types.ModuleType, sent: list[Any]) -> None:
     report = Report()
     status.remember("4", "NexfortCompileModel", report)
@@ -297,3 +310,26 @@ def test_in_the_background_the_badge_says_so_until_it_is_made(
     report.making(False)
     status.watch(report, Event(3, 3, 0.0, "", status.BESIDE))
     assert [(node["workflow"], node["state"]) for node in sent[-1][1]["nodes"]] == [("w1", "compiled")]
+
+
+def test_what_was_made_in_the_background_is_compiled_before_a_picture_took_it_up(
+    status: types.ModuleType, sent: list[Any], queue: Queue
+) -> None:
+    """It counts once the first step that ran on it was compared, in the next picture."""
+    from nexfort_engine.compilation import background
+
+    report = Report()
+    for name in ("blocks.0", "blocks.1"):
+        report.region(name, kind="Block", key="key")
+    queue.begin("p1", {}, "7")
+    status.remember("7", MODEL, report)
+    report.call(0.1)
+    said: list[Any] = []
+    for event in (background._FAILED, background._ENDED):
+        status.watch(report, event)
+        said += [(node["state"], node.get("fresh")) for node in sent[-1][1]["nodes"]]
+    report.eager("blocks.0", "it draws random numbers")
+    said += [(node["state"], node["eager"]) for node in status.nodes_of(report)]
+    report.eager("blocks.1", "it draws random numbers")
+    said += [(node["state"], node["eager"]) for node in status.nodes_of(report)]
+    assert said == [("eager", None), ("compiled", True), ("compiled", 1), ("eager", 2)]

@@ -58,6 +58,28 @@ def looks() -> Iterator[tuple[str, bool, str, Any]]:
                 yield f"{'vue' if vue else 'canvas'}_{theme}_{size['width']}", vue, theme, size
 
 
+def keep(page: Any, selector: str, size: dict[str, int], name: str) -> None:
+    """Keep a picture of what of a panel is in the window, where a folder is named for it."""
+    box = page.locator(selector).bounding_box()
+    bottom = min(box["y"] + box["height"], size["height"])
+    if shots := os.environ.get("NEXFORT_TEST_SHOTS"):
+        shot(page, {**box, "height": bottom - box["y"]}).save(Path(shots) / f"{name}.png", optimize=True)
+
+
+def panel(page: Any, selector: str, name: str) -> None:
+    """A picture of a panel in each theme and at each width, where nothing is cut off and axe finds nothing serious."""
+    for size in (WIDE, SMALL):
+        page.set_viewport_size(size)
+        browser.settle(page)
+        assert browser.cut_off(page, selector) == [], f"{name}: {size}"
+        for theme in THEMES:
+            browser.set_value(page, "Comfy.ColorPalette", theme)
+            browser.settle(page)
+            keep(page, selector, size, f"{name}_{theme}_{size['width']}")
+            assert browser.serious(page, selector) == [], f"{name}: {theme}, {size}"
+    page.set_viewport_size(WIDE)
+
+
 class Sheets:
     """A sheet for each look, with the badge in each state that was reached, one below the other."""
 

@@ -8,6 +8,7 @@ As a program it runs some of them before and after the change, with the cache th
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import json
@@ -17,6 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -27,7 +29,9 @@ IN_CONTEXT = {"factor": 2.0}
 VARIABLE: contextvars.ContextVar[dict[str, float]] = contextvars.ContextVar("VARIABLE", default=IN_CONTEXT)
 OUTSIDE = types.SimpleNamespace(layer=nn.Linear(8, 8).requires_grad_(False))
 COUNTER = {"calls": 0}
+ARRAY = numpy.full((1,), 2.0, dtype=numpy.float32)
 KNOWN: dict[Any, float] = {}
+INSIDE = contextlib.ExitStack()
 
 
 class Slotted:
@@ -113,6 +117,65 @@ class OfClass(Block):
         return 1.0
 
 
+class OfAnArray(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return float(ARRAY[0])
+
+
+class OfATableOfItsOwn(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 2.0
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return vars(self)["number"]
+
+
+class OfWhatItMayHold(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        found = self._buffers.get("found")
+        return 2.0 if found is None else found
+
+
+class OfACall(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return 1.0
+
+
+class OfAMissingAttribute(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return getattr(self.layer, "factor_of_a_pack", 2.0)
+
+
+class OfALoop(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+class OfAProperty(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return 1.0
+
+
+class OfGradients(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return 5.0 if torch.is_grad_enabled() else 2.0
+
+
+class OfAWeightsGradients(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return 5.0 if self.layer.weight.requires_grad else 2.0
+
+
+class OfInference(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return 5.0 if torch.is_inference_mode_enabled() and (x * 1.0).is_inference() else 2.0
+
+
 class OfItsLayersType(Block):
     def factor(self, x: torch.Tensor) -> Any:
         return 5.0 if type(self.layer) is nn.Linear else 2.0
@@ -191,6 +254,38 @@ def _set_class(net: Net, kind: type[nn.Module]) -> None:
         block.layer.__class__ = kind
 
 
+def _thrice(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return nn.Module._call_impl(self, *args, **kwargs) * 3
+
+
+def _with_more(self: nn.Module, name: str) -> Any:
+    return 5.0 if name == "factor_of_a_pack" else nn.Module.__getattr__(self, name)
+
+
+def _reversed(self: nn.Module) -> Any:
+    return iter([*self._modules.values()][::-1])
+
+
+def _put(kind: type, name: str, value: Any) -> tuple[Callable[[Net], Any], Callable[[Net], Any]]:
+    """What puts a thing on a class of torch's, as packs do, and what takes it away."""
+    before = vars(kind).get(name)
+    return lambda _: setattr(
+        kind, name, value
+    ), lambda _: setattr(kind, name, before) if before is not None else delattr(kind, name)
+
+
+def _number(net: Net, value: float) -> None:
+    for block in net.blocks:
+        block.number = value  # type: ignore[assignment]
+
+
+def _found(net: Net, value: torch.Tensor | None) -> None:
+    for block in net.blocks:
+        block._buffers.pop("found", None)
+        if value is not None:
+            block.register_buffer("found", value)
+
+
 def _scale(value: float) -> None:
     OUTSIDE.layer.weight.mul_(value)
 
@@ -204,6 +299,16 @@ CHANGES: dict[type[Block], tuple[Callable[[Net], Any], Callable[[Net], Any]]] = 
     OfSlots: (lambda _: setattr(SLOTTED, "factor", 5.0), lambda _: setattr(SLOTTED, "factor", 2.0)),
     OfRemembered: (lambda _: _set_factor(7.0), lambda _: _set_factor(1.0)),
     OfOutside: (lambda _: _scale(4.0), lambda _: _scale(0.25)),
+    OfAnArray: (lambda _: ARRAY.fill(5.0), lambda _: ARRAY.fill(2.0)),
+    OfATableOfItsOwn: (lambda net: _number(net, 5.0), lambda net: _number(net, 2.0)),
+    OfWhatItMayHold: (lambda net: _found(net, torch.full((1,), 5.0)), lambda net: _found(net, None)),
+    OfACall: _put(nn.Linear, "_call_impl", _thrice),
+    OfAMissingAttribute: _put(nn.Linear, "__getattr__", _with_more),
+    OfALoop: _put(nn.Sequential, "__iter__", _reversed),
+    OfAProperty: _put(nn.Linear, "weight", property(lambda self: self._parameters["weight"] * 3)),
+    OfGradients: (lambda _: torch.set_grad_enabled(True), lambda _: torch.set_grad_enabled(False)),
+    OfAWeightsGradients: (lambda net: net.requires_grad_(True), lambda net: net.requires_grad_(False)),
+    OfInference: (lambda _: INSIDE.enter_context(torch.inference_mode()), lambda _: INSIDE.close()),
     OfClass: (lambda net: _set_class(net, Thrice), lambda net: _set_class(net, nn.Linear)),
 }
 # what a trace answers otherwise than a call
@@ -247,6 +352,8 @@ def main(states: str, names: list[str]) -> None:
                     back(net)
                 ran.append(state)
                 rows.setdefault(name, []).append(max(apart(compiled(given(n)), net(given(n))) for n in (5, 7)))
+            if ran[-1] == "changed":  # what is on a class of torch's would meet the next network
+                back(net)
     print(json.dumps(rows))
 
 

@@ -96,8 +96,9 @@ def test_a_front_end_that_lacks_something_is_told_of_and_the_rest_works(chromium
 
 TELL = """(told) => {
   const { id } = window.app.graph.nodes.find((one) => one.comfyClass === (told.class ?? 'NexfortCompileModel'))
-  window.app.rootGraph.id = 'told' // no other test runs it
-  const node = { id: String(id), class: 'NexfortCompileModel', workflow: 'told', eager: 0, ...told }
+  window.app.rootGraph.id = 'told' // no other test runs it; newer front ends (1.58) keep their own, which is new too
+  const workflow = window.app.rootGraph.id
+  const node = { id: String(id), class: 'NexfortCompileModel', workflow, eager: 0, ...told }
   window.comfyAPI.api.api.dispatchCustomEvent('nexfort.status', { nodes: [node] })
 }"""
 
@@ -145,8 +146,10 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     (told,) = [engine["report"] for engine in filled.get("/nexfort/report")["engines"] if engine["nodes"]]
     assert told["artefacts_compiled"] > 0
     assert report.locator(".nexfort-headline").inner_text().startswith("Not measured yet")
+    assert report.get_by_role("heading", name="tiny_flux_unet").count() == 1, "the file, and no class of Python's"
     report.locator("summary", has_text="Details").click()
     shown = report.inner_text()
+    assert "Model\nFlux" in shown
     assert f"{len(told['regions'])} of {len({row['kind'] for row in told['regions']})} kinds" in shown
     assert f"Compiled\n{told['artefacts_compiled']} in {told['seconds_cold']:.1f} s" in shown
     assert all(f"{row['region']}: {row['reason']}" in shown for row in (*told["eager"], *told["variants"]))
@@ -156,6 +159,24 @@ def test_the_badge_opens_the_report(page: Any, filled: ComfyServer) -> None:
     page.keyboard.press("Escape")
     report.wait_for(state="detached")
     assert page.evaluate("() => document.activeElement.matches('.nexfort-badge')"), "the keyboard is where it was"
+
+
+def test_a_workflow_without_a_compile_node_is_told_so(page: Any) -> None:
+    """Where nothing is alive; what other workflows compiled is shown otherwise."""
+    page.route("**/nexfort/report", lambda route: route.fulfill(json={"engines": [], "benchmarks": [], "lost": ""}))
+    page.route("**/nexfort/verify", lambda route: route.fulfill(json={"nodes": []}))
+    no_node, no_run = "The workflow has no Nexfort compile node.", "Nothing to report yet"
+    for made, said in ((None, no_node), ("flux_compile_model", no_run)):
+        if made:
+            browser.load(page, served.tiny_workflow(made, seed=13))
+        browser.run_command(page, "Nexfort.ShowReport")
+        report = page.locator(REPORT)
+        report.get_by_text(said).wait_for()
+        report.get_by_role("button", name="Verify the next step").click()
+        wanted = "Nothing compiled is alive yet" if made else said
+        report.get_by_role("status").filter(has_text=wanted).wait_for()
+        page.keyboard.press("Escape")
+        report.wait_for(state="detached")
 
 
 def test_the_report_asks_for_a_verified_step_and_shows_it(page: Any, filled: ComfyServer) -> None:

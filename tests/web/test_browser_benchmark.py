@@ -28,6 +28,8 @@ CHART = f"{DIALOG} .nexfort-chart"
 NO_ID = "00000000-0000-0000-0000-000000000000"  # of workflows from files of the API, which many have
 STEPS = 8
 WAYS = [True, False, False, True, False, True]  # whether the nodes are switched on, run by run
+RUN, BYPASSED = 0, 4  # modes of the front end's nodes
+SET_MODE = """mode => { window.app.graph.nodes.find((one) => one.comfyClass === 'NexfortCompileModel').mode = mode }"""
 JUDGEMENTS = ("faster", "slower", "alike")
 
 
@@ -151,6 +153,10 @@ def test_it_asks_runs_both_ways_shows_and_keeps_what_came_of_it(page: Any, fille
     browser.wait_for_message(page, "The workflow has no Nexfort compile node")
     browser.load(page, with_savers(workflow(20)))
     page.locator(BADGE).wait_for()
+    page.evaluate(SET_MODE, BYPASSED)
+    browser.run_command(page, "Nexfort.Benchmark")
+    browser.wait_for_message(page, "The compile node is bypassed or muted.")
+    page.evaluate(SET_MODE, RUN)
     assert "is not known" in start(page, "Cancel")
     before_any = saved(filled)
     browser.queue(page)

@@ -313,7 +313,7 @@ def test_a_server_that_cannot_save_says_so(chromium: Any, unsaving: tuple[ComfyS
         said = browser.run_and_watch(page, seed=331)
         assert said[0] == "not run yet" and said[-1].endswith("cannot be saved"), said
         browser.wait_for_message(page, "Nexfort cannot save what is compiled")
-        message = page.locator(".p-toast-message").filter(has_text="Nexfort cannot save").first.inner_text()
+        message = page.get_by_role("alert").filter(has_text="Nexfort cannot save").last.inner_text()
         assert where in message and why in message
         page.locator(BADGE).click()
         banner = page.locator(REPORT).locator(".nexfort-banner")

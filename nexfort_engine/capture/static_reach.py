@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code may change by name, as far as its bytecode says so before it runs: globals, items, attributes, containers.
+
+The walk begins at the forward of each class and goes on to methods of the class and to functions that a name leads to.
+Functions that code computes, or that objects bring along, are not followed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..guards.bytecode_names import CELL, CHANGING, GLOBAL, KEY, TAKING, Chain, names_in
+from ..guards.name_resolver import function_in
+from ..guards.option_recorder import MISSING, Refused
+from ..guards.value_digests import cell_contents, is_library, table_of
+from ..modules.containers import items_of, refill
+from ..modules.tree import fields_of
+from .source_hashes import is_host_code
+
+_MOST_FUNCTIONS = 2000
+_DELETES = frozenset((dis.opmap["DELETE_SUBSCR"],))
+_WRITES = _DELETES | {
+    number
+    for name, number in dis.opmap.items()
+    if name.startswith(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR", "DELETE_ATTR"))
+}
+_CONTAINERS = (list, dict, set, collections.deque)
+Written = tuple[Any, str | None]  # a table or an object, and the name that is written in it; None: any of its names
+
+
+def functions_of(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[types.FunctionType]:
+    """The functions of the host that a forward of these classes may run. modules: only those of these, where given."""
+    due: list[tuple[type | None, Any]] = []
+    seen: set[tuple[type | None, types.CodeType]] = set()
+    for kind in kinds:
+        due.append((kind, _method(kind, "forward")))
+    while due and len(seen) < _MOST_FUNCTIONS:
+        owner, value = due.pop()
+        function = function_in(value)
+        if function is None or (owner, function.__code__) in seen or not is_host_code(function.__code__):
+            continue
+        if modules and function.__globals__.get("__name__") not in modules:
+            continue
+        seen.add((owner, function.__code__))
+        yield function
+        names = _outline(function.__code__)[0]
+        if owner is not None:
+            due += [(owner, found) for name in names if (found := _method(owner, name)) is not None]
+        due += [(None, found) for found in _named(function, names)]
+
+
+def written_by(kinds: Iterable[type]) -> list[Written]:
+    """What the code of these classes writes to by name."""
+    found: list[Written] = []
+    for function in functions_of(kinds):
+        if not _outline(function.__code__)[1]:
+            continue
+        names = names_in(function.__code__)
+        found += [(function.__globals__, name) for name in names.stored]
+        for chain in names.changed | names.assigned:
+            value = _end(function, chain)
+            if value is not MISSING and value is not None:
+                found += [(holder, None) for holder in (value, fields_of(value)) if holder is not None]
+    return found
+
+
+def set_for_blocks(between: Collection[type], blocks: Collection[type]) -> list[Written]:
+    """What the code between some blocks writes by name and their own reads; what they write as well is their cache."""
+    written = written_by(between)
+    if not written:
+        return []
+    own = {(id(holder), name) for holder, name in written_by(blocks)}
+    written = [one for one in written if (id(one[0]), one[1]) not in own]
+    named: set[tuple[int, str]] = set()
+    values: set[int] = set()
+    for function in functions_of(blocks):
+        for chain in names_in(function.__code__).chains:
+            if chain[0][0] == GLOBAL:
+                named.add((id(function.__globals__), chain[0][1]))
+            for length in range(1, len(chain) + 1):
+                value = _end(function, chain[:length])
+                values.update(map(id, (value, fields_of(value))))
+    values.discard(id(None))
+    return [one for one in written if (id(one[0]) in values if one[1] is None else (id(one[0]), one[1]) in named)]
+
+
+def takes_out(kinds: Collection[type]) -> bool:
+    """Whether code of the modules of some classes takes something out of a container that it reaches by name."""
+    own = {base.__module__ for kind in kinds for base in kind.__mro__ if not is_library(base)}
+    return any(
+        type(_end(function, chain)) in _CONTAINERS
+        for function in functions_of(kinds, own)
+        for chain in _taken(function.__code__)
+    )
+
+
+class Contents:
+    """The containers that code of some classes takes something out of by name, with what was in each before a trace."""
+
+    def __init__(self, kinds: Collection[type]) -> None:
+        self._before: list[tuple[Any, list[Any], types.CodeType]] = []
+        for function in functions_of(kinds):
+            for chain in _taken(function.__code__):
+                value = _end(function, chain)
+                if type(value) in _CONTAINERS:
+                    self._before.append((value, items_of(value), function.__code__))
+
+    @contextmanager
+    def kept(self, ran: Callable[[], Collection[types.CodeType]]) -> Iterator[None]:
+        """Put back what code took out in a block, which raises Refused then. ran: the code that did in the block.
+
+        What other threads take out meanwhile is gone.
+        """
+        taken: list[Any] = []
+        try:
+            yield
+        finally:
+            for value, before, code in self._before:
+                if _is_less(value, before) and code in ran():
+                    refill(value, before)
+                    taken.append(value)
+        if taken:
+            kind = type(taken[0]).__name__
+            raise Refused(f"it takes something out of a {kind} that it reaches by name, and compiled code would not")
+
+
+def _is_less(value: Any, before: list[Any]) -> bool:
+    """Whether a container lacks something that it had."""
+    if isinstance(value, dict):
+        return any(key not in value for key, _ in before)
+    now = Counter(map(id, value))
+    return any(now[one] < count for one, count in Counter(map(id, before)).items())
+
+
+def _taken(code: types.CodeType) -> Collection[Chain]:
+    """The chains of containers that code takes something out of."""
+    names, writes = _outline(code)
+    return names_in(code).taken if writes and (_DELETES & writes or not TAKING.isdisjoint(names)) else ()
+
+
+@functools.lru_cache(maxsize=8192)
+def _outline(code: types.CodeType) -> tuple[frozenset[str], frozenset[int]]:
+    """The names in code, functions inside it included, and which of its instructions may write by one.
+
+    It takes a hundredth of the time of reading chains, which few functions need.
+    """
+    names, writes = set(code.co_names), set(code.co_code[::2]) & _WRITES
+    if not CHANGING.isdisjoint(names):
+        writes.add(-1)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = _outline(const)
+            names |= inner[0]
+            writes |= inner[1]
+    return frozenset(names), frozenset(writes)
+
+
+def _named(function: types.FunctionType, names: Collection[str]) -> Iterator[Any]:
+    """What the names in a function's code may lead to: globals, closure cells, and attributes of modules among them."""
+    due = [function.__globals__[name] for name in names if name in function.__globals__]
+    due += map(cell_contents, function.__closure__ or ())
+    seen: set[int] = set()
+    while due:
+        value = due.pop()
+        if isinstance(value, types.ModuleType):
+            if id(value) not in seen and value.__name__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
+                seen.add(id(value))
+                due += [vars(value)[name] for name in names if name in vars(value)]
+        else:
+            yield value
+
+
+def _method(kind: type, name: str) -> Any:
+    """What classes of the host have under a name, None where there is nothing."""
+    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+    return None if owner is None or is_library(owner) else vars(owner)[name]
+
+
+def _end(function: types.FunctionType, chain: Chain) -> Any:
+    """What a chain of a function's code leads to now, as far as no code has to run; MISSING where that is not known."""
+    (kind, name), rest = chain[0], chain[1:]
+    if kind == GLOBAL:
+        value = function.__globals__.get(name, MISSING)
+    elif kind == CELL and name in function.__code__.co_freevars and function.__closure__:
+        value = cell_contents(function.__closure__[function.__code__.co_freevars.index(name)])
+    else:
+        return MISSING
+    for step, name in rest:
+        if step == KEY:
+            value = dict.get(value, name, MISSING) if isinstance(value, dict) else MISSING
+        elif isinstance(value, type):
+            value = next((table_of(base)[name] for base in value.__mro__ if name in vars(base)), MISSING)
+        else:
+            value = (fields_of(value) or {}).get(name, MISSING)
+    return value

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code sets or takes by name while a step runs, and what is another thing in each thread."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import Any
+
+import pytest
+import torch
+from reached_state import Block, Net, apart, given, made
+from torch import nn
+
+import nexfort_engine
+
+pytestmark = pytest.mark.usefixtures("threads", "artefact_cache")
+NEAR, FAR = 1e-4, 1e-2
+FACTOR = 2.0
+SETTINGS = {"factor": 2.0}
+TAKEN: list[float] = []
+OF_A_PROMPT: contextvars.ContextVar[float] = contextvars.ContextVar("OF_A_PROMPT", default=2.0)
+
+
+def set_factor(value: float) -> None:
+    global FACTOR
+    FACTOR = value
+
+
+def set_setting(value: float) -> None:
+    SETTINGS["factor"] = value
+
+
+def take() -> float:
+    return TAKEN.pop()
+
+
+class OfAGlobal(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return FACTOR
+
+
+class OfASetting(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return SETTINGS["factor"]
+
+
+class Taking(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return TAKEN.pop()
+
+
+class TakingElsewhere(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return take()
+
+
+class OfAContext(Block):
+    def factor(self, x: torch.Tensor) -> Any:
+        return OF_A_PROMPT.get()
+
+
+class Setting(Net):
+    """A network that sets for each block what its code reads, by functions beside it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            set_factor(2.0 + 3 * number)
+            set_setting(2.0 + 3 * number)
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [OfAGlobal, OfASetting])
+@torch.no_grad()
+def test_what_is_set_between_blocks_is_felt_in_the_same_step(kind: type[Block]) -> None:
+    torch.manual_seed(0)
+    net: nn.Module = Setting(kind).eval().requires_grad_(False)
+    one = nn.Module.__call__(net, given(5))
+    set_factor(2.0)
+    set_setting(2.0)
+    unset = net.blocks[1](net.blocks[0](given(5)))  # type: ignore[index,operator]
+    assert apart(unset, one) > FAR, "what is set does not matter to the network"
+    compiled = nexfort_engine.compile(net)
+    for rows in (5, 5, 7):
+        assert apart(compiled(given(rows)), net(given(rows))) < NEAR
+    assert not compiled.report.as_dict()["eager"]
+
+
+@pytest.mark.parametrize("kind", [Taking, TakingElsewhere])
+@torch.no_grad()
+def test_what_a_block_takes_out_of_a_list_is_there_for_its_own_call(kind: type[Block]) -> None:
+    net = made(kind)
+    compiled = nexfort_engine.compile(net)
+    for first in (2.0, 5.0):
+        TAKEN[:] = [first, first + 1]
+        wanted = net(given(5))
+        TAKEN[:] = [first, first + 1]
+        assert apart(compiled(given(5)), wanted) < NEAR and not TAKEN
+    reasons = [row["reason"] for row in compiled.report.as_dict()["eager"]]
+    assert any("it takes something out of a list that it reaches by name" in reason for reason in reasons)
+
+
+def test_threads_with_values_of_their_own_have_their_own_results() -> None:
+    net = made(OfAContext)
+    compiled = nexfort_engine.compile(net)
+    far: list[bool] = []
+
+    def step(value: float, times: int) -> None:
+        OF_A_PROMPT.set(value)
+        with torch.no_grad():
+            wanted = net(given(5))
+            far.extend(apart(compiled(given(5)), wanted) > NEAR for _ in range(times))
+
+    for times in (2, 60):  # one after another, until all is made, and side by side
+        running = [threading.Thread(target=step, args=(value, times)) for value in (2.0, 5.0)]
+        for one in running:
+            one.start()
+            if times == 2:
+                one.join()
+        for one in running:
+            one.join()
+    assert len(far) == 124 and not any(far)
+    assert compiled.report.as_dict()["artefacts_compiled"] <= 2
