@@ -37,7 +37,11 @@ from .option_recorder import MISSING
 from .value_digests import cell_contents, digest
 
 _CODE_OF = attrgetter("__code__")
-_OF_A_THREAD = (ContextVar, threading.local)  # whose values are others in other threads or contexts
+
+
+def _is_of_a_thread(value: object) -> bool:
+    """Whether what a value holds is another thing in other threads or contexts."""
+    return isinstance(value, (ContextVar, threading.local))
 
 
 class Watched:
@@ -228,8 +232,8 @@ class Dependence:
         resolver = Resolver(self._classes, deep=self._deep)
         self._differs = next((text_of(row) for row in self._rows if not _fits(row, resolver, self._deep)), None)
         found = list(zip(resolver.places, resolver.values, strict=True))
-        self._own = [one for one in found if isinstance(one[0][1], _OF_A_THREAD)]
-        shared = [one for one in found if not isinstance(one[0][1], _OF_A_THREAD)] if self._own else found
+        self._own = [one for one in found if _is_of_a_thread(one[0][1])]
+        shared = [one for one in found if not _is_of_a_thread(one[0][1])] if self._own else found
         before, self.places, self.values = self.places, [place for place, _ in shared], [value for _, value in shared]
         if self._differs is not None:  # it is resolved again on any change, and keeps nothing alive until then
             self.places, self.values = [place for place in self.places if place[0] == TABLE], []
