@@ -351,6 +351,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         reads=module_guards.rows_of(trace.reads),
         output=trace.output,
         mutated=[tensors.index(i) for i in tensors if inputs.tensors[i] in inputs.written],
+        by_strides=[tensors.index(i) for i in tensors if inputs.written.get(inputs.tensors[i])],
         writes=writes,
         sources=hashes(trace.codes, trace.block),
         modules=operator_modules(graph),

@@ -21,7 +21,10 @@ _MAX_CONSTANT = 1 << 16  # elements; a larger tensor from outside the block is d
 
 @dataclass
 class Placeholders:
-    """Placeholder nodes in the order of the call; `constants` with their values, `written` those the graph changes."""
+    """Placeholder nodes in the order of the call; `constants` with their values.
+
+    written: those that the graph changes, and whether it does so by strides (side_effects.written_inputs).
+    """
 
     constants: list[tuple[Node, torch.Tensor]]
     weights: list[Node]
@@ -29,7 +32,7 @@ class Placeholders:
     options: list[Node]
     ints: list[Node]
     strengths: list[Node]
-    written: set[Node]
+    written: dict[Node, bool]
 
     @classmethod
     def of(

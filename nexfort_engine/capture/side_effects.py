@@ -27,6 +27,7 @@ CHANGES_GIVEN = "it changes a list or an object that it is given"
 KEEPS = "it keeps a tensor that it made of its inputs, for a later call; compiled code would not"
 HOLDS_BY_MODULES = "it holds a mapping whose keys are modules"
 ASKS_FOR_THREAD = "it asks for the number of its thread"
+_BY_STRIDES = ("aten.reshape", "aten.contiguous", "aten.flatten", "aten.ravel")  # views or copies
 MAY_CHANGE = (
     CHANGES_GIVEN,
     KEEPS,
@@ -204,14 +205,21 @@ def _is_of_shape(node: Node) -> bool:
     return isinstance(node.meta.get("val"), numbers) or name.startswith("new_") or "_like." in name
 
 
-def written_inputs(graph: GraphModule) -> set[Node]:
-    """The placeholders that the graph writes to, also through views of them."""
-    found = set()
+def written_inputs(graph: GraphModule) -> dict[Node, bool]:
+    """The placeholders that the graph writes to, also through views of them.
+
+    The value says whether it writes through an operator whose result is a view or a copy by the strides of its input:
+    what is a view of the contiguous tensor that a graph is shown may be a copy of the caller's.
+    """
+    found: dict[Node, bool] = {}
     for node in graph.graph.nodes:
         for one in _written(node) if node.op == "call_function" else ():
-            root = _root(one)
-            if root is not None and root.op == "placeholder":
-                found.add(root)
+            by_strides, root = False, one
+            while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
+                by_strides = by_strides or str(root.target).startswith(_BY_STRIDES)
+                root = root.args[0]
+            if isinstance(root, Node) and root.op == "placeholder":
+                found[root] = found.get(root, False) or by_strides
     return found
 
 
@@ -237,7 +245,7 @@ def _is_view(node: Node) -> bool:
     if schema is None or not node.args:
         return False
     first = schema.arguments[0].alias_info
-    return first is not None or str(node.target).startswith(("aten.reshape", "aten.contiguous", "aten.to."))
+    return first is not None or str(node.target).startswith((*_BY_STRIDES, "aten.to."))
 
 
 def mapping_writes(recordings: list[Recording], nested: list[Recording], tensors: dict[int, Node]) -> list[list[Any]]:

@@ -68,7 +68,8 @@ class Captured:
     carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was captured for.
     names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other process
     can compare, or "". changes: what it does to lists and mappings of the call (guards/given_changes.py), with results
-    of the graph that come after those that `output` takes. asked: about gradients (guards/gradient_answers.py).
+    of the graph that come after those that `output` takes. by_strides: those of `mutated` that code changes where they
+    are contiguous, and copies where not. asked: about gradients (guards/gradient_answers.py).
     """
 
     graph: torch.fx.GraphModule
@@ -95,4 +96,5 @@ class Captured:
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""
     changes: list[list[Any]] = field(default_factory=list)
+    by_strides: list[int] = field(default_factory=list)
     asked: list[list[Any]] = field(default_factory=list)

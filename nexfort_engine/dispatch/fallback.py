@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failure: whether the step has to begin anew, as one block alone cannot be run again, and whether it may.
+"""When compiled code may not run, or failed: whether the block alone runs eager or the step begins anew.
 
 A step is run again only on what it was given, and where nobody else has seen a part of it.
 """
@@ -12,6 +12,7 @@ import torch
 
 from ..cudagraphs.host_constants import tensors_in
 from ..guards.call_spec import Flat
+from ..guards.option_recorder import look
 from ..modules.boundaries import first_carrier
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
@@ -48,3 +49,15 @@ def is_repeatable(state: EngineState, session: ForwardContext) -> bool:
 def written_to(values: Any) -> list[int]:
     """How often each tensor of a call was written to; inference tensors do not tell."""
     return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]
+
+
+def unfit_to_change(flat: Flat, artefact: Artefact) -> str:
+    """Why the artefact may not change the tensors of this call, or ""."""
+    if any(not flat.tensors[artefact.tensors[i]].is_contiguous() for i in artefact.by_strides):
+        return "it changes a tensor that is given to it only where that is contiguous"
+    held = [look(flat.mappings, path) for path in artefact.options] if flat.lists else []
+    places = [t.untyped_storage().data_ptr() for t in (*flat.tensors, *held)]
+    if any(places.count(places[artefact.tensors[i]]) > 1 for i in artefact.mutated):
+        # compiled code reads and writes in an order of its own, which only separate tensors do not show
+        return "a tensor that it changes shares memory with another of its arguments"
+    return ""

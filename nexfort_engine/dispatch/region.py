@@ -250,9 +250,7 @@ class Region:
         session: ForwardContext,
     ) -> Any:
         artefact, trace, outcome, observation = binding.artefact, session.trace, session.outcome, session.observation
-        if artefact.mutated and _shared(flat, artefact):
-            # compiled code reads and writes in an order of its own, which only separate tensors do not show
-            reason = "a tensor that it changes shares memory with another of its arguments"
+        if artefact.mutated and (reason := fallback.unfit_to_change(flat, artefact)):
             return self._eager(plain, args, kwargs, session, reason)
         self.state.hooks.cancel()  # the layers whose code would have asked for it are not run
         trace.used.append(binding)
@@ -422,13 +420,6 @@ class Region:
     def carries(self) -> str | None:
         """What keeps the block from being captured now."""
         return uncapturable(self.module)
-
-
-def _shared(flat: Flat, artefact: Artefact) -> bool:
-    """Whether a tensor that the artefact changes lies in the memory of another one."""
-    held = [look(flat.mappings, path) for path in artefact.options] if flat.lists else []
-    places = [t.untyped_storage().data_ptr() for t in (*flat.tensors, *held)]
-    return any(places.count(places[artefact.tensors[i]]) > 1 for i in artefact.mutated)
 
 
 def _with_form(key: Any, flat: Flat) -> Any:

@@ -64,6 +64,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "reads": captured.reads,
         "output": _spec_to_json(captured.output),
         "mutated": captured.mutated,
+        "by_strides": captured.by_strides,
         "writes": captured.writes,
         "changes": captured.changes,
         "asked": captured.asked,
@@ -153,6 +154,7 @@ class Artefact:
         self.names: list[Row] = manifest["names"]
         self.output = _spec_from_json(manifest["output"])
         self.mutated: list[int] = manifest["mutated"]
+        self.by_strides: list[int] = manifest["by_strides"]
         self.writes: list[list[Any]] = manifest["writes"]
         self.changes = parsed(manifest["changes"])
         self.asked: list[list[Any]] = manifest["asked"]

@@ -38,6 +38,25 @@ def test_changes_to_an_argument_reach_the_caller(tmp_path: Path) -> None:
     assert not pair.reasons()
 
 
+class InRows(Part):
+    """A block that changes the rows of what it is given: a view where that is contiguous, a copy elsewhere."""
+
+    def forward(self, h: T, *more: Any, **named: Any) -> T:
+        h.reshape(-1, h.shape[-1]).mul_(2.0)
+        h.contiguous().add_(1.0)
+        return self.linear(h) + (more[0] if more else 0)
+
+
+def test_what_is_changed_by_strides_is_changed_as_eager_code_changes_it(tmp_path: Path) -> None:
+    pair = Pair(Net(part=InRows), tmp_path)
+    pair.agrees(x(), x(seed=2))
+    pair.agrees(x(3, 5), x(3, 5, seed=2))
+    assert not pair.reasons()
+    pair.agrees(torch.randn(2, 8, 6).transpose(1, 2), x(seed=2))
+    assert pair.reasons() == "it changes a tensor that is given to it only where that is contiguous"
+    pair.agrees(x(3, 5), x(3, 5, seed=2))
+
+
 class HandsBack(nn.Module):
     """A block that gives its caller what it was given, changed or not."""
 
