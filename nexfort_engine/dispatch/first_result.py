@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..cudagraphs.host_constants import unwatched
+from ..guards.sentinels import ValueUsed
 from ..reporting.report import counted, named
 from ..runtime.artifact import Artefact
 from ..runtime.engine_state import EngineState
@@ -53,7 +54,8 @@ def differs(
             apart = distance(ours, wanted)
             if apart <= (APART_IN_8_BITS if _is_in_8_bits(artefact) else APART) or _is_small(ours, wanted, args):
                 return ours, ""
-    except torch.OutOfMemoryError:  # for both results; the step has its own
+    except (torch.OutOfMemoryError, ValueUsed):
+        # memory for both results; or an observed step shows eager code what stands for a number, which it may not use
         return ours, ""
     except Exception as error:
         if is_passed_on(error, state.hooks.stops()):
