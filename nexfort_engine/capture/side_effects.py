@@ -214,10 +214,7 @@ def written_inputs(graph: GraphModule) -> dict[Node, bool]:
     found: dict[Node, bool] = {}
     for node in graph.graph.nodes:
         for one in _written(node) if node.op == "call_function" else ():
-            by_strides, root = False, one
-            while isinstance(root, Node) and root.op == "call_function" and _is_view(root):
-                by_strides = by_strides or str(root.target).startswith(_BY_STRIDES)
-                root = root.args[0]
+            root, by_strides = _root(one)
             if isinstance(root, Node) and root.op == "placeholder":
                 found[root] = found.get(root, False) or by_strides
     return found
@@ -226,16 +223,18 @@ def written_inputs(graph: GraphModule) -> dict[Node, bool]:
 def refuse_strides(graph: GraphModule) -> None:
     """Raise Refused for code that reads a tensor of its caller by strides of its own: a copy may lie otherwise."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
-        root = _root(node)
-        if root is not None and root.op == "placeholder":
+        root, _ = _root(node)
+        if isinstance(root, Node) and root.op == "placeholder":
             raise Refused("it reads the memory of a tensor that it is given by strides of its own")
 
 
-def _root(node: Any) -> Node | None:
-    """What a node is a view of, or the node itself."""
+def _root(node: Any) -> tuple[Any, bool]:
+    """What a node is a view of, or the node itself; and whether it is one by the strides of its input."""
+    by_strides = False
     while isinstance(node, Node) and node.op == "call_function" and _is_view(node):
+        by_strides = by_strides or str(node.target).startswith(_BY_STRIDES)
         node = node.args[0]
-    return node if isinstance(node, Node) else None
+    return node, by_strides
 
 
 def _is_view(node: Node) -> bool:
