@@ -304,12 +304,12 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     if example.changes and not any(node.op == "call_function" for node in graph.graph.nodes):
         raise Refused("it computes nothing when it is called so")
     refuse_random(graph)
-    refuse_strides(graph)
     settle(program)
     names = trace.names if trace.parts is None else []
     take_out_kept(graph, [names.index(e) if e in names else None for e in trace.exchanged])
     groups = take_over(graph, group_names(trace.block, trace.reads))
     inputs = _inputs(program, trace)
+    refuse_strides(graph, [*inputs.tensors, *inputs.options])
     own = {w.data_ptr() for w in (*trace.weights, *trace.of_boundaries()) if w.numel()}
     if any(value.data_ptr() in own for _, value in inputs.constants):
         raise Refused("its code reaches its weights past its own attributes, so that a graph would keep them")
@@ -318,18 +318,14 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
             raise RuntimeError("its code may look at how a convolution's weight lies in memory: its strides are shown")
         if inputs.weights[place].users:
             copy_to_channels_last(graph, inputs.weights[place], weight)
-    tensors, options = inputs.used(inputs.tensors), inputs.used(inputs.options)
-    if trace.example.changes:  # it may have looked at their sizes alone
-        options = list(range(len(inputs.options)))
-    if any(inputs.options[i] in inputs.written for i in options):
+    tensors = inputs.used(inputs.tensors)
+    if any(node in inputs.written for node in inputs.options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")
-    # over every tensor and number of the call: code may branch on sizes of inputs that its graph never uses
-    sized = [*inputs.tensors, *(inputs.options[i] for i in options)]
-    conditions = conditions_of(program, sized, inputs.ints, trace.answers, numbers)
-    paths = [trace.paths[i] for i in options]
+    # over every tensor and number that the code had: it may ask for sizes of one that its graph never uses
+    conditions = conditions_of(program, [*inputs.tensors, *inputs.options], inputs.ints, trace.answers, numbers)
     check(
         conditions,
-        [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in paths],
+        [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in trace.paths],
         example.ints,
     )
     writes = []
@@ -337,13 +333,13 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         writes = mapping_writes(trace.recordings, trace.log.nested, {i: inputs.tensors[i] for i in tensors})
     reached, only_here = _names(trace)
     weights, ints, factors = map(inputs.used, (inputs.weights, inputs.ints, inputs.strengths))
-    inputs.tidy(graph, keep=[inputs.options[i] for i in options])
+    inputs.tidy(graph, keep=inputs.options)
     return Captured(
         graph=graph,
         weights=weights,
         constants=[value for _, value in inputs.constants],
         tensors=tensors,
-        options=paths,
+        options=list(trace.paths),
         ints=ints,
         strengths=[trace.strengths[i] for i in factors],
         conditions=conditions,
@@ -356,7 +352,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         sources=hashes(trace.codes, trace.block),
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
-        option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in paths],
+        option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in trace.paths],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
         boundaries=list(trace.boundaries),
         groups=_facts(groups, trace),

@@ -220,11 +220,15 @@ def written_inputs(graph: GraphModule) -> dict[Node, bool]:
     return found
 
 
-def refuse_strides(graph: GraphModule) -> None:
-    """Raise Refused for code that reads a tensor of its caller by strides of its own: a copy may lie otherwise."""
+def refuse_strides(graph: GraphModule, given: Iterable[Node | None]) -> None:
+    """Raise Refused for code that reads a tensor of its caller by strides of its own: a copy may lie otherwise.
+
+    given: the placeholders of the call's tensors. A weight is passed as it lies, and its strides are in the key.
+    """
+    taken = set(given)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
         root, _ = _root(node)
-        if isinstance(root, Node) and root.op == "placeholder":
+        if root in taken:
             raise Refused("it reads the memory of a tensor that it is given by strides of its own")
 
 

@@ -162,6 +162,25 @@ def test_a_value_from_the_options_is_a_condition() -> None:
     assert not probe.agrees(x(), {"scale": 3.0}) and not probe.agrees(x(), {})
 
 
+@pytest.mark.parametrize("captured", [1, 4, 8])
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda tensor: tensor.shape[0] > 6,
+        lambda tensor: tensor.numel() == 4,
+        lambda tensor: tensor.dtype == torch.float64,
+        lambda tensor: tensor.dim() > 1,
+    ],
+    ids=["size", "numel", "dtype", "rank"],
+)
+def test_a_tensor_of_the_options_that_code_only_asks_about_is_a_condition(asks: Any, captured: int) -> None:
+    block = block_of(lambda b, h, options: b.linear(h) * (2.0 if asks(options["a"]) else 3.0))
+    probe = Probe(block, x(), {"a": torch.ones(captured)})
+    assert probe.agrees(x(), {"a": torch.ones(captured)})
+    for other in (torch.ones(1), torch.ones(4), torch.ones(8), torch.ones(4).double(), torch.ones(8, 1)):
+        probe.agrees(x(), {"a": other})  # the same result, or it refuses the call
+
+
 def test_code_in_the_options_is_refused_and_the_refusal_is_guarded() -> None:
     block = block_of(lambda b, h, options: options["patches"]["attn1_patch"][0](h) if "patches" in options else h)
     with pytest.raises(Refused, match=r"options\['patches'\]\['attn1_patch'\]") as refusal:
