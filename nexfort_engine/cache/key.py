@@ -68,6 +68,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "system/cuda_driver.py": "asks for the driver's version",
     "system/cuda_graph_pool.py": "gives back memory of CUDA graphs",
     "system/process_activity.py": "reads what processes do",
+    "system/random_state.py": "keeps the order of random numbers",
     "system/torch_private.py": "lists the private names of torch that the engine uses",
     "system/yielding.py": "lets steps go first",
     "weights/residency.py": "decides what stays on a device",

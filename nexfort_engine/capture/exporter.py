@@ -37,6 +37,7 @@ from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
 from ..modules.tree import Hidden
 from ..system.process_settings import tracing_scope
+from ..system.random_state import drawn_aside
 from ..system.traced_thread import own_pre_dispatch_modes
 from .collectives import take_over
 from .graph_inputs import Placeholders
@@ -177,7 +178,7 @@ def _without_data(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype,
 
 
 def _trace(trace: Trace, args: Any, dims: Any) -> torch.export.ExportedProgram:
-    with torch.no_grad(), own_pre_dispatch_modes():
+    with torch.no_grad(), own_pre_dispatch_modes(), drawn_aside():
         return torch.export.export(Lifted(trace), args, dynamic_shapes=dims, strict=False)
 
 

@@ -15,9 +15,10 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_not
 from typing import Any
 
-from ..guards.bytecode_names import CELL, CHANGING, GLOBAL, KEY, TAKING, Chain, names_in
+from ..guards.bytecode_names import CELL, CHANGING, GLOBAL, KEY, Chain, names_in
 from ..guards.name_resolver import function_in
 from ..guards.option_recorder import MISSING, Refused
 from ..guards.value_digests import cell_contents, is_library, table_of
@@ -26,13 +27,10 @@ from ..modules.tree import fields_of
 from .source_hashes import is_host_code
 
 _MOST_FUNCTIONS = 2000
-_DELETES = frozenset((dis.opmap["DELETE_SUBSCR"],))
-_WRITES = _DELETES | {
-    number
-    for name, number in dis.opmap.items()
-    if name.startswith(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR", "DELETE_ATTR"))
-}
-_CONTAINERS = (list, dict, set, collections.deque)
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_ATTR", "DELETE_ATTR")
+_WRITES = frozenset(number for name, number in dis.opmap.items() if name.startswith(_STORES))
+_ORDERED = (list, collections.deque)
+_CONTAINERS = (*_ORDERED, dict, set)
 Written = tuple[Any, str | None]  # a table or an object, and the name that is written in it; None: any of its names
 
 
@@ -92,58 +90,61 @@ def set_for_blocks(between: Collection[type], blocks: Collection[type]) -> list[
     return [one for one in written if (id(one[0]) in values if one[1] is None else (id(one[0]), one[1]) in named)]
 
 
-def takes_out(kinds: Collection[type]) -> bool:
-    """Whether code of the modules of some classes takes something out of a container that it reaches by name."""
+def changes_containers(kinds: Collection[type]) -> bool:
+    """Whether code of the modules of some classes changes a container that it reaches by name, other than a cache."""
     own = {base.__module__ for kind in kinds for base in kind.__mro__ if not is_library(base)}
-    return any(
-        type(_end(function, chain)) in _CONTAINERS
-        for function in functions_of(kinds, own)
-        for chain in _taken(function.__code__)
-    )
+    return any(True for _ in _changed_by(functions_of(kinds, own)))
 
 
 class Contents:
-    """The containers that code of some classes takes something out of by name, with what was in each before a trace."""
+    """The containers that code of some classes changes by name, with what was in each before a trace.
+
+    A dict or a set that only grows is a cache, which code fills again.
+    """
 
     def __init__(self, kinds: Collection[type]) -> None:
-        self._before: list[tuple[Any, list[Any], types.CodeType]] = []
-        for function in functions_of(kinds):
-            for chain in _taken(function.__code__):
-                value = _end(function, chain)
-                if type(value) in _CONTAINERS:
-                    self._before.append((value, items_of(value), function.__code__))
+        self._before = [(value, items_of(value), code) for value, code in _changed_by(functions_of(kinds))]
 
     @contextmanager
     def kept(self, ran: Callable[[], Collection[types.CodeType]]) -> Iterator[None]:
-        """Put back what code took out in a block, which raises Refused then. ran: the code that did in the block.
+        """Put back what code changed in a block, which raises Refused then. ran: the code that did in the block.
 
-        What other threads take out meanwhile is gone.
+        What other threads change meanwhile is gone.
         """
-        taken: list[Any] = []
+        changed: list[Any] = []
         try:
             yield
         finally:
             for value, before, code in self._before:
-                if _is_less(value, before) and code in ran():
+                if _is_changed(value, before) and code in ran():
                     refill(value, before)
-                    taken.append(value)
-        if taken:
-            kind = type(taken[0]).__name__
-            raise Refused(f"it takes something out of a {kind} that it reaches by name, and compiled code would not")
+                    changed.append(value)
+        if changed:
+            kind = type(changed[0]).__name__
+            raise Refused(f"it changes a {kind} that it reaches by name, and compiled code would not")
 
 
-def _is_less(value: Any, before: list[Any]) -> bool:
-    """Whether a container lacks something that it had."""
+def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, types.CodeType]]:
+    """The containers that some functions may change by name; of dicts and sets those that may lose something."""
+    for function in functions:
+        writes = _outline(function.__code__)[1]
+        if not writes:
+            continue
+        names = names_in(function.__code__)
+        for chain in names.changed:
+            kind = type(value := _end(function, chain))
+            if kind in _ORDERED or (kind in _CONTAINERS and chain in names.taken):
+                yield value, function.__code__
+
+
+def _is_changed(value: Any, before: list[Any]) -> bool:
+    """Whether a container lacks something that it had, or, where it has an order, is another one."""
     if isinstance(value, dict):
         return any(key not in value for key, _ in before)
+    if type(value) in _ORDERED:
+        return len(value) != len(before) or any(map(is_not, value, before))
     now = Counter(map(id, value))
     return any(now[one] < count for one, count in Counter(map(id, before)).items())
-
-
-def _taken(code: types.CodeType) -> Collection[Chain]:
-    """The chains of containers that code takes something out of."""
-    names, writes = _outline(code)
-    return names_in(code).taken if writes and (_DELETES & writes or not TAKING.isdisjoint(names)) else ()
 
 
 @functools.lru_cache(maxsize=8192)

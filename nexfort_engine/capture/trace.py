@@ -23,12 +23,12 @@ from ..guards.call_spec import Flat, Leaves, fields_of, flatten_result, unflatte
 from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.given_changes import Names, rows_of
-from ..guards.gradient_answers import of_tensor
 from ..guards.list_recorder import RecordedList, hand
 from ..guards.name_resolver import classes_in
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
+from ..guards.tensor_answers import Answers
 from ..modules.boundaries import boundaries
 from ..modules.channels_last import to_channels_last, weights_for_capture
 from ..modules.memory_format import Unsupported
@@ -36,7 +36,6 @@ from ..modules.module_keys import is_by_modules
 from ..modules.tree import ABSENT, Hidden, WeightSlots, tensors_of
 from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
-from .asked_gradients import AskedGradients
 from .backend_operators import Picks, backends_by_operators
 from .boundary_calls import call_as_it_is
 from .shadow_module import Reads, Shadow, path_of
@@ -55,6 +54,7 @@ from .side_effects import (
 from .source_hashes import walked
 from .static_reach import Contents
 from .subclass_dispatch import own_operators
+from .tensor_questions import COMPARES_OTHERS, TensorQuestions, compares_any
 from .thread_number import ThreadNumber, holds_thread
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class Trace:
         self.exchanged: list[str] = []  # and in the place of which tensor of its own; "" where there was none
         self.codes: set[types.CodeType] = set()  # that it ran
         self.picks = Picks()  # of back ends
-        self.asked = AskedGradients(example.answers, [], [], {})  # about gradients
-        self._answers_of_weights = {name: of_tensor(one) for name, one in zip(slots.names, slots.read(), strict=True)}
+        self.asked = TensorQuestions(Answers(), images=images)  # besides sizes
+        self._real = list(zip(slots.names, slots.read(), strict=True))  # the weights
         self.shadow: Shadow | None = None
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
@@ -116,10 +116,17 @@ class Trace:
             if name not in hidden.get(id(self._modules[path]), ())
         ]
 
-    def ask_about_gradients(self, tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> AskedGradients:
-        """What its code asks about gradients is noted in what this gives. tensors, weights: what it is shown."""
-        self.asked = AskedGradients(self.example.answers, tensors, weights, self._answers_of_weights)
+    def asks(self, tensors: list[Any], extra: list[Any], weights: list[Any]) -> TensorQuestions:
+        """What its code asks besides sizes is noted in what this gives, of which it is shown these."""
+        self.asked = TensorQuestions(self.example.answers, images=self.images)
+        each = [(name, one, real) for one, (name, real) in zip(weights, self._real, strict=True)]
+        self.asked.of(tensors, list(zip(self.paths, extra, strict=True)), each)
         return self.asked
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the block that are no parameters, by their names."""
+        own = set(map(id, self.block.parameters()))
+        return {name: real for name, real in self._real if id(real) not in own}
 
     def take_answers(self, answers: list[tuple[Any, Any, Any]]) -> None:
         """What its code is told about sizes comes into this list."""
@@ -275,7 +282,7 @@ class Lifted(nn.Module):
             counted = numbers_held(shadow.module)
             calls = SizesKeptFree()
             thread = ThreadNumber(trace.example.thread)
-            asked = trace.ask_about_gradients(tensors, whole)
+            asked = trace.asks(tensors, extra, whole)
             scopes = (calls, own_operators(), default_device(trace.device), thread.told(), asked.told())
             with trace.contents.kept(lambda: trace.codes), walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
@@ -286,8 +293,13 @@ class Lifted(nn.Module):
             shadow.settle()
             refuse_counted(counted)
             trace.refuse_weights_of_others(calls.parameters)
-            shown = [path for path, kind in log.kinds.items() if kind == "int"]
-            if shown and ask_types(trace.codes):  # from now on as they are
+            asks_types = ask_types(trace.codes)
+            shown = [path for path, kind in log.kinds.items() if kind == "int"] if asks_types else []
+            if compares := asks_types or any(map(compares_any, trace.codes)):
+                shown += log.stood_for()
+            if compares and any(type(one) is Substitute for one in trace.admitted.values()):
+                raise Refused(COMPARES_OTHERS)
+            if shown:  # from now on as they are
                 raise ValueUsed(*shown)
             _refuse_others(trace.reads, kept)
             # what it reads is a guard by its value, which would hold for another thread; containers that are leaves of
@@ -316,6 +328,7 @@ class Lifted(nn.Module):
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
             trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))
+        asked.finish(trace.codes, [*flat.tensors, *tensors, *extra], trace.example.spec, trace.own_tensors())
         if len(flat.tensors) == len(flat.ints):  # those that carry numbers
             raise Refused("it returns no tensor")
         refuse_counting(trace.reads, shadow.module)

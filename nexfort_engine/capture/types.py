@@ -12,9 +12,9 @@ import torch
 
 from ..guards import option_recorder
 from ..guards.call_spec import Flat
-from ..guards.gradient_answers import Answers, answers_now
 from ..guards.scalar_inputs import Place
 from ..guards.shape_guards import Conditions
+from ..guards.tensor_answers import Answers, Snapshot
 from ..modules.module_keys import Named
 
 LOCK = threading.RLock()  # export's and Inductor's settings are process-wide: one at a time
@@ -32,7 +32,7 @@ class Example:
     changes: bool = False  # the block may change lists and mappings among them
     own: tuple[tuple[str, str, str], ...] = ()  # where the last of them are on the block itself
     thread: int = 0  # that made the call
-    answers: Answers = field(default_factory=lambda: ({}, []))  # where its code asks about gradients
+    answers: Answers = field(default_factory=Answers)  # to what its code asks besides sizes
 
     @classmethod
     def of(cls, spec: Any, flat: Flat, laid: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Example:
@@ -41,7 +41,7 @@ class Example:
         metas = [(t.shape, stride, t.dtype, t.device) for t, stride in zip(flat.tensors, strides, strict=True)]
         named = Named(flat.mappings.root)
         given = [_as_it_is_now(m, named) if flat.lists else dict(named.within(m)) for m in flat.mappings]
-        answers = answers_now(flat.tensors)
+        answers = Answers.kept(flat.tensors, given)
         return cls(spec, metas, list(flat.ints), given, flat.lists, flat.own, threading.get_ident(), answers)
 
 
@@ -52,7 +52,7 @@ def _as_it_is_now(value: Any, named: Named) -> Any:
     if isinstance(value, dict):
         return {named.key(key): _as_it_is_now(item, named) for key, item in value.items()}
     if type(value) is torch.Tensor and value.layout is torch.strided:
-        return value.new_empty(()).expand(value.shape)
+        return Snapshot.of(value).stood_for_by(value.new_empty(()).expand(value.shape))
     return value
 
 
@@ -69,7 +69,7 @@ class Captured:
     names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other process
     can compare, or "". changes: what it does to lists and mappings of the call (guards/given_changes.py), with results
     of the graph that come after those that `output` takes. by_strides: those of `mutated` that code changes where they
-    are contiguous, and copies where not. asked: about gradients (guards/gradient_answers.py).
+    are contiguous, and copies where not. asked: besides sizes (guards/tensor_answers.py).
     """
 
     graph: torch.fx.GraphModule

@@ -402,6 +402,8 @@ class Builder:
                 images=wanted.images,
                 device=called_in["default_device"],
             )
+        if wanted.is_stale():
+            raise RuntimeError("its weights were exchanged while it was captured")
         driver, info = self.keys.origin(region.path, wanted.device)
         options = self.finder.options(wanted.device.type)
         for name, dtype in (("low_precision", matmul.FP8), ("low_precision_int8", torch.int8)):

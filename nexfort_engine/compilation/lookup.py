@@ -26,10 +26,10 @@ from ..config.pass_catalogue import NEEDS, PASSES
 from ..dispatch.region import Region
 from ..guards import callbacks, collectives
 from ..guards.call_spec import Flat
-from ..guards.gradient_answers import fits
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
+from ..guards.tensor_answers import fits
 from ..kernels.gluon_support import kernels_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor
@@ -58,6 +58,7 @@ class Wanted:
     flat: Flat
     images: bool = False  # whether it takes and gives images with channels innermost
     modes: Values = ()  # of torch, that shape what is made (system/torch_modes.py)
+    structure: object = None  # of the region's weights, which `primary` names
     why: str | None = None  # why it needs a further one, for the report
 
     @property
@@ -65,6 +66,11 @@ class Wanted:
         """Where the call runs."""
         given = [device for *_, device in self.example.tensors]
         return device_of(given + [weight.device for weight in self.region.weights.slots.read()])
+
+    def is_stale(self) -> bool:
+        """Whether the region's weights are others by now, so that what is captured would not fit `primary`."""
+        self.region.weights.renew()
+        return bool(self.region.weights.structure() != self.structure)
 
     def drop_data(self) -> None:
         """Keep the call without its data: sizes and options are all that the checks look at."""
@@ -328,14 +334,14 @@ def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Guar
     if (failure is None or failure.sizes) and not matches_text(wanted.region.module, artefact.reads, hidden):
         return GuardFailure("an attribute of the block differs from the captured one")
     if (failure is None or failure.sizes) and not _answers(artefact, wanted):
-        return GuardFailure("its code asks about gradients or inference mode, and the answer is another one")
+        return GuardFailure("its code asks its tensors for more than sizes, and the answer is another one")
     if failure is None and not artefact.speaks(wanted.region.module):
         return GuardFailure("the group of processes that it speaks with is another one")
     return failure
 
 
 def _answers(artefact: Artefact, wanted: Wanted) -> bool:
-    """Whether a call answers what an artefact's code asks about gradients as it did at capture."""
+    """Whether a call answers what an artefact's code asks besides sizes as it did at capture."""
     return not artefact.asked or fits(artefact.asked, wanted.example.answers, wanted.region.module)
 
 

@@ -42,6 +42,7 @@ from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, StepRunner
 from ..runtime.shared_state import ForGood
 from ..system.process_group import others_speak
+from ..system.random_state import drawn_aside
 from .lookup import Wanted
 from .refusals import Refusals
 from .requests import Requests
@@ -178,7 +179,7 @@ class Planner:
         self._weights = self._weights_lost = 0
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
-            torch.random.fork_rng(devices=[d.index for d in devices]),
+            drawn_aside([d.index for d in devices]),
             left_alone(root, self._state.besides),
             self._steps.active(instead=self.record) as session,
         ):
@@ -208,6 +209,7 @@ class Planner:
         """
         flat, options, wanted, other = Flat(lists=region.changes, root=region.module), {}, None, None
         try:
+            region.weights.renew()  # code between the blocks, or before the step, may have exchanged some
             spec = region.flatten(args, kwargs, flat)
             if not region.weights.due():
                 region.weights.read()

@@ -37,7 +37,7 @@ class Requests:
         metas = region.metas(flat, images)
         example = Example.of(spec, flat, as_taken if images else normalised)
         primary = self._primary(region, spec, flat, metas, str(device), images, shaping)
-        return Wanted(region, primary, example, flat, images, shaping)
+        return Wanted(region, primary, example, flat, images, shaping, region.weights.structure())
 
     def _primary(
         self, region: Region, spec: Any, flat: Flat, metas: list[Any], device: str, images: bool, shaping: modes.Values

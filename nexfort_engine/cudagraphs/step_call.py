@@ -11,6 +11,7 @@ import torch
 
 from ..guards.call_spec import Flat, Leaves, flatten, unflatten_call
 from ..guards.option_recorder import Path, Refused, look, where
+from ..modules.tree import PLAIN
 
 
 @dataclass
@@ -88,7 +89,12 @@ def places_of(tensors: list[Any], mappings: list[dict[Any, Any]]) -> list[Path] 
 
 
 def _laid(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, _attributes(tensor) if vars(tensor) else ()
+
+
+def _attributes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Attributes that others set on a tensor, which code may ask for; plain ones with their values."""
+    return tuple((name, repr(one) if type(one) in PLAIN else type(one)) for name, one in vars(tensor).items())
 
 
 def separate(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,8 +108,11 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def empty_as(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors laid out as these are, with nothing in them."""
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
+    """Tensors laid out as these are, with nothing in them and the same attributes."""
+    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors]
+    for one, like in zip(made, tensors, strict=True):
+        vars(one).update(vars(like))
+    return made
 
 
 def used_options(looked_up: list[torch.Tensor], flat: Flat, before: dict[Path, torch.Tensor]) -> list[Path]:

@@ -123,7 +123,7 @@ def region_checks(trace: StepTrace, flat: Flat) -> list[Any]:
     maps = flat.mappings[:1] * 4
     found = []
     for binding in {id(b): b for b in trace.used}.values():
-        rows = [r for r in binding.artefact.guards if r[0] != "keys" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
+        rows = [r for r in binding.artefact.guards if r[0] != "order" and r[1][-1:] and r[1][-1] not in BOOKKEEPING]
         rows = [r for r in rows if maps and checker([r])(maps)]
         found.append((binding, checker(rows), binding.strengths()))
     return found

@@ -112,7 +112,7 @@ class Worth:
             return True
         # what the network itself writes into its options on the way is not there when a call begins
         maps = _mappings(*session.calls.engine[1:])
-        check = checker([row for row in rows if row[0] != "keys" and maps and checker([row])(maps)])
+        check = checker([row for row in rows if row[0] != "order" and maps and checker([row])(maps)])
         self._off[self.kind(*session.calls.engine)] = (self._now(), check)
         session.missing.run_uncompiled()
         if self._table.whole_region is None:  # which says so itself

@@ -36,6 +36,7 @@ from ..reporting.report import named
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext, StepRunner, entered
 from ..system.process_settings import backend_scope
+from ..system.random_state import drawn_aside
 from .first_result import distance, has_narrow_products, tensors_in
 from .region import Region
 from .region_table import RegionTable
@@ -289,5 +290,5 @@ def _wait() -> None:
 def _same_random_numbers(*given: Any) -> Iterator[None]:
     """Random numbers inside the block are the caller's next ones, and after it as if there had been no block."""
     devices = sorted({t.device.index or 0 for t in tensors_in(given) if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with drawn_aside(devices):
         yield

@@ -37,8 +37,8 @@ def to_json(log: ReadSet) -> list[list[Any]]:
     for path, found in log.present.items():
         rows.append(["present", json_path(path), found])
     for path, is_none in log.none.items():
-        if path in log.present or path in log.admitted:
-            rows.append(["none", json_path(path), is_none])
+        if path not in log.flags and (path in log.present or path in log.admitted):
+            rows.append(["none" if is_none else "no constant", json_path(path), True])
     for path in log.mappings:
         rows.append(["mapping", json_path(path), True])
     for path, kind in log.kinds.items():
@@ -49,7 +49,7 @@ def to_json(log: ReadSet) -> list[list[Any]]:
         if len(names) > 1:
             rows.append(["places", json_path(path), [list(map(json_key, names)), _pattern(list(names.values()))]])
     for path, keys in log.keys.items():
-        rows.append(["order" if log.changeable else "keys", json_path(path), list(keys)])
+        rows.append(["order", json_path(path), list(keys)])
     for path, template, found in log.patched:
         rows.append(["patch" if found else "no patch", json_path(path), template])
     for path, count in log.lengths.items():
@@ -122,13 +122,16 @@ def _from_json_value(value: Any) -> Any:
     return value
 
 
-def _same(value: Any, expected: Any) -> bool:
-    """Equal in type too: 1, 1.0 and True take different branches in a block."""
-    if type(value) is not type(expected):
+def same_value(value: Any, expected: Any) -> bool:
+    """Equal in type and sign too: 1, 1.0 and True, or 0.0 and -0.0, take different branches in a block."""
+    kind = type(value)
+    if kind is not type(expected):
         return False
+    if kind is float:
+        return value.hex() == expected.hex()
     if isinstance(value, (tuple, list)):
-        return len(value) == len(expected) and all(map(_same, value, expected))
-    return value == expected
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    return bool(value == expected)
 
 
 def checker(rows: list[list[Any]]) -> Check:
@@ -153,12 +156,11 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
             return lambda maps: (key in maps[number]) is expected
         return lambda maps: (look(maps, path) is not MISSING) is expected
     if kind == "none":
-        return lambda maps: (look(maps, path) is None) is expected
+        return lambda maps: look(maps, path) is None
+    if kind == "no constant":  # which code tells by `is`
+        return lambda maps: (value := look(maps, path)) is not None and type(value) is not bool
     if kind == "mapping":
         return lambda maps: isinstance(look(maps, path), dict)
-    if kind == "keys":
-        wanted = frozenset(expected)
-        return lambda maps: _keys(look(maps, path)) == wanted
     if kind == "order":
         return lambda maps: _in_order(look(maps, path)) == expected
     if kind in ("patch", "no patch"):
@@ -169,7 +171,7 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
         return lambda maps: isinstance(m := look(maps, path), (dict, list)) and len(m) == expected
     if kind == "value":
         value = _from_json_value(expected)
-        return lambda maps: _same(look(maps, path), value)
+        return lambda maps: same_value(look(maps, path), value)
     if kind == "function":
         return lambda maps: callable(look(maps, path))
     if kind == "kind":
@@ -179,7 +181,9 @@ def _test(kind: str, path: Path, expected: Any) -> Check:
     if kind == "places":
         names, pattern = list(map(from_json_key, expected[0])), expected[1]
         return lambda maps: _leads_to(maps, look(maps, path), names) == pattern
-    known = "present, none, mapping, keys, patch, no patch, length, value, function, kind, least or places"
+    known = (
+        "present, none, no constant, mapping, order, patch, no patch, length, value, function, kind, least or places"
+    )
     raise ValueError(f"a guard of kind {kind!r} was found, expected {known}")
 
 
@@ -194,10 +198,6 @@ def _leads_to(maps: Any, value: Any, names: list[Any]) -> list[int] | None:
     """Which names lead to the same entry of a list; None where one leads nowhere."""
     places = [place_of(maps, value, name) for name in names]
     return None if None in places else _pattern(places)
-
-
-def _keys(mapping: Any) -> frozenset[str] | None:
-    return frozenset(str(k) for k in mapping if k not in BOOKKEEPING) if isinstance(mapping, dict) else None
 
 
 def _in_order(mapping: Any) -> list[str] | None:

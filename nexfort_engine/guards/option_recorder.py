@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..modules.memory_format import is_plain as is_plain_tensor
 from ..modules.module_keys import OfTree, holds_module, is_by_modules, real
 from ..modules.tree import PLAIN
 from .sentinels import Path, Place, Sentinel, ValueUsed, place_in, resolved, template_of
@@ -98,6 +99,7 @@ class ReadSet:
         self._one: dict[Path, Any] = {}
         self.present: dict[Path, bool] = {}
         self.none: dict[Path, bool] = {}
+        self.handed: dict[Path, bool] = {}  # what was fetched: whether as a sentinel
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.walks: dict[Path, Mapping[Any, Any]] = {}  # the mappings that were walked over
         self.lengths: dict[Path, int] = {}
@@ -114,8 +116,7 @@ class ReadSet:
         if is_by_modules(mapping):
             raise Refused(f"it walks over {where(path)}, whose keys are modules")
         self.walks[path] = mapping
-        keys = [str(k) for k in mapping if k not in BOOKKEEPING]
-        self.keys[path] = tuple(keys if self.changeable else sorted(keys))
+        self.keys[path] = tuple([str(k) for k in mapping if k not in BOOKKEEPING])
 
     def looked_up(self, path: Path, found: bool) -> None:
         self.present.setdefault(path, found)
@@ -129,6 +130,10 @@ class ReadSet:
         """What the block is shown of a value that may change."""
         assert self._shown is not None
         return self._shown(self, path, value)
+
+    def stood_for(self) -> list[Path]:
+        """The values that were fetched and never used, which code has in its hands as something else."""
+        return [path for path, handed in self.handed.items() if handed and path not in self.admitted]
 
     def want(self, path: Path) -> None:
         """Have the capture begin again with a value admitted, also where code catches what is raised."""
@@ -230,7 +235,11 @@ class Recording(dict):
                     self._log.mappings[path] = True
                 elif self._log.changeable and self._is_data(value) and key not in BOOKKEEPING:
                     return self._log.show(path, value)
-        return dict.__getitem__(self, key) if found else MISSING
+        if not found:
+            return MISSING
+        value = dict.__getitem__(self, key)
+        self._log.handed[path] = type(value) is Sentinel
+        return value
 
     def _is_data(self, value: Any) -> bool:
         return type(value) in (int, list, tuple) or isinstance(value, torch.Tensor)
@@ -403,7 +412,7 @@ def place_of(mappings: list[Any] | tuple[Any, ...], value: Any, key: Any) -> int
 def admit(mappings: list[Any], path: Path) -> Any:
     """What becomes of a value that is used: a plain value or a tensor is returned, anything else refused."""
     value = look(mappings, path)
-    if isinstance(value, torch.Tensor) or is_plain(value):
+    if is_plain_tensor(value) if isinstance(value, torch.Tensor) else is_plain(value):
         return value
     raise Refused(cannot_hold(path, value, isinstance(mappings[path[0]], dict)))
 

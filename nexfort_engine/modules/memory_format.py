@@ -27,6 +27,8 @@ def format_of(tensor: torch.Tensor) -> str:
 
 def normalised(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the memory format that `format_of` names: itself, or a contiguous copy."""
+    if tensor.is_neg() or tensor.is_conj():  # views that lowered code takes for what they are views of
+        tensor = tensor.resolve_neg().resolve_conj()
     return tensor if tensor.is_contiguous() or format_of(tensor) == "l" else tensor.contiguous()
 
 

@@ -26,13 +26,13 @@ from ..guards.call_spec import Flat, Leaves, unflatten
 from ..guards.callbacks import called_with
 from ..guards.collectives import facts_of, group_names, speaking_in
 from ..guards.given_changes import make_again, parsed
-from ..guards.gradient_answers import answers_now, fits
 from ..guards.module_guards import ModuleState
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row
 from ..guards.option_guards import checker, from_json_path, json_path
 from ..guards.scalar_inputs import look
 from ..guards.shape_guards import Conditions
+from ..guards.tensor_answers import Answers, fits
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.boundaries import boundaries
 from ..modules.memory_format import is_plain, kind_of
@@ -211,7 +211,7 @@ class Artefact:
         where = "the lists and mappings" if flat.lists else "the options"
         if not all(isinstance(t, torch.Tensor) for t in extra):
             return GuardFailure(f"what was a tensor in {where} is none")
-        if list(map(kind_of, extra)) != self.option_kinds or (flat.lists and not all(map(is_plain, extra))):
+        if list(map(kind_of, extra)) != self.option_kinds or not all(map(is_plain, extra)):
             return GuardFailure(f"a tensor of {where} is of another type, rank or device")
         if not self.check(flat.mappings):
             return GuardFailure(f"{where} answer differently from the captured call")
@@ -260,7 +260,7 @@ class Binding:
         Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
         """
         artefact = self.artefact
-        if artefact.asked and not fits(artefact.asked, answers_now(flat.tensors), self._module):
+        if artefact.asked and not fits(artefact.asked, Answers.now(flat.tensors, flat.mappings), self._module):
             return False
         answers = artefact.guard_failure(flat) is None if artefact.options else artefact.check(flat.mappings)
         return answers and self.unchanged()

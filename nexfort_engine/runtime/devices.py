@@ -25,4 +25,6 @@ def weight_problem(weights: list[torch.Tensor]) -> str | None:
         return "its weights are on different devices (partly offloaded)"
     if any(w.device.type == "meta" for w in weights):
         return "its weights are not loaded"
+    if any(w.is_neg() or w.is_conj() for w in weights):
+        return "a weight is a view that negates or conjugates what it is a view of"
     return None

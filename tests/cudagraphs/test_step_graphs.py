@@ -137,6 +137,17 @@ def test_a_tensor_of_another_size_type_or_rank_gets_code_of_its_own() -> None:
     assert not any("failed" in note for note in step.notes().split("; "))
 
 
+def test_a_tensor_with_an_attribute_is_another_kind_of_call() -> None:
+    step = Steps(lambda network, x, options: network.first(x, options) * getattr(options["a"], "factor", 1.0))
+    for factor in (None, 2.0, 3.0, None, 2.0) * 2:
+        for _ in range(2):
+            one = step.number()
+            if factor is not None:
+                one.factor = factor  # type: ignore[attr-defined]
+            step({"a": one})
+    assert step.graphs() >= 2
+
+
 def test_a_tensor_that_is_not_there_is_another_kind_of_call() -> None:
     step = Steps(lambda net, x, options: x + sum(v for v in (options.get("a"), options.get("b")) if v is not None))
     for _ in range(4):

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import reached_state
 import torch
@@ -64,6 +65,24 @@ def test_numbers_of_python_s_own_are_drawn_in_each_call(monkeypatch: pytest.Monk
     monkeypatch.setattr(random, "choice", lambda values: next(drawn))
     results = [compiled(given(5)) for _ in range(6)]
     assert min(apart(one, other) for one, other in itertools.pairwise(results[1:])) > NEAR
+
+
+class OfDraws(Block):
+    """A block that draws from the generators of a process."""
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return random.random() + numpy.random.rand() + torch.rand(()).item()
+
+
+@torch.no_grad()
+def test_numbers_are_drawn_in_eager_s_order() -> None:
+    results = []
+    for network in (made(OfDraws), nexfort_engine.compile(made(OfDraws))):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        results.append([network(given(rows)) for rows in (5, 5, 7)])
+    assert max(map(apart, *results)) < NEAR
 
 
 class Counted(Block):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import threading
 from typing import Any
@@ -98,7 +99,31 @@ def test_what_a_block_takes_out_of_a_list_is_there_for_its_own_call(kind: type[B
         TAKEN[:] = [first, first + 1]
         assert apart(compiled(given(5)), wanted) < NEAR and not TAKEN
     reasons = [row["reason"] for row in compiled.report.as_dict()["eager"]]
-    assert any("it takes something out of a list that it reaches by name" in reason for reason in reasons)
+    assert any("it changes a list that it reaches by name" in reason for reason in reasons)
+
+
+NOTED: collections.deque[torch.Tensor] = collections.deque(maxlen=100)
+
+
+class Noting(Block):
+    """A block that leaves its results in a container that it reaches by name."""
+
+    def factor(self, x: torch.Tensor) -> Any:
+        NOTED.append(x.mean())
+        return 2.0
+
+
+@torch.no_grad()
+def test_what_a_block_leaves_in_a_list_is_left_in_each_call() -> None:
+    net = made(Noting)
+    compiled = nexfort_engine.compile(net)
+    for rows in (5, 5, 7):
+        left = []
+        for network in (net, compiled):
+            NOTED.clear()
+            network(given(rows))
+            left.append(torch.stack(list(NOTED)))
+        torch.testing.assert_close(*left)
 
 
 def test_threads_with_values_of_their_own_have_their_own_results() -> None:

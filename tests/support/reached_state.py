@@ -191,11 +191,6 @@ class OfAText(Block):
         return {"5": 5.0, "7": 7.0}.get(f"{x.shape[1]}", 2.0)
 
 
-class OfAParameter(Block):
-    def factor(self, x: torch.Tensor) -> Any:
-        return 5.0 if isinstance(self.layer.weight, nn.Parameter) else 2.0
-
-
 class OfATensor(Block):
     def factor(self, x: torch.Tensor) -> Any:
         return 5.0 if type(x) is torch.Tensor else 2.0
@@ -312,7 +307,7 @@ CHANGES: dict[type[Block], tuple[Callable[[Net], Any], Callable[[Net], Any]]] = 
     OfClass: (lambda net: _set_class(net, Thrice), lambda net: _set_class(net, nn.Linear)),
 }
 # what a trace answers otherwise than a call
-ANSWERED = (OfItsLayersType, OfANumber, OfAText, OfAParameter, OfATensor, OfTracing, OfItself)
+ANSWERED = (OfItsLayersType, OfANumber, OfAText, OfATensor, OfTracing, OfItself)
 
 
 def made(kind: type[Block]) -> Net:

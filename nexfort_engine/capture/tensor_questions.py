@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code of the host that asks a tensor for more than sizes, or about modes, is answered as its call would answer it.
+
+The trace itself runs without gradients and outside of inference mode: under that its tensors could not be written to.
+Its tensors lie as artefacts take them, have no attributes, and each is an object of its own. So what is asked about a
+tensor of the call is a guard (guards/tensor_answers.py). How one lies that the block computes follows from how those
+of the call lie; code that asks for it is compiled for calls whose tensors lie as artefacts take them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import get_ident  # the plain one: hosts' code is told another number meanwhile (thread_number.py)
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ..guards.option_guards import json_path
+from ..guards.option_recorder import Path, Refused
+from ..guards.tensor_answers import (
+    GIVEN,
+    IS_PARAMETER,
+    LIES,
+    MODE,
+    MODES,
+    OPTION,
+    SAME,
+    WEIGHT,
+    Answers,
+    Row,
+    answer,
+    attribute,
+)
+from ..modules.tree import PLAIN
+from ..system.process_settings import replaced
+from .side_effects import ask_types
+from .source_hashes import is_host_code
+
+_MISSING = "__getattr__"  # a method that Python asks for what an object lacks
+_INFERENCE = "is_inference_mode_enabled"
+_Tensor: Any = torch.Tensor
+_OF_TENSORS: dict[Any, str] = {
+    _Tensor.requires_grad.__get__: "requires_grad",
+    _Tensor.is_inference: "is_inference",
+    _Tensor.is_leaf.__get__: "is_leaf",
+}
+_OF_MEMORY = (_Tensor.is_contiguous, _Tensor.stride, _Tensor.storage_offset)
+# what a copy, or the tensor of a trace, has another one of
+_OF_ITSELF: dict[Any, str] = {
+    **{getattr(_Tensor, name).__get__: name for name in ("_version", "_base", "grad_fn", "grad")},
+    **{getattr(_Tensor, name): name for name in ("_is_view", "data_ptr", "untyped_storage", "is_set_to")},
+}
+LOOKS_AT_MEMORY = "its code asks how a tensor lies in memory, and those that it is given lie in a way of their own"
+OF_ITSELF = "its code asks a tensor for {}, which compiled code cannot hold"
+HAS_ATTRIBUTES = "its code asks for the attribute {} of a tensor, which compiled code cannot hold"
+SETS_ATTRIBUTES = "it sets the attribute {} of a tensor, which compiled code cannot do"
+COMPARES = "it compares which of its tensors are one and the same, and some are"
+COMPARES_OTHERS = "it compares which of the objects that it is given are one and the same"
+
+
+class TensorQuestions(TorchFunctionMode):
+    """Answers for a call, and notes what was asked.
+
+    images: whether what it is given was laid out with channels innermost for it. refused: why no artefact can hold an
+    answer, also where code catches what is raised then.
+    """
+
+    refused: str | None = None
+
+    def __init__(self, answers: Answers, *, images: bool = False) -> None:
+        super().__init__()
+        self._answers, self._images = answers, images
+        self._places: dict[int, tuple[str, Any, Any]] = {}  # what stands for a tensor: whose it is, and who answers
+        self._rows: dict[tuple[str, str, str], Row] = {}
+        self._paths: list[list[Any]] = []
+        self._names: frozenset[str] = frozenset()
+
+    def of(
+        self,
+        tensors: Sequence[torch.Tensor],
+        options: Sequence[tuple[Path, torch.Tensor]],
+        weights: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """What the block is shown in this trace. options: with their paths; weights: names, and the real ones."""
+        self._names = frozenset(name for one in (*tensors, *(t for _, t in options)) for name in vars(one))
+        self._rows, self._paths, self.refused = {}, [json_path(path) for path, _ in options], None
+        self._places = {id(one): (WEIGHT, name, real) for name, one, real in weights}
+        for path, (_, one) in zip(self._paths, options, strict=True):
+            self._places[id(one)] = OPTION, path, self._answers.at(path)
+        for number, (one, real) in enumerate(zip(tensors, self._answers.given, strict=False)):
+            self._places[id(one)] = GIVEN, number, real
+
+    @property
+    def rows(self) -> list[Row]:
+        """What was asked, with the answers."""
+        return list(self._rows.values())
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside the block code of the host on this thread is answered so; no other code and thread is."""
+        here = get_ident()
+
+        def answered(name: str, plain: Callable[[], bool]) -> Callable[[], bool]:
+            def ask() -> bool:
+                if get_ident() != here or not is_host_code(sys._getframe(1).f_code):
+                    return plain()
+                return self._note(MODE, None, name, self._answers.modes.get(name, False)) or plain()
+
+            return ask
+
+        def missing(tensor: torch.Tensor, name: str) -> Any:
+            asks = sys._getframe(1)
+            if name == "_is_param" and asks.f_back is not None:  # by `isinstance`
+                asks = asks.f_back
+            if get_ident() == here and not name.startswith("__") and is_host_code(asks.f_code):
+                for value in self._attribute(tensor, name):
+                    return value
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            for name, plain in MODES.items():
+                stack.enter_context(replaced(torch, name, answered(name, plain)))
+            setattr(FakeTensor, _MISSING, missing)
+            stack.callback(delattr, FakeTensor, _MISSING)
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = _OF_TENSORS.get(func), kwargs or {}
+        known = name is not None or func in _OF_MEMORY or func in _OF_ITSELF
+        if not known or not is_host_code(sys._getframe(1).f_code):
+            return func(*args, **kwargs)
+        kind, at, real = self._places.get(id(args[0]), (None, None, None))
+        if func in _OF_ITSELF:
+            if kind in (GIVEN, OPTION):
+                raise self._refuse(OF_ITSELF.format(_OF_ITSELF[func]))
+            return func(*args, **kwargs)
+        if name is None:
+            return self._memory(kind, at, real, func, args, kwargs)
+        if kind is not None:
+            return self._note(kind, at, name, answer(real, name))
+        if name == "is_inference":  # what is computed in inference mode is of it
+            return self._note(MODE, None, _INFERENCE, self._answers.modes.get(_INFERENCE, False))
+        return func(*args, **kwargs)
+
+    def _memory(self, kind: str | None, at: Any, real: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """How a tensor lies: as in the call, where all that it may be a view of lie as the trace has them."""
+        if kind == WEIGHT:  # it is given as it lies
+            return func(*args, **kwargs)
+        if self._images:
+            raise RuntimeError("its code asks how an image lies in memory: its strides are shown")
+        if kind is not None and func is torch.Tensor.is_contiguous and len(args) == 1 and not kwargs:
+            return self._note(kind, at, "is_contiguous", answer(real, "is_contiguous"))
+        asked = self._of_call() if kind is None else [(kind, at, real)]
+        if not all([self._note(kind, at, LIES, answer(real, LIES)) for kind, at, real in asked]):
+            raise self._refuse(LOOKS_AT_MEMORY)
+        return func(*args, **kwargs)
+
+    def _attribute(self, tensor: torch.Tensor, name: str) -> list[Any]:
+        """The value that a tensor has under a name, if any. One that is computed may be one of the call's itself."""
+        place = self._places.get(id(tensor))
+        found = []
+        for kind, at, real in self._of_call() if place is None else [place]:
+            found = answer(real, attribute(name))
+            if found and (place is None or type(found[0]) not in PLAIN):
+                raise self._refuse(HAS_ATTRIBUTES.format(name))
+            self._note(kind, at, attribute(name), found)
+        return found
+
+    def _of_call(self) -> list[tuple[str, Any, Any]]:
+        return [place for place in self._places.values() if place[0] != WEIGHT]
+
+    def _note(self, kind: str, place: Any, name: str, found: Any) -> Any:
+        self._rows[kind, repr(place), name] = [kind, place, name, found]
+        return found
+
+    def _refuse(self, reason: str) -> Refused:
+        self.refused = reason
+        return Refused(reason)
+
+    def finish(
+        self, codes: Collection[types.CodeType], results: Sequence[torch.Tensor], spec: Any, own: Mapping[str, Any]
+    ) -> None:
+        """Note what bytecode alone shows. Raises Refused for what no artefact can hold.
+
+        codes: that ran. results: what came of it. spec: of the call. own: tensors of the block that are no parameters,
+        by their names.
+        """
+        if self.refused is not None:
+            raise Refused(self.refused)
+        if any(map(compares_objects, codes)):
+            if any(map(_is_made_anew, spec[2:])):
+                raise Refused(COMPARES_OTHERS)
+            if self._of_call():
+                same = self._answers.same(self._paths, own.values())
+                if same != list(range(len(same))):
+                    raise Refused(COMPARES)
+                self._note(SAME, [self._paths, list(own)], "", same)
+        if ask_types(codes):
+            for kind, at, real in self._of_call():
+                self._note(kind, at, IS_PARAMETER, answer(real, IS_PARAMETER))
+        for one in results:
+            if isinstance(one, FakeTensor) and (new := vars(one).keys() - self._names):
+                raise Refused(SETS_ATTRIBUTES.format(min(new)))
+
+
+def _is_made_anew(spec: Any) -> bool:
+    """Whether a spec stands for a list or an object that the block is given a copy of."""
+    if not isinstance(spec, tuple) or spec[0] in ("=", "member", "M="):
+        return False
+    return spec[0] not in (tuple, torch.Size) or any(map(_is_made_anew, spec[1:]))
+
+
+def compares_objects(code: types.CodeType) -> bool:
+    """Whether code asks by `is` or `id` which objects are the same, but for constants and what modules hold."""
+    return any(not of_module for of_module in _comparisons(code))
+
+
+def compares_any(code: types.CodeType) -> bool:
+    """Whether code asks so for anything but constants."""
+    return bool(_comparisons(code))
+
+
+@functools.lru_cache(maxsize=8192)
+def _comparisons(code: types.CodeType) -> list[bool]:
+    """For each comparison of objects with no constant, whether it is with what a module or a class holds."""
+    if not is_host_code(code) or (code.co_filename, code.co_name) == ("<string>", "__eq__"):  # of a dataclass
+        return []
+    found, last = list[bool](), ""
+    for one in dis.get_instructions(code):
+        if one.opname == "LOAD_GLOBAL" and one.argval == "id":
+            found.append(False)
+        if one.opname == "IS_OP" and last != "LOAD_CONST":
+            found.append(last == "LOAD_GLOBAL")
+        last = last if last == "LOAD_GLOBAL" and one.opname == "LOAD_ATTR" else one.opname
+    return found

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code asks about tensors and modes besides sizes: `x.requires_grad`, `x.is_contiguous()`, `getattr(x, "tag", 1)`.
+
+A trace runs without gradients, outside of inference mode, and with tensors that have no data and no attributes. So it
+answers as the call would (capture/tensor_questions.py), and what was asked is a guard. Code that asks nothing has one
+artefact for all callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modules.memory_format import format_of
+from .option_guards import from_json_path, same_value
+from .option_recorder import look
+
+# whom code asks: the process, a tensor of the call by its number, one of its mappings by its path, a weight by its name
+MODE, GIVEN, OPTION, WEIGHT = "mode", "tensor", "option", "weight"
+SAME = "same"  # which of the call's tensors are one and the same object
+Asked = tuple[str, Any, str]
+Row = list[Any]  # JSON: one of those, and the answer
+
+LIES = "lies as artefacts take it"
+_ATTRIBUTE = "."  # begins the name of an attribute that a tensor may have
+IS_PARAMETER = "._is_param"  # what `isinstance` asks for
+_OWN = "_nexfort_answers"  # of a tensor that stands for another one, what that answers
+
+MODES: Mapping[str, Callable[[], bool]] = {
+    name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
+}
+TENSORS: Mapping[str, Callable[[torch.Tensor], bool]] = {
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "is_inference": lambda tensor: tensor.is_inference(),
+    "is_leaf": lambda tensor: tensor.is_leaf,
+    "is_contiguous": lambda tensor: tensor.is_contiguous(),
+    LIES: lambda tensor: (tensor.is_contiguous() or format_of(tensor) == "l") and not tensor.storage_offset(),
+}
+
+
+def attribute(name: str) -> str:
+    """The question for an attribute of a tensor. Its answer is a list of the value, an empty one where it has none."""
+    return _ATTRIBUTE + name
+
+
+class Snapshot(dict[str, Any]):
+    """What a tensor answered, without the tensor. identity: its `id` then."""
+
+    identity = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Snapshot:
+        """Of a tensor, or of the one that it stands for."""
+        own = getattr(tensor, _OWN, None)
+        if isinstance(own, Snapshot):
+            return own
+        strided = tensor.layout is torch.strided
+        found = cls({name: strided and ask(tensor) for name, ask in TENSORS.items()})
+        found.update({attribute(name): [value] for name, value in vars(tensor).items()})
+        found[IS_PARAMETER] = [True] if isinstance(tensor, nn.Parameter) else []
+        found.identity = id(tensor)
+        return found
+
+    def stood_for_by(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that answers so from now on."""
+        setattr(tensor, _OWN, self)
+        return tensor
+
+
+@dataclass
+class Answers:
+    """What the modes of a thread and the tensors of a call answer. given: tensors, or what they answered."""
+
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    given: Sequence[torch.Tensor | Snapshot] = ()
+    mappings: Sequence[Any] = ()
+
+    @classmethod
+    def kept(cls, tensors: Sequence[torch.Tensor], mappings: Sequence[Any]) -> Answers:
+        """Of this thread and of tensors as they are now."""
+        return cls(_modes(), list(map(Snapshot.of, tensors)), mappings)
+
+    @classmethod
+    def now(cls, tensors: Sequence[torch.Tensor], mappings: Sequence[Any]) -> Answers:
+        """Of this thread and of tensors, which are asked as far as somebody wants to know."""
+        return cls(_modes(), tensors, mappings)
+
+    def of(self, kind: str, place: Any, name: str, module: nn.Module) -> Any:
+        """The answer to one question; None where nobody is there to answer."""
+        if kind == MODE:
+            return self.modes[name]
+        if kind == SAME:
+            return self.same(place[0], [weight_of(module, weight) for weight in place[1]])
+        if kind == GIVEN:
+            return answer(self.given[place], name)
+        return answer(self.at(place) if kind == OPTION else weight_of(module, place), name)
+
+    def at(self, path: list[Any]) -> Any:
+        """What lies at a path of the call's mappings, as JSON has it."""
+        return look(list(self.mappings), from_json_path(path))
+
+    def same(self, paths: Sequence[list[Any]], own: Iterable[Any]) -> list[int]:
+        """For each of the call's tensors, of those at paths and of `own`, the place of the first that is the same."""
+        first: dict[int, int] = {}
+        identities = map(_identity, [*self.given, *map(self.at, paths), *own])
+        return [first.setdefault(identity, place) for place, identity in enumerate(identities)]
+
+
+def _modes() -> dict[str, bool]:
+    return {name: ask() for name, ask in MODES.items()}
+
+
+def _identity(one: Any) -> int:
+    own = getattr(one, _OWN, one)
+    return own.identity if isinstance(own, Snapshot) else id(one)
+
+
+def answer(one: Any, name: str) -> Any:
+    """What a tensor, or a snapshot of one, answers; None where there is none."""
+    if isinstance(one, torch.Tensor):
+        one = getattr(one, _OWN, one)
+    if isinstance(one, Snapshot):
+        return one.get(name, [])
+    if not isinstance(one, torch.Tensor):
+        return None
+    if name == IS_PARAMETER:
+        return [True] if isinstance(one, nn.Parameter) else []
+    if name.startswith(_ATTRIBUTE):
+        own = vars(one)
+        return [own[name[1:]]] if name[1:] in own else []
+    return TENSORS[name](one)
+
+
+def weight_of(module: nn.Module, name: str) -> Any:
+    """A weight of a module tree by its dotted name, None where there is none."""
+    path, _, last = name.rpartition(".")
+    try:
+        own = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return next((held[last] for held in (own._parameters, own._buffers, own.__dict__) if last in held), None)
+
+
+def fits(rows: Sequence[Row], answers: Answers, module: nn.Module) -> bool:
+    """Whether a call and the weights of a module answer as captured."""
+    return all(same_value(answers.of(kind, place, name, module), wanted) for kind, place, name, wanted in rows)
