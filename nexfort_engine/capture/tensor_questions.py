@@ -57,6 +57,7 @@ _OF_ITSELF: dict[Any, str] = {
     **{getattr(_Tensor, name).__get__: name for name in ("_version", "_base", "grad_fn", "grad")},
     **{getattr(_Tensor, name): name for name in ("_is_view", "data_ptr", "untyped_storage", "is_set_to")},
 }
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT")
 LOOKS_AT_MEMORY = "its code asks how a tensor lies in memory, and those that it is given lie in a way of their own"
 OF_ITSELF = "its code asks a tensor for {}, which compiled code cannot hold"
 HAS_ATTRIBUTES = "its code asks for the attribute {} of a tensor, which compiled code cannot hold"
@@ -89,7 +90,8 @@ class TensorQuestions(TorchFunctionMode):
         weights: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> None:
         """What the block is shown in this trace. options: with their paths; weights: names, and the real ones."""
-        self._names = frozenset(name for one in (*tensors, *(t for _, t in options)) for name in vars(one))
+        shown = [*tensors, *(one for _, one in options), *(one for _, one, _ in weights)]
+        self._names = frozenset(name for one in shown for name in vars(one))
         self._rows, self._paths, self.refused = {}, [json_path(path) for path, _ in options], None
         self._places = {id(one): (WEIGHT, name, real) for name, one, real in weights}
         for path, (_, one) in zip(self._paths, options, strict=True):
@@ -207,7 +209,7 @@ class TensorQuestions(TorchFunctionMode):
             for kind, at, real in self._of_call():
                 self._note(kind, at, IS_PARAMETER, answer(real, IS_PARAMETER))
         for one in results:
-            if isinstance(one, FakeTensor) and (new := vars(one).keys() - self._names):
+            if self._names and isinstance(one, FakeTensor) and (new := vars(one).keys() - self._names):
                 raise Refused(SETS_ATTRIBUTES.format(min(new)))
 
 
@@ -237,7 +239,8 @@ def _comparisons(code: types.CodeType) -> list[bool]:
     for one in dis.get_instructions(code):
         if one.opname == "LOAD_GLOBAL" and one.argval == "id":
             found.append(False)
-        if one.opname == "IS_OP" and last != "LOAD_CONST":
+        if one.opname == "IS_OP" and last not in _CONSTANTS:
             found.append(last == "LOAD_GLOBAL")
-        last = last if last == "LOAD_GLOBAL" and one.opname == "LOAD_ATTR" else one.opname
+        if one.opname != "EXTENDED_ARG" and not (last == "LOAD_GLOBAL" and one.opname == "LOAD_ATTR"):
+            last = one.opname
     return found

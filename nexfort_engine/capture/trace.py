@@ -295,7 +295,8 @@ class Lifted(nn.Module):
             trace.refuse_weights_of_others(calls.parameters)
             asks_types = ask_types(trace.codes)
             shown = [path for path, kind in log.kinds.items() if kind == "int"] if asks_types else []
-            if compares := asks_types or any(map(compares_any, trace.codes)):
+            compares = any(map(compares_any, trace.codes))
+            if compares or asks_types:
                 shown += log.stood_for()
             if compares and any(type(one) is Substitute for one in trace.admitted.values()):
                 raise Refused(COMPARES_OTHERS)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..modules.memory_format import format_of
+from ..modules.tree import PLAIN
 from .option_guards import from_json_path, same_value
 from .option_recorder import look
 
@@ -28,6 +29,7 @@ Row = list[Any]  # JSON: one of those, and the answer
 LIES = "lies as artefacts take it"
 _ATTRIBUTE = "."  # begins the name of an attribute that a tensor may have
 IS_PARAMETER = "._is_param"  # what `isinstance` asks for
+_OTHER = object()  # in the place of a value of an attribute that no artefact can hold
 _OWN = "_nexfort_answers"  # of a tensor that stands for another one, what that answers
 
 MODES: Mapping[str, Callable[[], bool]] = {
@@ -60,7 +62,8 @@ class Snapshot(dict[str, Any]):
             return own
         strided = tensor.layout is torch.strided
         found = cls({name: strided and ask(tensor) for name, ask in TENSORS.items()})
-        found.update({attribute(name): [value] for name, value in vars(tensor).items()})
+        own = vars(tensor).items()  # what cannot be a guard is not kept alive
+        found.update({attribute(name): [value if type(value) in PLAIN else _OTHER] for name, value in own})
         found[IS_PARAMETER] = [True] if isinstance(tensor, nn.Parameter) else []
         found.identity = id(tensor)
         return found
