@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from .shared_settings import HELD
-from .traced_thread import kept_to_its_thread
+from .traced_thread import kept_to_its_thread, modules_of_others_left
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def inductor_scope(cache_dir: str | os.PathLike[str], options: Mapping[str, obje
     others that compiles with Inductor in another thread meanwhile writes into `cache_dir` too: that is
     harmless to both.
     """
-    with _inductor_lock, ExitStack() as stack:
+    with _inductor_lock, modules_of_others_left(), ExitStack() as stack:
         # TRITON_CACHE_DIR is removed, not set: Inductor then derives one per device below cache_dir, and what
         # it writes into the variable itself is undone with the rest.
         stack.enter_context(named_user())

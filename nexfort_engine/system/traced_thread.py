@@ -15,7 +15,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -72,24 +72,62 @@ def before_traces(function: Any) -> Any:
     return function
 
 
+class _MethodsOfModules:
+    """While anybody is inside, fx exchanges methods for the thread alone that exchanges them."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._own: Any = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        import torch.fx._symbolic_trace
+
+        patcher: Any = torch.fx._symbolic_trace._Patcher
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1 and hasattr(patcher, _PATCH):
+                self._own = getattr(patcher, _PATCH)
+                setattr(patcher, _PATCH, _here_alone(self._own))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside and self._own is not None:
+                    setattr(patcher, _PATCH, self._own)
+                    self._own = None
+
+
+_PATCH = "patch_method"
+_METHODS = _MethodsOfModules()
+
+
+def modules_of_others_left() -> AbstractContextManager[None]:
+    """Inside the block modules that other threads call meanwhile are called as they are.
+
+    A trace of fx stands in `nn.Module.__call__`. Inductor makes one of a function of its own while it lowers; a model
+    that runs in another thread then would be taken for a part of it, and its call would raise.
+    """
+    return _METHODS.kept()
+
+
 @contextmanager
 def kept_to_its_thread() -> Iterator[None]:
     """Inside the block what traces change is changed for their own threads. Traces are torch.export's."""
     import torch.compiler
     import torch.export._trace
-    import torch.fx._symbolic_trace
 
+    exports: Any = torch.export._trace
     tells = hasattr(torch.compiler, "_is_compiling_flag") and hasattr(torch.compiler, "_is_exporting_flag")
-    rows: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (torch.fx._symbolic_trace._Patcher, "patch_method", _here_alone),
-        (torch.export._trace, "_compiling_state_context", lambda own: _compiling_here if tells else own),
-    ]
-    with ExitStack() as stack:
-        for owner, name, changed in rows:
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, changed(getattr(owner, name)))
+    with modules_of_others_left(), ExitStack() as stack:
+        if tells and hasattr(exports, _SAYS):
+            stack.callback(setattr, exports, _SAYS, getattr(exports, _SAYS))
+            setattr(exports, _SAYS, _compiling_here)
         yield
+
+
+_SAYS = "_compiling_state_context"
 
 
 # ---- the modes under which a trace runs ------------------------------------------------------------------------------

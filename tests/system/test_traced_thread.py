@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from nexfort_engine.cudagraphs.host_constants import unwatched
 from nexfort_engine.guards.call_spec import Flat, flatten_call
 from nexfort_engine.modules.memory_format import normalised
 from nexfort_engine.system import torch_modes
+from nexfort_engine.system.process_settings import inductor_scope
 from nexfort_engine.system.traced_thread import Here, kept_to_its_thread, own_pre_dispatch_modes
 
 
@@ -159,6 +161,31 @@ def test_a_flag_holds_in_the_thread_that_made_it() -> None:
     thread.start()
     thread.join()
     assert outer == [True], "it was said before"
+
+
+def test_modules_run_as_ever_while_another_thread_lowers(tmp_path: Path) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def identity(x: Any) -> Any:
+        started.set()
+        ended.wait(60)
+        return x
+
+    def lower() -> None:
+        with inductor_scope(tmp_path):
+            torch.fx.symbolic_trace(identity)  # as torch._inductor.loop_body does
+
+    thread = threading.Thread(target=lower)
+    thread.start()
+    try:
+        assert started.wait(60)
+        with kept_to_its_thread():
+            pass  # another one that ends meanwhile
+        assert torch.equal(Loud()(torch.ones(2)), torch.full((2,), 2.0))
+        assert torch_modes.unsupported(set) is None
+    finally:
+        ended.set()
+        thread.join(60)
 
 
 def test_what_is_exchanged_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
