@@ -15,8 +15,9 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_not
 from typing import Any
+
+import torch
 
 from ..guards.bytecode_names import CELL, CHANGING, GLOBAL, KEY, Chain, names_in
 from ..guards.name_resolver import function_in
@@ -99,7 +100,7 @@ def changes_containers(kinds: Collection[type]) -> bool:
 class Contents:
     """The containers that code of some classes changes by name, with what was in each before a trace.
 
-    A dict or a set that only grows is a cache, which code fills again.
+    A dict or a set that only grows is a cache, which code fills again. So is a list to which it adds numbers.
     """
 
     def __init__(self, kinds: Collection[type]) -> None:
@@ -138,13 +139,16 @@ def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, 
 
 
 def _is_changed(value: Any, before: list[Any]) -> bool:
-    """Whether a container lacks something that it had, or, where it has an order, is another one."""
+    """Whether a container lacks something that it had, or a list got tensors, which whoever reads it would miss.
+
+    Numbers that are put into a list count calls.
+    """
     if isinstance(value, dict):
         return any(key not in value for key, _ in before)
-    if type(value) in _ORDERED:
-        return len(value) != len(before) or any(map(is_not, value, before))
-    now = Counter(map(id, value))
-    return any(now[one] < count for one, count in Counter(map(id, before)).items())
+    now, was = Counter(map(id, value)), Counter(map(id, before))
+    if was - now:
+        return True
+    return type(value) in _ORDERED and any(isinstance(one, torch.Tensor) and not was[id(one)] for one in value)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -9,8 +9,11 @@ of the call lie; code that asks for it is compiled for calls whose tensors lie a
 
 from __future__ import annotations
 
+import builtins
 import dis
+import enum
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,13 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ..guards.option_guards import json_path
-from ..guards.option_recorder import Path, Refused
+from ..guards.option_recorder import MISSING, Path, Refused
 from ..guards.tensor_answers import (
     GIVEN,
     IS_PARAMETER,
     LIES,
     MODE,
     MODES,
+    NAMES,
     OPTION,
     SAME,
     WEIGHT,
@@ -38,10 +42,10 @@ from ..guards.tensor_answers import (
     answer,
     attribute,
 )
-from ..modules.tree import PLAIN
+from ..modules.tree import PLAIN, fields_of
 from ..system.process_settings import replaced
 from .side_effects import ask_types
-from .source_hashes import is_host_code
+from .source_hashes import is_host_code, module_of_code
 
 _MISSING = "__getattr__"  # a method that Python asks for what an object lacks
 _INFERENCE = "is_inference_mode_enabled"
@@ -50,13 +54,19 @@ _OF_TENSORS: dict[Any, str] = {
     _Tensor.requires_grad.__get__: "requires_grad",
     _Tensor.is_inference: "is_inference",
     _Tensor.is_leaf.__get__: "is_leaf",
+    **{getattr(_Tensor, name): name for name in ("is_conj", "is_neg", "is_pinned", "is_shared")},
 }
-_OF_MEMORY = (_Tensor.is_contiguous, _Tensor.stride, _Tensor.storage_offset)
+_OF_MEMORY = (_Tensor.is_contiguous, _Tensor.stride, _Tensor.storage_offset, _Tensor.dim_order)
 # what a copy, or the tensor of a trace, has another one of
 _OF_ITSELF: dict[Any, str] = {
     **{getattr(_Tensor, name).__get__: name for name in ("_version", "_base", "grad_fn", "grad")},
     **{getattr(_Tensor, name): name for name in ("_is_view", "data_ptr", "untyped_storage", "is_set_to")},
 }
+_LOADS = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD")
+_ASK_FOR_IDENTITY = ("id", "is_", "is_not", "hash", "__hash__")
+_COPIED = (list, dict, set)
+_FIXED = (*PLAIN, object, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_METHODS = tuple(os.path.join("torch", name) for name in ("_tensor.py", "overrides.py"))
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT")
 LOOKS_AT_MEMORY = "its code asks how a tensor lies in memory, and those that it is given lie in a way of their own"
 OF_ITSELF = "its code asks a tensor for {}, which compiled code cannot hold"
@@ -119,7 +129,7 @@ class TensorQuestions(TorchFunctionMode):
 
         def missing(tensor: torch.Tensor, name: str) -> Any:
             asks = sys._getframe(1)
-            if name == "_is_param" and asks.f_back is not None:  # by `isinstance`
+            if name.startswith("_is_") and asks.f_back is not None:  # by `isinstance`, of parameters and buffers
                 asks = asks.f_back
             if get_ident() == here and not name.startswith("__") and is_host_code(asks.f_code):
                 for value in self._attribute(tensor, name):
@@ -137,11 +147,11 @@ class TensorQuestions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = _OF_TENSORS.get(func), kwargs or {}
         known = name is not None or func in _OF_MEMORY or func in _OF_ITSELF
-        if not known or not is_host_code(sys._getframe(1).f_code):
+        if not known or not is_host_code(_asker().f_code):
             return func(*args, **kwargs)
         kind, at, real = self._places.get(id(args[0]), (None, None, None))
         if func in _OF_ITSELF:
-            if kind in (GIVEN, OPTION):
+            if kind is not None:
                 raise self._refuse(OF_ITSELF.format(_OF_ITSELF[func]))
             return func(*args, **kwargs)
         if name is None:
@@ -188,23 +198,27 @@ class TensorQuestions(TorchFunctionMode):
         return Refused(reason)
 
     def finish(
-        self, codes: Collection[types.CodeType], results: Sequence[torch.Tensor], spec: Any, own: Mapping[str, Any]
+        self, codes: Collection[types.CodeType], results: Sequence[torch.Tensor], spec: Any, own: Mapping[Any, Any]
     ) -> None:
         """Note what bytecode alone shows. Raises Refused for what no artefact can hold.
 
-        codes: that ran. results: what came of it. spec: of the call. own: tensors of the block that are no parameters,
-        by their names.
+        codes: that ran. results: what came of it. spec: of the call. own: the attributes that were read of the block.
         """
         if self.refused is not None:
             raise Refused(self.refused)
         if any(map(compares_objects, codes)):
-            if any(map(_is_made_anew, spec[2:])):
+            copies = [value for value in own.values() if fields_of(value) is not None or type(value) in _COPIED]
+            if any(map(_is_made_anew, spec[2:])) or len(copies) > 1 or any(map(_compares_globals, codes)):
                 raise Refused(COMPARES_OTHERS)
-            if self._of_call():
-                same = self._answers.same(self._paths, own.values())
-                if same != list(range(len(same))):
-                    raise Refused(COMPARES)
-                self._note(SAME, [self._paths, list(own)], "", same)
+            weights = [real for kind, _, real in self._places.values() if kind == WEIGHT]
+            same = self._answers.same(self._paths, weights)
+            if same != list(range(len(same))):
+                raise Refused(COMPARES)
+            self._note(SAME, self._paths, "", same)
+        if any(map(_lists_attributes, codes)):
+            for kind, at, real in self._of_call():
+                if self._note(kind, at, NAMES, answer(real, NAMES)):
+                    raise Refused(HAS_ATTRIBUTES.format(min(answer(real, NAMES))))
         if ask_types(codes):
             for kind, at, real in self._of_call():
                 self._note(kind, at, IS_PARAMETER, answer(real, IS_PARAMETER))
@@ -220,9 +234,22 @@ def _is_made_anew(spec: Any) -> bool:
     return spec[0] not in (tuple, torch.Size) or any(map(_is_made_anew, spec[1:]))
 
 
+def _asker() -> types.FrameType:
+    """The frame of the code that asked, past torch's own Python code of a method."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.endswith(_METHODS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _compares_globals(code: types.CodeType) -> bool:
+    """Whether code compares objects with data that a global leads to."""
+    return any(chain is not None and not _is_fixed(code, chain) for chain in _comparisons(code))
+
+
 def compares_objects(code: types.CodeType) -> bool:
-    """Whether code asks by `is` or `id` which objects are the same, but for constants and what modules hold."""
-    return any(not of_module for of_module in _comparisons(code))
+    """Whether code asks by `is` or `id` which objects are the same, but for constants, classes and functions."""
+    return any(chain is None or not _is_fixed(code, chain) for chain in _comparisons(code))
 
 
 def compares_any(code: types.CodeType) -> bool:
@@ -230,17 +257,52 @@ def compares_any(code: types.CodeType) -> bool:
     return bool(_comparisons(code))
 
 
+def compares_functions(code: types.CodeType) -> bool:
+    """Whether code asks so for a function, or for what may be one."""
+    found = [None if chain is None else _led_to(code, chain) for chain in _comparisons(code)]
+    return any(one is None or (callable(one) and not isinstance(one, type)) for one in found)
+
+
+def _is_fixed(code: types.CodeType, chain: tuple[str, ...]) -> bool:
+    """Whether a global of code, and attributes from there on, lead to what is no data: a class, a function, a mark."""
+    value = _led_to(code, chain)
+    return callable(value) or type(value) in _FIXED or isinstance(value, (enum.Enum, types.ModuleType))
+
+
+def _led_to(code: types.CodeType, chain: tuple[str, ...]) -> Any:
+    """What a global of code, and attributes from there on, lead to; a list where that is not known."""
+    module = module_of_code(code)
+    value: Any = vars(module).get(chain[0], MISSING) if module is not None else MISSING
+    for name in chain[1:]:
+        table = vars(value) if isinstance(value, (types.ModuleType, type)) else {}
+        value = table.get(name, MISSING)
+    return getattr(builtins, chain[0], []) if value is MISSING else value
+
+
 @functools.lru_cache(maxsize=8192)
-def _comparisons(code: types.CodeType) -> list[bool]:
-    """For each comparison of objects with no constant, whether it is with what a module or a class holds."""
-    if not is_host_code(code) or (code.co_filename, code.co_name) == ("<string>", "__eq__"):  # of a dataclass
+def _comparisons(code: types.CodeType) -> list[tuple[str, ...] | None]:
+    """For each comparison of objects with no constant, the chain of names that it is with, None for anything else."""
+    of_dataclass = code.co_filename == "<string>" and code.co_name in ("__eq__", "__hash__")
+    if not is_host_code(code) or of_dataclass:
         return []
-    found, last = list[bool](), ""
+    found, last, chain = list[tuple[str, ...] | None](), "", tuple[str, ...]()
     for one in dis.get_instructions(code):
-        if one.opname == "LOAD_GLOBAL" and one.argval == "id":
-            found.append(False)
+        if one.opname in _LOADS and one.argval in _ASK_FOR_IDENTITY:
+            found.append(None)
         if one.opname == "IS_OP" and last not in _CONSTANTS:
-            found.append(last == "LOAD_GLOBAL")
-        if one.opname != "EXTENDED_ARG" and not (last == "LOAD_GLOBAL" and one.opname == "LOAD_ATTR"):
+            found.append(chain or None)
+        if one.opname == "LOAD_GLOBAL":
+            chain = (one.argval,)
+        elif one.opname == "LOAD_ATTR" and chain:
+            chain = (*chain, one.argval)
+        elif one.opname != "EXTENDED_ARG":
+            chain = ()
+        if one.opname != "EXTENDED_ARG":
             last = one.opname
     return found
+
+
+@functools.lru_cache(maxsize=8192)
+def _lists_attributes(code: types.CodeType) -> bool:
+    """Whether code asks an object for all its attributes."""
+    return is_host_code(code) and not {"vars", "__dict__"}.isdisjoint(code.co_names)

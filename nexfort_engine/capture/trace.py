@@ -54,7 +54,7 @@ from .side_effects import (
 from .source_hashes import walked
 from .static_reach import Contents
 from .subclass_dispatch import own_operators
-from .tensor_questions import COMPARES_OTHERS, TensorQuestions, compares_any
+from .tensor_questions import COMPARES_OTHERS, TensorQuestions, compares_any, compares_functions
 from .thread_number import ThreadNumber, holds_thread
 
 if TYPE_CHECKING:
@@ -122,11 +122,6 @@ class Trace:
         each = [(name, one, real) for one, (name, real) in zip(weights, self._real, strict=True)]
         self.asked.of(tensors, list(zip(self.paths, extra, strict=True)), each)
         return self.asked
-
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the block that are no parameters, by their names."""
-        own = set(map(id, self.block.parameters()))
-        return {name: real for name, real in self._real if id(real) not in own}
 
     def take_answers(self, answers: list[tuple[Any, Any, Any]]) -> None:
         """What its code is told about sizes comes into this list."""
@@ -297,8 +292,9 @@ class Lifted(nn.Module):
             shown = [path for path, kind in log.kinds.items() if kind == "int"] if asks_types else []
             compares = any(map(compares_any, trace.codes))
             if compares or asks_types:
-                shown += log.stood_for()
-            if compares and any(type(one) is Substitute for one in trace.admitted.values()):
+                shown += log.stood_for(foreign=compares)
+            substituted = any(type(one) is Substitute for one in trace.admitted.values())
+            if substituted and any(map(compares_functions, trace.codes)):
                 raise Refused(COMPARES_OTHERS)
             if shown:  # from now on as they are
                 raise ValueUsed(*shown)
@@ -329,7 +325,7 @@ class Lifted(nn.Module):
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
             trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))
-        asked.finish(trace.codes, [*flat.tensors, *tensors, *extra], trace.example.spec, trace.own_tensors())
+        asked.finish(trace.codes, [*flat.tensors, *tensors, *extra], trace.example.spec, trace.reads)
         if len(flat.tensors) == len(flat.ints):  # those that carry numbers
             raise Refused("it returns no tensor")
         refuse_counting(trace.reads, shadow.module)

@@ -171,15 +171,19 @@ class Builder:
             last = failure is not None and failure.wide  # the picture's other steps have theirs, and do not lack this
             if not (self.waits or last) and self.handover.puts_off(session):
                 return None, _PENDING
-            found = self.planner.calls(session)
-            if not self.planner.pays(found, session):
-                return None, _PENDING
+            later = functools.partial(self._to_come, session, wanted.device)
+            with self.planner.plan(session) as found:
+                if not self.planner.pays(found, session):
+                    return None, _PENDING
+                if self.waits:
+                    self._make_all(found, later)
+                    found = []
+            wanted.region.weights.renew()  # a plan exchanges submodules as the network does
             before, wanted = wanted, self.requests.wanted(wanted.region, wanted.example.spec, wanted.flat)
             failure = failure if wanted.primary == before.primary else None  # a plan may find how images lie
             if self._beside(session, wanted, lambda: self._make_planned(wanted, failure, found)):
                 return None, _PENDING
-            later = functools.partial(self._to_come, session, wanted.device)
-            binding, failure = self._make_planned(wanted, failure, found, later)
+            binding, failure = self._make_planned(wanted, failure, found)
         elif binding is None and self.may_make(wanted, failure, first=session.planning.planned):
             if self._beside(session, wanted, lambda: self._make(wanted, failure)):
                 return None, _PENDING
@@ -210,10 +214,10 @@ class Builder:
         return session.missing.note_made_beside(self.background.start(work))
 
     def _make_planned(
-        self, wanted: Wanted, failure: GuardFailure | None, found: list[Wanted], later: Later = no_later
+        self, wanted: Wanted, failure: GuardFailure | None, found: list[Wanted]
     ) -> tuple[Binding | None, GuardFailure | None]:
-        """Make what a plan found, and then for this very call what the plan did not see."""
-        self._make_all(found, later)
+        """Make what a plan found and is not made yet, and then for this very call what the plan did not see."""
+        self._make_all(found, no_later)
         binding, again = self.finder.bind(wanted)
         failure = failure or again
         if binding is None and self.may_make(wanted, failure, first=True):
@@ -294,7 +298,7 @@ class Builder:
         others = Others(self)
         for wanted in found:
             binding, failure = self.finder.bind(wanted)
-            if binding is not None or not self.may_make(wanted, failure):
+            if binding is not None or not self.may_make(wanted, failure) or wanted.is_stale():
                 continue
             wanted.explain(why_another(wanted, failure) if wanted.region.bindings else None)  # None: it is its first
             if wanted.primary in wave:

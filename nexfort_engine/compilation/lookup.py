@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,12 +29,12 @@ from ..guards.call_spec import Flat
 from ..guards.module_guards import matches_text
 from ..guards.name_guards import Dependence
 from ..guards.name_resolver import Row, classes_in
-from ..guards.tensor_answers import fits
+from ..guards.tensor_answers import Answers, fits
 from ..kernels.gluon_support import kernels_missing
 from ..kernels.low_precision_attention.op import slower
 from ..lowering import inductor
 from ..lowering.vec_isa_cache import remember_in
-from ..modules.tree import Hidden
+from ..modules.tree import Hidden, WeightSlots
 from ..quant import card_figures, matmul
 from ..reporting.report import named
 from ..runtime.artifact import Artefact, Binding, GuardFailure
@@ -67,10 +67,14 @@ class Wanted:
         given = [device for *_, device in self.example.tensors]
         return device_of(given + [weight.device for weight in self.region.weights.slots.read()])
 
+    def answers(self) -> Answers:
+        """What the call answers besides sizes."""
+        module = self.region.module
+        return replace(self.example.answers, own=lambda: WeightSlots(module).read())
+
     def is_stale(self) -> bool:
         """Whether the region's weights are others by now, so that what is captured would not fit `primary`."""
-        self.region.weights.renew()
-        return bool(self.region.weights.structure() != self.structure)
+        return not self.region.weights.are_as(self.structure)
 
     def drop_data(self) -> None:
         """Keep the call without its data: sizes and options are all that the checks look at."""
@@ -342,7 +346,7 @@ def guard_failure_of(artefact: Artefact, wanted: Wanted, hidden: Hidden) -> Guar
 
 def _answers(artefact: Artefact, wanted: Wanted) -> bool:
     """Whether a call answers what an artefact's code asks besides sizes as it did at capture."""
-    return not artefact.asked or fits(artefact.asked, wanted.example.answers, wanted.region.module)
+    return not artefact.asked or fits(artefact.asked, wanted.answers(), wanted.region.module)
 
 
 def nearer(one: GuardFailure | None, other: GuardFailure) -> GuardFailure:

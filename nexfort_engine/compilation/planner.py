@@ -30,7 +30,7 @@ from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
 from ..modules.boundaries import first_carrier
 from ..modules.channels_last import as_taken, is_of_order, to_channels_last
-from ..modules.containers import OwnContainers, left_alone
+from ..modules.containers import OwnContainers, left_alone, put_back
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
 from ..modules.module_keys import is_by_modules
@@ -66,6 +66,12 @@ class Planner:
         # of a plan: classes of blocks that changed objects they were given
         self._changing: collections.Counter[type] = collections.Counter()
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
+
+    @contextlib.contextmanager
+    def plan(self, session: ForwardContext) -> Iterator[list[Wanted]]:
+        """As `calls`; at the end of the block the network's modules hold what the call that is under way put there."""
+        with put_back(self._state.root, self._state.besides):
+            yield self.calls(session)
 
     def calls(self, session: ForwardContext) -> list[Wanted]:
         """What all regions need for the call of the network that is under way; once a session, else nothing."""

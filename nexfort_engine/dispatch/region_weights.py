@@ -194,14 +194,24 @@ class RegionWeights:
         Then they are found there, and what was known is not asked. An artefact that is known for a submodule that comes
         back would be given the weights of the one that left.
         """
+        found, same = self._now()
+        if same:
+            return False
+        self.slots, self.boundaries, self._classes = found
+        self._layers = None
+        self._changed()
+        return True
+
+    def _now(self) -> tuple[tuple[WeightSlots, tuple[str, ...], list[type]], bool]:
+        """Where the weights lie now, and whether that is known."""
         called, classes = boundaries(self._module), list(map(type, self._module.modules()))
         slots = WeightSlots(self._module, self._state.besides, called)
         same = [(id(table), name) for table, name in slots.slots] == [(id(t), n) for t, n in self.slots.slots]
-        if same and (called, classes) == (self.boundaries, self._classes):
-            return False
-        self.slots, self.boundaries, self._classes, self._layers = slots, called, classes, None
-        self._changed()
-        return True
+        return (slots, called, classes), same and (called, classes) == (self.boundaries, self._classes)
+
+    def are_as(self, structure: Any) -> bool:
+        """Whether what is known of the weights is so, and still true. Nothing is changed: steps may run meanwhile."""
+        return self._now()[1] and bool(self.structure() == structure)
 
     def structure(self) -> list[Any]:
         """Classes and weights of the block's tree, and the strides of weights that are not contiguous."""

@@ -145,7 +145,10 @@ class Resolver:
                 self.thread_locals.append(value)
                 value = self._looked(FIELD, value, name, field_of(value, name))
             elif isinstance(value, (*_CONTAINERS, str, int, float, torch.Tensor)):
-                break  # a method of the value: it is the value that counts
+                # a method of the value: it is the value that counts, and what others set on a tensor
+                if isinstance(value, torch.Tensor) and self._deep and not hasattr(torch.Tensor, name):
+                    more.append(self._looked(FIELD, value, name, field_of(value, name)))
+                break
             else:
                 owner = value
                 value, own = self._on_object(value, name)
@@ -224,6 +227,7 @@ class Resolver:
         self._note_function(value)
         if isinstance(value, torch.Tensor) and self._deep and not isinstance(value, nn.Parameter):
             self._looked(FIELD, value, _VERSION, field_of(value, _VERSION))  # a graph keeps its numbers
+            self._looked(FIELD, value, "requires_grad", value.requires_grad)
         if is_array(value) and (self._deep or value.nbytes <= _MOST_BYTES):
             if value.nbytes > _MOST_BYTES:
                 raise Refused(f"its code reads an array of {value.nbytes} bytes, too many to compare in each step")

@@ -99,7 +99,7 @@ class ReadSet:
         self._one: dict[Path, Any] = {}
         self.present: dict[Path, bool] = {}
         self.none: dict[Path, bool] = {}
-        self.handed: dict[Path, bool] = {}  # what was fetched: whether as a sentinel
+        self.handed: dict[Path, bool] = {}  # what was fetched as a sentinel: whether it is data or plain
         self.keys: dict[Path, tuple[str, ...]] = {}
         self.walks: dict[Path, Mapping[Any, Any]] = {}  # the mappings that were walked over
         self.lengths: dict[Path, int] = {}
@@ -131,9 +131,13 @@ class ReadSet:
         assert self._shown is not None
         return self._shown(self, path, value)
 
-    def stood_for(self) -> list[Path]:
-        """The values that were fetched and never used, which code has in its hands as something else."""
-        return [path for path, handed in self.handed.items() if handed and path not in self.admitted]
+    def stood_for(self, *, foreign: bool) -> list[Path]:
+        """The values that were fetched by name and never used, which code has in its hands as something else.
+
+        foreign: what is neither data nor plain as well.
+        """
+        found = [path for path in self.handed if path not in self.admitted and path[:-1] not in self.keys]
+        return [path for path in found if foreign or self.handed[path]]
 
     def want(self, path: Path) -> None:
         """Have the capture begin again with a value admitted, also where code catches what is raised."""
@@ -238,7 +242,9 @@ class Recording(dict):
         if not found:
             return MISSING
         value = dict.__getitem__(self, key)
-        self._log.handed[path] = type(value) is Sentinel
+        if type(value) is Sentinel:
+            given = self._source.get(key)
+            self._log.handed[path] = isinstance(given, torch.Tensor) or is_plain(given)
         return value
 
     def _is_data(self, value: Any) -> bool:

@@ -26,6 +26,7 @@ SAME = "same"  # which of the call's tensors are one and the same object
 Asked = tuple[str, Any, str]
 Row = list[Any]  # JSON: one of those, and the answer
 
+NAMES = "names of attributes"
 LIES = "lies as artefacts take it"
 _ATTRIBUTE = "."  # begins the name of an attribute that a tensor may have
 IS_PARAMETER = "._is_param"  # what `isinstance` asks for
@@ -35,11 +36,16 @@ _OWN = "_nexfort_answers"  # of a tensor that stands for another one, what that 
 MODES: Mapping[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
 }
-TENSORS: Mapping[str, Callable[[torch.Tensor], bool]] = {
+TENSORS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "requires_grad": lambda tensor: tensor.requires_grad,
     "is_inference": lambda tensor: tensor.is_inference(),
     "is_leaf": lambda tensor: tensor.is_leaf,
+    "is_conj": lambda tensor: tensor.is_conj(),
+    "is_neg": lambda tensor: tensor.is_neg(),
+    "is_pinned": lambda tensor: tensor.is_pinned(),
+    "is_shared": lambda tensor: tensor.is_shared(),
     "is_contiguous": lambda tensor: tensor.is_contiguous(),
+    NAMES: lambda tensor: sorted(vars(tensor)),
     LIES: lambda tensor: (tensor.is_contiguous() or format_of(tensor) == "l") and not tensor.storage_offset(),
 }
 
@@ -81,6 +87,7 @@ class Answers:
     modes: Mapping[str, bool] = field(default_factory=dict)
     given: Sequence[torch.Tensor | Snapshot] = ()
     mappings: Sequence[Any] = ()
+    own: Callable[[], Sequence[Any]] = tuple  # gives the tensors of the block
 
     @classmethod
     def kept(cls, tensors: Sequence[torch.Tensor], mappings: Sequence[Any]) -> Answers:
@@ -88,16 +95,18 @@ class Answers:
         return cls(_modes(), list(map(Snapshot.of, tensors)), mappings)
 
     @classmethod
-    def now(cls, tensors: Sequence[torch.Tensor], mappings: Sequence[Any]) -> Answers:
+    def now(
+        cls, tensors: Sequence[torch.Tensor], mappings: Sequence[Any], own: Callable[[], Sequence[Any]] = tuple
+    ) -> Answers:
         """Of this thread and of tensors, which are asked as far as somebody wants to know."""
-        return cls(_modes(), tensors, mappings)
+        return cls(_modes(), tensors, mappings, own)
 
     def of(self, kind: str, place: Any, name: str, module: nn.Module) -> Any:
         """The answer to one question; None where nobody is there to answer."""
         if kind == MODE:
             return self.modes[name]
         if kind == SAME:
-            return self.same(place[0], [weight_of(module, weight) for weight in place[1]])
+            return self.same(place, self.own())
         if kind == GIVEN:
             return answer(self.given[place], name)
         return answer(self.at(place) if kind == OPTION else weight_of(module, place), name)

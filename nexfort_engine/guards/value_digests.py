@@ -177,7 +177,8 @@ class _Writer:
             return self._only_here(value)
         bits = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         found = hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
-        return ["tensor", str(value.dtype), list(value.shape), str(value.device), found]
+        lies = list(value.stride()), isinstance(value, nn.Parameter), value.requires_grad
+        return ["tensor", str(value.dtype), list(value.shape), str(value.device), found, *lies]
 
     def _module(self, value: nn.Module, each: Callable[[Any], Any]) -> Any:
         rows = []

@@ -87,8 +87,8 @@ _CONTAINERS = (list, dict, set, collections.deque)
 def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     """Put back the tensors that modules hold, and what is in their containers: some keep them for their next call.
 
-    A plain value that a network puts on its modules stays: it does so in each call, before what reads it, and captures
-    are made before the real one gets there. besides: names of attributes that belong to the host.
+    Other values that a network puts on its modules stay for the captures; `put_back` is for these. besides: names of
+    attributes that belong to the host.
     """
     before: list[Any] = []
     inner: list[tuple[Any, list[Any]]] = []
@@ -112,6 +112,34 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
                 refill(value, items)
         for value, items in inner:
             refill(value, items)
+
+
+@contextlib.contextmanager
+def put_back(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
+    """Put back what else modules hold: plain values, objects, submodules. besides: as above.
+
+    The call that is under way goes on with them: its network puts others there before a later block.
+    """
+    before = []
+    for sub in root.modules():
+        for table in (sub.__dict__, sub._modules):
+            before.append((table, {k: v for k, v in table.items() if _is_put_back(k, v, besides)}))
+    try:
+        yield
+    finally:
+        for table, was in before:
+            for name, value in list(table.items()):
+                if name not in was and _is_put_back(name, value, besides):
+                    del table[name]
+            for name, value in was.items():
+                now = table.get(name, value)
+                if (now is not value or name not in table) and not _is_state(now):
+                    table[name] = value
+
+
+def _is_put_back(name: str, value: Any, besides: Collection[str]) -> bool:
+    is_ours = name == "forward" or name.startswith(("_nexfort", "nexfort"))
+    return not is_ours and name not in INTERNAL and name not in besides and not _is_state(value)
 
 
 def _is_state(value: Any) -> bool:

@@ -37,7 +37,7 @@ from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.boundaries import boundaries
 from ..modules.memory_format import is_plain, kind_of
 from ..modules.module_keys import holds_module
-from ..modules.tree import PLAIN, Hidden, modules_of, tensors_of
+from ..modules.tree import PLAIN, Hidden, WeightSlots, modules_of, tensors_of
 from ..weights.prepack_entry import PrepackEntry
 from .lru_mapping import Recent
 
@@ -233,7 +233,7 @@ class Binding:
     """One artefact for one module."""
 
     __slots__ = (
-        *("_factors", "_groups", "_module", "_strengths", "artefact", "code", "kept", "names", "plain"),
+        *("_factors", "_groups", "_module", "_slots", "_strengths", "artefact", "code", "kept", "names", "plain"),
         *("prepack_failed", "state"),
     )
 
@@ -249,6 +249,7 @@ class Binding:
         self._groups = group_names(module, artefact.reads) if artefact.groups else []
         by_path = dict(module.named_modules()) if artefact.strengths else {}
         self._strengths = [(by_path[path].__dict__, name, keys) for path, name, keys in artefact.strengths]
+        self._slots: WeightSlots | None = None  # of all tensors of the module, once a call is asked for more than sizes
         self._factors: tuple[list[float], list[torch.Tensor]] = ([], [])
         # the common case: one tensor, or a tuple of tensors, comes out; nothing is written back
         changes = artefact.writes or artefact.changes or artefact.mutated
@@ -260,10 +261,16 @@ class Binding:
         Sizes of the call's own tensors were checked before; those of tensors in the options are compared each time.
         """
         artefact = self.artefact
-        if artefact.asked and not fits(artefact.asked, Answers.now(flat.tensors, flat.mappings), self._module):
+        if artefact.asked and not self._fits(flat):
             return False
         answers = artefact.guard_failure(flat) is None if artefact.options else artefact.check(flat.mappings)
         return answers and self.unchanged()
+
+    def _fits(self, flat: Flat) -> bool:
+        """Whether a call answers what code asked besides sizes."""
+        if self._slots is None:
+            self._slots = WeightSlots(self._module)
+        return fits(self.artefact.asked, Answers.now(flat.tensors, flat.mappings, self._slots.read), self._module)
 
     def unchanged(self) -> bool:
         """Whether it may be used, and the module and what code reaches by name are what they were at capture."""

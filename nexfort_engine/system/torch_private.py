@@ -125,7 +125,6 @@ _ATTRIBUTES: Mapping[str, str] = {
     "torch._ops": "_mode_stack_state_for_pre_dispatch",
     "torch": "_subclasses _utils",
     "torch.Tensor": "_use_count",
-    "torch.nn.Parameter": "_is_param",
     "torch.UntypedStorage": "_cdata",
     "torch.nn.Module": """
         _buffers _call_impl _compiled_call_impl _forward_hooks _forward_pre_hooks _modules _parameters

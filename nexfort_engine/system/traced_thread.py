@@ -15,7 +15,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -86,20 +86,18 @@ class _MethodsOfModules:
         patcher: Any = torch.fx._symbolic_trace._Patcher
         with self._lock:
             self._inside += 1
-            if self._inside == 1 and hasattr(patcher, _PATCH):
-                self._own = getattr(patcher, _PATCH)
-                setattr(patcher, _PATCH, _here_alone(self._own))
+            if self._inside == 1 and hasattr(patcher, "patch_method"):
+                self._own = torch.fx._symbolic_trace._Patcher.patch_method
+                patcher.patch_method = _here_alone(self._own)
         try:
             yield
         finally:
             with self._lock:
                 self._inside -= 1
                 if not self._inside and self._own is not None:
-                    setattr(patcher, _PATCH, self._own)
-                    self._own = None
+                    patcher.patch_method, self._own = self._own, None
 
 
-_PATCH = "patch_method"
 _METHODS = _MethodsOfModules()
 
 
@@ -120,14 +118,16 @@ def kept_to_its_thread() -> Iterator[None]:
 
     exports: Any = torch.export._trace
     tells = hasattr(torch.compiler, "_is_compiling_flag") and hasattr(torch.compiler, "_is_exporting_flag")
-    with modules_of_others_left(), ExitStack() as stack:
-        if tells and hasattr(exports, _SAYS):
-            stack.callback(setattr, exports, _SAYS, getattr(exports, _SAYS))
-            setattr(exports, _SAYS, _compiling_here)
-        yield
-
-
-_SAYS = "_compiling_state_context"
+    with modules_of_others_left():
+        if not tells or not hasattr(exports, "_compiling_state_context"):
+            yield
+            return
+        own = torch.export._trace._compiling_state_context
+        exports._compiling_state_context = _compiling_here
+        try:
+            yield
+        finally:
+            exports._compiling_state_context = own
 
 
 # ---- the modes under which a trace runs ------------------------------------------------------------------------------

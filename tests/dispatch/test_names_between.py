@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import threading
 from typing import Any
 
@@ -147,3 +148,44 @@ def test_threads_with_values_of_their_own_have_their_own_results() -> None:
             one.join()
     assert len(far) == 124 and not any(far)
     assert compiled.report.as_dict()["artefacts_compiled"] <= 2
+
+
+class Toggled(Block):
+    """A block that does what its network tells it, and calls the layer that its network puts there."""
+
+    told = "twice"
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return 2.0 if self.told == "twice" else 5.0
+
+
+class Toggling(nn.Module):
+    """A network that calls each block in two ways, and reads itself what it told them."""
+
+    def __init__(self, *, submodules: bool, bias: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Toggled() for _ in range(3))
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, bias=bias)])
+        self.submodules, self.now = submodules, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            for way, layer in zip(("twice", "more"), self.layers, strict=True):
+                self.now = way
+                if self.submodules:
+                    block.layer = layer
+                else:
+                    block.told = way
+                x = block(x) / (2.0 if self.now == "twice" else 5.0)
+        return x
+
+
+@pytest.mark.parametrize(("submodules", "bias"), [(False, True), (True, True), (True, False)])
+@torch.no_grad()
+def test_blocks_that_their_network_exchanges_in_each_call_are_as_they_are_then(submodules: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    net = Toggling(submodules=submodules, bias=bias).eval().requires_grad_(False)
+    compiled = nexfort_engine.compile(net)
+    for rows in (5, 5, 7, 5):
+        assert apart(compiled(given(rows)), copy.deepcopy(net)(given(rows))) < NEAR
+    assert not compiled.report.as_dict()["eager"]

@@ -124,6 +124,18 @@ def of_sizes(sizes: tuple[int, ...]) -> list[Callable[[], torch.Tensor]]:
     return [lambda size=size: torch.ones(size) for size in sizes]
 
 
+def _exchange(value: torch.Tensor) -> Callable[[Block], None]:
+    """What puts a tensor where a global name leads to."""
+    return lambda block: globals().__setitem__("TENSOR", value)
+
+
+TENSOR = torch.ones(4, 4)
+
+
+def _pairs() -> list[Given]:
+    return [lambda other=other: {"a": ONE, "b": other} for other in (ONE, ONE + 0)]
+
+
 def first(x: Any) -> Any:
     return x
 
@@ -152,12 +164,33 @@ QUESTIONS = {
         lambda self, x, given, options: 2.0 if given is options["of"] else 5.0,
         (lambda: {"given": ONE, "options": {"of": ONE}}, lambda: {"given": ONE, "options": {"of": ONE.clone()}}),
     ),
-    "two options": _of_option(lambda of: of["a"] is of["b"], *[lambda b=b: {"a": ONE, "b": b} for b in (ONE, ONE + 0)]),
+    "two options": _of_option(lambda of: of["a"] is of["b"], *_pairs()),
     "two lists": _of_given(lambda of: of[0] is of[1], lambda: [LIST, LIST], lambda: [LIST, [1.0]]),
     "an argument and its own": Question(
         lambda self, x, given, options: 2.0 if given is self.held else 5.0,
         (lambda: {"given": ONE},),
         (lambda block: setattr(block, "held", ONE), lambda block: setattr(block, "held", ONE.clone())),
+    ),
+    "a parameter of its own": Question(
+        lambda self, x, given, options: 2.0 if self.held[0] is self.scale else 5.0,
+        states=(lambda block: setattr(block, "held", (block.scale,)), lambda block: setattr(block, "held", (ONE,))),
+    ),
+    "a global tensor": _of_given(lambda t: t is TENSOR, lambda: TENSOR, lambda: TENSOR + 0),
+    "hashes": _of_option(lambda of: hash(of["a"]) == hash(of["b"]), *_pairs()),
+    "attributes of an argument": _of_given(lambda t: "tag" in vars(t), *_tagged(None, 1)),
+    "order of dimensions": _of_given(lambda t: t.dim_order()[0] == 0, square, lambda: square().t()),
+    "shared memory": _of_given(lambda t: t.is_shared(), square, lambda: square().share_memory_()),
+    "layout of a global": Question(
+        lambda self, x, given, options: 2.0 if TENSOR.is_contiguous() else 5.0,
+        states=(_exchange(torch.ones(4, 4)), _exchange(torch.ones(4, 8)[:, :4])),
+    ),
+    "attribute of a global": Question(
+        lambda self, x, given, options: 2.0 if hasattr(TENSOR, "tag") else 5.0,
+        states=tuple(map(_exchange, (torch.ones(4), *[make() for make in _tagged(1)]))),
+    ),
+    "gradient of a global": Question(
+        lambda self, x, given, options: 2.0 if TENSOR.requires_grad else 5.0,
+        states=(lambda block: TENSOR.requires_grad_(False), lambda block: TENSOR.requires_grad_(True)),  # type: ignore
     ),
     "function among the options": _of_option(lambda f: f is first, lambda: first, lambda: second),
     "true and one": _of_option(lambda v: v is True, lambda: True, lambda: 1),
