@@ -34,6 +34,7 @@ OTHERS = {
     "_dynamic": "end of the name of a type of quantisation",
     "_get_": "begins names of torch._C that are put together; system/torch_modes.py does without those that are gone",
     "_get_cublas_": "the same",
+    "_is_": "begins names that `isinstance` asks a tensor for, parameters and buffers",
     "_lowvram_function": "of ComfyUI's layers",
     "_pin_state": "of ComfyUI's layers",
     "_pins": "of ComfyUI's layers",
