@@ -49,9 +49,9 @@ def describe(value: Any, depth: int = 3) -> Any:
     if type(value) is range:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, (set, frozenset)):
-        return ["set", *sorted((describe(v, depth) for v in value), key=repr)]
+        return [_kind(value), *sorted((describe(v, depth) for v in value), key=repr)]
     if isinstance(value, dict):
-        return ["dict", *[[describe(k, depth), describe(v, depth)] for k, v in value.items()]]
+        return [_kind(value), *[[describe(k, depth), describe(v, depth)] for k, v in value.items()]]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return ["torch", str(value)]
     if isinstance(value, type):
@@ -79,6 +79,12 @@ def describe(value: Any, depth: int = 3) -> Any:
         class_name(type(value)),
         [[k, ["of a rank"] if k in apart else describe(v, depth - 1)] for k, v in sorted(fields.items())],
     ]
+
+
+def _kind(value: Any) -> str:
+    """The class of a container, which code may ask for."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else class_name(kind)
 
 
 def _plain_fields(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
@@ -187,7 +193,7 @@ class Snapshot:
     def _look_inside(self) -> None:
         self._parts = [part for value in self._values for part in _parts_in(value)]
         self._contents = list(map(_content, self._parts))
-        exact = [i for i, value in enumerate(self._values) if type(value) in _NUMBERS or _has_parts(value)]
+        exact = [i for i, value in enumerate(self._values) if isinstance(value, _NUMBERS) or _has_parts(value)]
         self._pick = itemgetter(*exact, *exact[:1]) if exact else itemgetter(slice(0))
         self._picked = self._pick(self._values)
 
@@ -213,7 +219,7 @@ class Snapshot:
 
 
 _LOOKED_INTO = (list, tuple, dict, collections.OrderedDict, collections.defaultdict, collections.deque, set, frozenset)
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = (int, float, complex, str)  # of which others may be equal: True and 1, a member of an enumeration and a word
 _INSIDE = 4  # containers and functions in each other
 
 

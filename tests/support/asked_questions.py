@@ -7,6 +7,8 @@ ORDER 1 or -1. It prints how far each is from eager.
 
 from __future__ import annotations
 
+import collections
+import enum
 import json
 import math
 import sys
@@ -108,6 +110,12 @@ def _inference() -> torch.Tensor:
         return torch.ones(4, 4)
 
 
+class Numbered(enum.IntEnum):
+    """A number of another class."""
+
+    ONE = 1
+
+
 class Marked(torch.Tensor):
     """A tensor of another class."""
 
@@ -198,6 +206,10 @@ QUESTIONS = {
     "order of keys": _of_option(lambda of: next(iter(of)) == "a", lambda: {"a": 1, "b": 2}, lambda: {"b": 2, "a": 1}),
     "whether it holds a tensor": _of_held(lambda held: 2.0 if held is None else 5.0, None, torch.ones(3)),
     "sign of what it holds": _of_held(lambda held: math.copysign(3.0, held), 0.0, -0.0),
+    "class of a number that it holds": _of_held(lambda held: 2.0 if type(held) is int else 5.0, 1, Numbered.ONE),
+    "class of a mapping that it holds": _of_held(
+        lambda held: 2.0 if type(held) is dict else 5.0, {"a": 1}, collections.OrderedDict(a=1)
+    ),
     "true and one that it holds": _of_held(lambda held: 2.0 if held[0] is True else 5.0, (1,), (True,)),
 }
 

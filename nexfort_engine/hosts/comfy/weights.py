@@ -48,7 +48,7 @@ class ComfyWeights:
     signs = (*comfy_offload.SIGNS, AWAY)
     # what lies in the pages of a layer as it was fetched last, and in main memory ready to be fetched: in a tensor of
     # its own before 0.33, then in dictionaries, of which all layers share one
-    copies = frozenset({"_v_weight", "_v_bias", "_pin", "_pins", "_pin_state", "_prefetch"})
+    copies = frozenset({"_v_weight", "_v_bias", "_pin", "_pins", "_pin_state", "_prefetch", "_v_signature"})
     hidden: ClassVar[Mapping[str, Any]] = dict(zip(signs, (False, [], [], ABSENT, ABSENT), strict=True))
 
     def __init__(self, model: Any, computing: torch.dtype | None = None) -> None:
