@@ -91,10 +91,10 @@ def set_for_blocks(between: Collection[type], blocks: Collection[type]) -> list[
     return [one for one in written if (id(one[0]) in values if one[1] is None else (id(one[0]), one[1]) in named)]
 
 
-def changes_containers(kinds: Collection[type]) -> bool:
-    """Whether code of the modules of some classes changes a container that it reaches by name, other than a cache."""
+def takes_out(kinds: Collection[type]) -> bool:
+    """Whether code of the modules of some classes takes something out of a container that it reaches by name."""
     own = {base.__module__ for kind in kinds for base in kind.__mro__ if not is_library(base)}
-    return any(True for _ in _changed_by(functions_of(kinds, own)))
+    return any(taken for *_, taken in _changed_by(functions_of(kinds, own)))
 
 
 class Contents:
@@ -104,7 +104,17 @@ class Contents:
     """
 
     def __init__(self, kinds: Collection[type]) -> None:
-        self._before = [(value, items_of(value), code) for value, code in _changed_by(functions_of(kinds))]
+        self._before = [(value, items_of(value), code) for value, code, _ in _changed_by(functions_of(kinds))]
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Put back what code changed in a block."""
+        try:
+            yield
+        finally:
+            for value, before, _ in self._before:
+                if _is_changed(value, before):
+                    refill(value, before)
 
     @contextmanager
     def kept(self, ran: Callable[[], Collection[types.CodeType]]) -> Iterator[None]:
@@ -125,8 +135,11 @@ class Contents:
             raise Refused(f"it changes a {kind} that it reaches by name, and compiled code would not")
 
 
-def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, types.CodeType]]:
-    """The containers that some functions may change by name; of dicts and sets those that may lose something."""
+def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, types.CodeType, bool]]:
+    """The containers that some functions may change by name, and whether they take something out.
+
+    Of dicts and sets those that may lose something.
+    """
     for function in functions:
         writes = _outline(function.__code__)[1]
         if not writes:
@@ -135,7 +148,7 @@ def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, 
         for chain in names.changed:
             kind = type(value := _end(function, chain))
             if kind in _ORDERED or (kind in _CONTAINERS and chain in names.taken):
-                yield value, function.__code__
+                yield value, function.__code__, chain in names.taken
 
 
 def _is_changed(value: Any, before: list[Any]) -> bool:

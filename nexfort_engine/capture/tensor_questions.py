@@ -198,11 +198,17 @@ class TensorQuestions(TorchFunctionMode):
         return Refused(reason)
 
     def finish(
-        self, codes: Collection[types.CodeType], results: Sequence[torch.Tensor], spec: Any, own: Mapping[Any, Any]
+        self,
+        codes: Collection[types.CodeType],
+        results: Sequence[torch.Tensor],
+        spec: Any,
+        own: Mapping[Any, Any],
+        tensors: Sequence[Any],
     ) -> None:
         """Note what bytecode alone shows. Raises Refused for what no artefact can hold.
 
         codes: that ran. results: what came of it. spec: of the call. own: the attributes that were read of the block.
+        tensors: all of the block.
         """
         if self.refused is not None:
             raise Refused(self.refused)
@@ -210,9 +216,8 @@ class TensorQuestions(TorchFunctionMode):
             copies = [value for value in own.values() if fields_of(value) is not None or type(value) in _COPIED]
             if any(map(_is_made_anew, spec[2:])) or len(copies) > 1 or any(map(_compares_globals, codes)):
                 raise Refused(COMPARES_OTHERS)
-            weights = [real for kind, _, real in self._places.values() if kind == WEIGHT]
-            same = self._answers.same(self._paths, weights)
-            if same != list(range(len(same))):
+            same = self._answers.same(self._paths, tensors)
+            if same != [*range(len(same) - 1), 0]:
                 raise Refused(COMPARES)
             self._note(SAME, self._paths, "", same)
         if any(map(_lists_attributes, codes)):

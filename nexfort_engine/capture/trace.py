@@ -325,7 +325,8 @@ class Lifted(nn.Module):
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
             trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))
-        asked.finish(trace.codes, [*flat.tensors, *tensors, *extra], trace.example.spec, trace.reads)
+        results, every = [*flat.tensors, *tensors, *extra], WeightSlots(trace.block).read()
+        asked.finish(trace.codes, results, trace.example.spec, trace.reads, every)
         if len(flat.tensors) == len(flat.ints):  # those that carry numbers
             raise Refused("it returns no tensor")
         refuse_counting(trace.reads, shadow.module)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..capture.reached_names import assigns_names
-from ..capture.static_reach import changes_containers, set_for_blocks
+from ..capture.static_reach import set_for_blocks, takes_out
 from ..modules.regions import RegionSpec, Seats, beyond, find_regions
 from ..modules.tree import Slot
 from ..runtime.artifact import Binding
@@ -86,8 +86,7 @@ class RegionTable:
         inside = {id(sub) for spec in specs for sub in spec.module.modules()}
         own = {type(sub) for sub in root.modules() if id(sub) not in inside or sub is root}
         blocks = {type(sub) for spec in specs if spec.module is not root for sub in spec.module.modules()}
-        by_name = any(map(assigns_names, own)) or bool(set_for_blocks(own, blocks))
-        self._sets_names = by_name or changes_containers(blocks)
+        self._sets_names = any(map(assigns_names, own)) or bool(set_for_blocks(own, blocks)) or takes_out(blocks)
         if not found:
             report.note("no region: the module holds no weights; it runs as it is")
         for path, kind in beyond(root, self._state.besides):

@@ -116,10 +116,16 @@ class Answers:
         return look(list(self.mappings), from_json_path(path))
 
     def same(self, paths: Sequence[list[Any]], own: Iterable[Any]) -> list[int]:
-        """For each of the call's tensors, of those at paths and of `own`, the place of the first that is the same."""
-        first: dict[int, int] = {}
-        identities = map(_identity, [*self.given, *map(self.at, paths), *own])
-        return [first.setdefault(identity, place) for place, identity in enumerate(identities)]
+        """For each of the call's tensors, and of those at paths, the place of the first that is the same object.
+
+        Behind them the number of tensors in `own`, those of the block, that are there twice or among the call's.
+        """
+        given = list(map(_identity, [*self.given, *map(self.at, paths)]))
+        known, again = set(given), 0
+        for one in own:
+            again += (identity := _identity(one)) in known
+            known.add(identity)
+        return [*map(given.index, given), again]
 
 
 def _modes() -> dict[str, bool]:

@@ -118,7 +118,8 @@ def left_alone(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
 def put_back(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     """Put back what else modules hold: plain values, objects, submodules. besides: as above.
 
-    The call that is under way goes on with them: its network puts others there before a later block.
+    The call that is under way goes on with them: its network puts others there before a later block. What was not there
+    stays: a host may have made it once, with more that depends on it.
     """
     before = []
     for sub in root.modules():
@@ -128,12 +129,8 @@ def put_back(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
         yield
     finally:
         for table, was in before:
-            for name, value in list(table.items()):
-                if name not in was and _is_put_back(name, value, besides):
-                    del table[name]
             for name, value in was.items():
-                now = table.get(name, value)
-                if (now is not value or name not in table) and not _is_state(now):
+                if (now := table.get(name)) is not value and not _is_state(now):
                     table[name] = value
 
 
