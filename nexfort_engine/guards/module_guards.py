@@ -49,7 +49,7 @@ def describe(value: Any, depth: int = 3) -> Any:
     if type(value) is range:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, (set, frozenset)):
-        return [_kind(value), *sorted((describe(v, depth) for v in value), key=repr)]
+        return ["set", *sorted((describe(v, depth) for v in value), key=repr)]
     if isinstance(value, dict):
         return [_kind(value), *[[describe(k, depth), describe(v, depth)] for k, v in value.items()]]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
@@ -82,7 +82,7 @@ def describe(value: Any, depth: int = 3) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The class of a container, which code may ask for."""
+    """The class of a mapping, which code may ask for."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else class_name(kind)
 
