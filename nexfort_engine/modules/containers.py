@@ -81,6 +81,7 @@ def in_two_places(values: Any) -> bool:
 
 
 _CONTAINERS = (list, dict, set, collections.deque)
+_KEPT = (*_CONTAINERS, torch.Tensor)  # of these `left_alone` says what they were
 
 
 @contextlib.contextmanager
@@ -130,13 +131,13 @@ def put_back(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     finally:
         for table, was in before:
             for name, value in was.items():
-                if (now := table.get(name)) is not value and not _is_state(now):
+                if (now := table.get(name)) is not value and not isinstance(now, _KEPT):
                     table[name] = value
 
 
 def _is_put_back(name: str, value: Any, besides: Collection[str]) -> bool:
     is_ours = name == "forward" or name.startswith(("_nexfort", "nexfort"))
-    return not is_ours and name not in INTERNAL and name not in besides and not _is_state(value)
+    return not is_ours and name not in INTERNAL and name not in besides and not isinstance(value, _KEPT)
 
 
 def _is_state(value: Any) -> bool:

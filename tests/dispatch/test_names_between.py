@@ -153,7 +153,7 @@ def test_threads_with_values_of_their_own_have_their_own_results() -> None:
 class Toggled(Block):
     """A block that does what its network tells it, and calls the layer that its network puts there."""
 
-    told = "twice"
+    told: str | None = "twice"
 
     def factor(self, x: torch.Tensor) -> Any:
         return 2.0 if self.told == "twice" else 5.0
@@ -166,11 +166,11 @@ class Toggling(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Toggled() for _ in range(3))
         self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, bias=bias)])
-        self.submodules, self.now = submodules, ""
+        self.submodules, self.now = submodules, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            for way, layer in zip(("twice", "more"), self.layers, strict=True):
+            for way, layer in zip(("twice", None), self.layers, strict=True):
                 self.now = way
                 if self.submodules:
                     block.layer = layer
