@@ -102,7 +102,7 @@ class TensorQuestions(TorchFunctionMode):
         """What the block is shown in this trace. options: with their paths; weights: names, and the real ones."""
         shown = [*tensors, *(one for _, one in options), *(one for _, one, _ in weights)]
         self._names = frozenset(name for one in shown for name in vars(one))
-        self._rows, self._paths, self.refused = {}, [json_path(path) for path, _ in options], None
+        self._paths = [json_path(path) for path, _ in options]
         self._places = {id(one): (WEIGHT, name, real) for name, one, real in weights}
         for path, (_, one) in zip(self._paths, options, strict=True):
             self._places[id(one)] = OPTION, path, self._answers.at(path)
@@ -254,7 +254,7 @@ def _compares_globals(code: types.CodeType) -> bool:
 
 def compares_objects(code: types.CodeType) -> bool:
     """Whether code asks by `is` or `id` which objects are the same, but for constants, classes and functions."""
-    return any(chain is None or not _is_fixed(code, chain) for chain in _comparisons(code))
+    return None in _comparisons(code) or _compares_globals(code)
 
 
 def compares_any(code: types.CodeType) -> bool:

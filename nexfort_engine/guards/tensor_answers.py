@@ -23,7 +23,6 @@ from .option_recorder import look
 # whom code asks: the process, a tensor of the call by its number, one of its mappings by its path, a weight by its name
 MODE, GIVEN, OPTION, WEIGHT = "mode", "tensor", "option", "weight"
 SAME = "same"  # which of the call's tensors are one and the same object
-Asked = tuple[str, Any, str]
 Row = list[Any]  # JSON: one of those, and the answer
 
 NAMES = "names of attributes"
