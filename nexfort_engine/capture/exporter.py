@@ -40,6 +40,7 @@ from ..system.process_settings import tracing_scope
 from ..system.random_state import drawn_aside
 from ..system.traced_thread import own_pre_dispatch_modes
 from .collectives import take_over
+from .division_facts import few_simplified
 from .graph_inputs import Placeholders
 from .reached_names import rows_of
 from .shape_recorder import check, computes_with_chosen_scale, conditions_of, noted, settle
@@ -150,6 +151,7 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
                 _hooks_taken_out(),
                 tracing_scope(alike=alike),
                 positive_sizes(numbers),
+                few_simplified(),
                 noted(scales) as answers,
             ):
                 trace.take_answers(answers)

@@ -132,6 +132,13 @@ _ROWS = (
         since="0.1.0",
     ),
     OptionSpec(
+        "fuse.segments",
+        STANDARD,
+        "Writes to several slices of one tensor, such as modulation by segments, in one pass over its rows.",
+        "MiniMax-H3 int8",
+        rung="segments",
+    ),
+    OptionSpec(
         "fuse.broadcast",
         STANDARD,
         "Computes functions of few numbers, such as the `tanh` of gates, once and not for each row.",

@@ -136,6 +136,15 @@ PASSES: tuple[PassSpec, ...] = (
         tuned="int8_pays",
     ),
     PassSpec(
+        "segments",
+        "fuse.segments",
+        "segment_writes:segment_writes",
+        after={
+            "rotary": "that pass looks for tables as the block's code has them",
+            "int8_linear": "that pass looks for modulation as the block's code has it",
+        },
+    ),
+    PassSpec(
         "broadcast",
         "fuse.broadcast",
         "materialize_broadcast:broadcasts",
