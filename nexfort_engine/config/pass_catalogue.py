@@ -107,6 +107,13 @@ PASSES: tuple[PassSpec, ...] = (
         on=lambda asked: asked.lays_out,
     ),
     PassSpec(
+        "videos",
+        "fuse.videos",
+        "video_convolutions:video_convolutions",
+        on=lambda asked: asked.lays_out and asked.is_on("fuse.videos"),
+        operator="kernels.conv3d.op:operator",
+    ),
+    PassSpec(
         "upsampled_convolution",
         "fuse.upsampled_convolution",
         "upsample_conv:upsampled_convolutions",

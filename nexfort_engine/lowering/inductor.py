@@ -30,6 +30,7 @@ from ..graph.const_subgraph import take_out
 from ..guards.shape_guards import Conditions
 from ..kernels import known_to_inductor
 from ..passes.registry import REWRITES, register, split
+from ..passes.video_convolutions import more_at_once
 from ..quant import card_figures
 from ..system import torch_modes
 from ..system.compiler_processes import bounded
@@ -223,7 +224,7 @@ def _inductor(
         for one in (scope, _compiling(payload), _libraries_anew(), kept(), rows, pairs, known, clock, written):
             stack.enter_context(one)
         stack.enter_context(torch.no_grad())
-        patches = {"triton.autotune_at_compile_time": measures(options)}
+        patches = {"triton.autotune_at_compile_time": measures(options), **more_at_once(graph)}
         standalone_compile(graph, inputs, dynamic_shapes="from_graph", options={"config_patches": patches})
         _check_complete(payload)
         note_instructions(payload)

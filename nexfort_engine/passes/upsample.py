@@ -15,6 +15,12 @@ from ..graph.fx_builder import CHANNELS_LAST, in_memory, is_channels_last, repla
 
 aten = torch.ops.aten
 _NEAREST = {aten.upsample_nearest1d.vec: 1, aten.upsample_nearest2d.vec: 2, aten.upsample_nearest3d.vec: 3}
+# the same for whole factors: the middle of each number lies in the one that it comes from
+_MIDDLE = {
+    aten._upsample_nearest_exact1d.vec: 1,
+    aten._upsample_nearest_exact2d.vec: 2,
+    aten._upsample_nearest_exact3d.vec: 3,
+}
 _EXACT = (1, 2, 4, 8)  # factors whose inverse torch's float32 index arithmetic has no rounding for
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding, aten.convolution.default)
 
@@ -78,7 +84,7 @@ def upsamplings(module: GraphModule) -> int:
     """
     found = 0
     for node in list(module.graph.nodes):
-        dims = _NEAREST.get(node.target)
+        dims = _NEAREST.get(node.target) or _MIDDLE.get(node.target)
         if dims is None:
             continue
         x, sizes, scales = (*node.args, None)[:3]
@@ -86,6 +92,8 @@ def upsamplings(module: GraphModule) -> int:
         factors = [factor(like.shape[2 + d], result.shape[2 + d]) for d in range(dims)]
         if scales is not None and list(scales) != factors:
             continue  # torch finds places by what is given, which need not be how much larger a size is
+        if None in factors and node.target in _MIDDLE:
+            continue
         with module.graph.inserting_before(node):
             tracer = GraphAppendingTracer(module.graph)
             given = Proxy(x, tracer)

@@ -99,7 +99,7 @@ _NAMES: Mapping[str, str] = {
     "torch.nn.modules.module": "_global_buffer_registration_hooks _global_forward_hooks _global_forward_pre_hooks",
     "torch.ops.aten": """
         _addmm_activation _assert_tensor_metadata _int_mm _scaled_dot_product_cudnn_attention _scaled_mm _to_copy
-        _unsafe_index
+        _unsafe_index _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     """,
     "torch.ops._c10d_functional": "wait_tensor",
     "torch.overrides": "_get_current_function_mode _get_current_function_mode_stack _pop_mode_temporarily",

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from gpu_blocks import INPLACE
+from gpu_video_blocks import INPLACE
 from hypothesis import given, settings
 from lowering_ahead import code_of, lowered_ahead
 from probe import Probe, block_of

@@ -29,6 +29,9 @@ class Larger(torch.nn.Module):
             resized(x, scale_factor=3.0, mode="nearest"),
             resized(line, scale_factor=8.0, mode="nearest"),
             resized(film, scale_factor=(1.0, 2.0, 2.0), mode="nearest"),
+            resized(x, scale_factor=2.0, mode="nearest-exact"),
+            resized(film, size=(film.shape[2], height, width), mode="nearest-exact"),
+            resized(line, scale_factor=4.0, mode="nearest-exact"),
         ]
 
 
@@ -41,7 +44,9 @@ def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: to
     block = Larger()
     probe = Probe(block, *inputs(6, 5), 11, 10)
     graph = probe.captured.graph
-    assert upsamplings(graph) == 6, "all but the one by a factor that float32 has no exact inverse of"
+    assert upsamplings(graph) == 8, (
+        "all but by a factor that float32 has no exact inverse of, and exact ones to any size"
+    )
     inductor.lower_graph(graph, probe.captured.constants, tmp_path / "payload", {})
     code = inductor.load(tmp_path / "payload", {}, [], 0)
     for height, width, to in ((6, 5, (11, 10)), (7, 9, (13, 18)), (33, 2, (100, 3)), (64, 64, (127, 128))):

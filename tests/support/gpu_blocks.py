@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_video_blocks import INPLACE, VIDEOS
 from torch import nn
 from torch.nn import functional
 
@@ -146,30 +147,6 @@ def joined(w: Tensors, x: torch.Tensor, more: torch.Tensor, strength: torch.Tens
     """A norm of a sum that has one number for each row of the batch in it."""
     x = x + more * strength[:, None]
     return functional.linear(functional.layer_norm(x, [x.shape[-1]]) * (1 + strength[:, None]), w[0]) + x
-
-
-def segmented(w: Tensors, x: torch.Tensor, time: torch.Tensor, *lengths: torch.Tensor) -> torch.Tensor:
-    """A layer between norms whose rows are modulated and gated by three segments, each by a row of one table.
-
-    lengths: as long as the first two segments are, and as the row of each is far.
-    """
-    first = lengths[0].shape[0]
-    second = first + lengths[1].shape[0]
-    ends = ((0, first), (first, second), (second, x.shape[0]))
-    segments = [(*end, row.shape[0]) for end, row in zip(ends, lengths[2:], strict=True)]
-    table = functional.linear(time.float(), w[2].float(), w[3].float()).view(time.shape[0] * 3, -1).chunk(6, -1)
-
-    def norm(x: torch.Tensor, scale: int) -> torch.Tensor:
-        h = functional.rms_norm(x, [x.shape[-1]], w[0])
-        for a, b, row in segments:
-            h[a:b].mul_(1.0 + table[scale][row].to(h.dtype)).add_(table[scale + 1][row].to(h.dtype))
-        return h
-
-    for scale in (0, 3):
-        more = functional.linear(norm(x, scale), w[1])
-        for a, b, row in segments:
-            x[a:b].addcmul_(more[a:b], table[scale + 2][row].to(x.dtype))
-    return x
 
 
 def stack(w: Tensors, x: torch.Tensor) -> torch.Tensor:
@@ -326,14 +303,6 @@ JOINED = {
         [((2, 4096, 1536), (0, 1)), ((2, 4096, 1536), (0, 1)), ((2, 1536), (0,))],
     )
 }
-INPLACE = {
-    "segmented": (
-        segmented,
-        torch.bfloat16,
-        [(5376,), (5376, 5376), (18 * 5376, 64), (18 * 5376,)],
-        [((16384, 5376), (0,)), ((2, 64), (0,)), *(((length, 4), (0,)) for length in (64, 512, 2, 3, 4))],
-    )
-}
 _LAYER = [(D, D), (D, 192), (D, 192), (D, D)]
 PROMPTED = {"prompted": (prompted, torch.half, _LAYER * 3, [((2, 1024, D), (0, 1)), ((2, 77, 192), (0, 1))])}
 GATED = {
@@ -381,7 +350,7 @@ def captured(kind: str, behind: int = 0, stored: torch.dtype | None = None) -> C
 
     function, dtype, weights, inputs = {
         **{**BLOCKS, **INNERMOST, **MASKED, **FROZEN, **UPSAMPLED},
-        **{**CONVOLVED, **TURNED, **JOINED, **INPLACE, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
+        **{**CONVOLVED, **TURNED, **JOINED, **INPLACE, **VIDEOS, **PROMPTED, **GATED, **PAYING, **COMPUTED, **STACKS},
     }[kind]
     with FakeTensorMode(shape_env=ShapeEnv()):
         args = tuple(

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of videos read and write them with channels innermost, as their kernels compute.
+
+    conv3d(x, w)  ->  nexfort::conv3d(x and w with channels innermost), seen with channels second
+
+Blocks of video autoencoders have channels second, and cuDNN lays out each input, weight and result anew: 88 of the 645
+ms of a decode of Wan 2.1's VAE (33 frames of 480x832). Here the kernel before writes the input so, such as that of a
+norm, and the kernel behind reads the result so. A convolution of 96 channels at 480x832 takes 3.4 ms with and 2.8 ms
+without cuDNN's kernels for layouts, of 384 at 120x208 0.72 and 0.60 (bfloat16, H200, torch 2.11, 2026-11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
+
+from ..graph.fx_builder import fill, fixed, is_channels_last, replace
+from ..kernels.conv3d.op import operator
+
+aten = torch.ops.aten
+_FEWEST = 16  # channels of both: of fewer cuDNN takes other kernels
+_HALVES = (torch.float16, torch.bfloat16)
+_OPERATOR = "nexfort.conv3d.default"
+_MOST_STEPS = 90  # that one kernel computes of a number; a norm, a SiLU, frames before and a border are 50
+_INNERMOST, _SECOND = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]  # where channels are
+
+
+def video_convolutions(module: GraphModule) -> int:
+    """Write such convolutions as the operator; gives how many."""
+    fill(module.graph.nodes)  # with what passes before put in
+    found = 0
+    for node in module.graph.find_nodes(op="call_function", target=aten.conv3d.default):
+        x, weight, bias, stride, padding, dilation = _given(node)
+        if not _gains(node, x, weight, padding):
+            continue
+        tracer = GraphAppendingTracer(module.graph)
+        with module.graph.inserting_before(node):
+            written = convolved(Proxy(x, tracer), Proxy(weight, tracer), stride, padding, dilation)
+            if bias is not None:
+                written = aten.add.Tensor(written, aten.view.default(Proxy(bias, tracer), [-1, 1, 1, 1]))
+        replace(node, written)
+        fill(module.graph.nodes)
+        found += 1
+    return found
+
+
+def more_at_once(module: GraphModule) -> dict[str, int]:
+    """Settings of Inductor for a graph that has such an operator: a norm, what is joined and padded is one kernel.
+
+    By its rule of thumb what has so much to compute is in memory before it is laid out, which is a pass of its own.
+    """
+    has = any(str(node.target) == _OPERATOR for node in module.graph.nodes)
+    return {"realize_opcount_threshold": _MOST_STEPS} if has else {}
+
+
+def convolved(x: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Any:
+    """x (N, I, T, H, W) convolved with weight (O, I, t, h, w), with channels second again."""
+    turned = (
+        aten.clone.default(aten.permute.default(part, _INNERMOST), memory_format=torch.contiguous_format)
+        for part in (x, weight)
+    )
+    made = operator()(*turned, list(stride), list(padding), list(dilation))
+    return aten.clone.default(aten.permute.default(made, _SECOND), memory_format=torch.contiguous_format)
+
+
+def _given(node: Node) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Input, weight, bias, stride, padding and dilation of torch's operator."""
+    given: list[Any] = [*node.args, *(None, [1], [0], [1], 1)[len(node.args) - 2 :]]
+    return given[0], given[1], given[2], *([*part] * (3 // len(part)) for part in given[3:6])  # type: ignore[return-value]
+
+
+def _gains(node: Node, x: Node, weight: Node, padding: Sequence[int]) -> bool:
+    value, like = x.meta["val"], weight.meta["val"]
+    if node.kwargs or value.dim() != 5 or value.dtype not in _HALVES or like.dtype != value.dtype:
+        return False
+    if is_channels_last(value) or not all(isinstance(number, int) for number in padding):
+        return False
+    sizes = [fixed(size) or 0 for size in like.shape]
+    groups = node.args[6] if len(node.args) > 6 else 1
+    return bool(groups == 1 and min(sizes[:2]) >= _FEWEST and max(sizes[2:]) > 1)
