@@ -74,8 +74,9 @@ def listing() -> list[dict[str, Any]]:
     from nexfort_engine.hosts.comfy.model import cache_root
 
     store = store_at(cache_root())
-    names = model_names.read(store.root)
-    rows = [_row(row, names.get(str(row["info"].get("model")), [])) for row in store.rows()]
+    names, nodes = model_names.read(store.root)
+    models = [(row, str(row["info"].get("model"))) for row in store.rows()]
+    rows = [_row(row, names.get(model, []), nodes.get(model, "")) for row, model in models]
     return sorted(rows, key=lambda row: (row["last_used"], row["id"]), reverse=True)
 
 
@@ -94,7 +95,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([f"{len(rows)} blocks, {size_text(total)}", "", *view.aligned(lines)])
 
 
-def _row(row: Mapping[str, Any], files: Sequence[str] = ()) -> dict[str, Any]:
+def _row(row: Mapping[str, Any], files: Sequence[str] = (), node: str = "") -> dict[str, Any]:
     """What may leave the server of one row of the store. Whatever else the engine noted stays there."""
     from nexfort_engine.cache import table as view
 
@@ -107,6 +108,7 @@ def _row(row: Mapping[str, Any], files: Sequence[str] = ()) -> dict[str, Any]:
         "model": view.plain(row["info"].get("model") or view.family(row)),
         "mode": view.plain(row["info"].get("mode") or ""),
         "files": [view.plain(name) for name in files],
+        "node": view.plain(node),
         "shapes": list(row["shapes"]),
         "size": int(row["size"]),
         "created": _time_text(row["created"]),

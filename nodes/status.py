@@ -114,11 +114,13 @@ def _name(report: Report, now: running.Prompt) -> None:
     from nexfort_engine.reporting.resource_shortages import begun
 
     known = _named.setdefault(report, set())
-    found = (file_above(now.nodes, node) for node, kind in _made_by.get(report, ()) if now.has(node, kind))
-    for name in {one for one in found if one is not None} - known:
+    made_by = [(node, kind) for node, kind in _made_by.get(report, ()) if now.has(node, kind)]
+    for name, kind in {file_above(now.nodes, node): kind for node, kind in made_by}.items():
+        if name is None or name in known:
+            continue
         known.add(name)
         if report.models and report.cache_dir:
-            begun("nexfort-names", model_names.note, Path(report.cache_dir), report.models, name)
+            begun("nexfort-names", model_names.note, Path(report.cache_dir), report.models, name, kind)
 
 
 def _begins(report: Report) -> bool:

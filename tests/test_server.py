@@ -307,7 +307,7 @@ def test_the_cache_manager_lists_what_the_route_lists(server: ComfyServer, base:
     assert listed["count"] == len(listed["entries"]) > 0
     assert listed["size"] == sum(entry["size"] for entry in listed["entries"])
     facts = {"id", "region", "family", "kind", "shapes", "size", "created", "last_used", "state", "pinned", "base"}
-    assert set(listed["entries"][0]) == facts | {"model", "mode", "files"} and listed["limit"] > listed["size"]
+    assert set(listed["entries"][0]) == facts | {"model", "mode", "files", "node"} and listed["limit"] > listed["size"]
     assert {entry["mode"] for entry in listed["entries"]} == {"O2"}
     assert {entry["state"] for entry in listed["entries"]} == {"ready"}
     assert_no_path(listed, cache, base, served.ROOT)

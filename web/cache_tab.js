@@ -17,6 +17,7 @@ const DEFAULT_LIMIT = 8 // GiB, as the engine's own
 const ORDERS = ['last_used', 'size', 'region', 'family', 'state']
 const view = { entries: [], limit: 0, place: null, search: '', order: 'last_used', down: true, open: new Set() }
 const AT_ONCE = 100 // ids in one request, which may not be long
+const PARTS = { NexfortCompileVAE: 'VAE', NexfortCompileControlNet: 'ControlNet' } // of what a file holds besides its model
 const ICONS = { pin: 'pi pi-lock-open', unpin: 'pi pi-lock', delete: 'pi pi-trash' }
 let panel = null
 let unwatch = null
@@ -218,13 +219,21 @@ function modelsOf(rows) {
   return models
 }
 
-/** The same, where a model and a VAE come from one file with the class of each, which tells them apart. */
+/** The same, where a model and a VAE come from one file with what each is, and else with its class. */
 function toldApart(models) {
-  const named = Object.groupBy(models, ({ name, rows }) => `${name} ${rows[0].mode}`)
-  return models.map((model) => {
-    const { name, rows } = model
-    return named[`${name} ${rows[0].mode}`].length > 1 ? { ...model, name: `${name} · ${rows[0].family}` } : model
-  })
+  const named = (model) => `${model.name} ${model.rows[0].mode}`
+  const several = (some) => {
+    const groups = Object.groupBy(some, named)
+    return (model) => groups[named(model)].length > 1
+  }
+  const isOneOfSeveral = several(models)
+  const told = models.map((model) => (isOneOfSeveral(model) ? behind(model, PARTS[model.rows[0].node]) : model))
+  const isStill = several(told)
+  return told.map((model) => (isStill(model) ? behind(model, model.rows[0].family) : model))
+}
+
+function behind(model, what) {
+  return what ? { ...model, name: `${model.name} · ${what}` } : model
 }
 
 /** A row for each file of a model: checkpoints of one architecture share what is compiled. */

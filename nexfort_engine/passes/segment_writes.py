@@ -12,7 +12,8 @@ rows of that segment alone.
 A table of what is given for segments, such as a layer's result that is seen as a row for each, is in memory before its
 rows are picked. Inductor would find the place of each number by a division otherwise: 3.2 ms of the 6.1 above.
 
-A tensor of which one slice is written stays as it is, and so does one of whole numbers, whose division by zero fails.
+A tensor of which one slice is written stays as it is. So does one of whole numbers, whose division by zero fails, one
+some of whose numbers are there once for several places, and one that is given another shape in place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
 from ..graph.fx_builder import fill, fixed, keep, lies_as_its_copy
+from ..graph.layouts import memory_order
+from ..graph.sizes import hint
 
 aten = torch.ops.aten
 _FEWEST = 2  # slices of a tensor that are written
@@ -91,12 +94,41 @@ def _write(node: Node, found: dict[Node, _Write]) -> _Write | None:
         return None
     view = found[to].view if to in found else to
     rows = _slice(view)
-    if rows is None or not rows.whole.meta["val"].is_floating_point():
+    if rows is None or not _may_be_written(rows.whole) or _is_selection(node, rows):
         return None
     given = (*node.args[1:], *node.kwargs.values())
     fits = all(_fits(part, view.meta["val"], rows.dim) for part in given)
     named = any(_is_tensor(part) for part in node.kwargs.values())
     return _Write(node, view, rows, functional) if fits and not named else None
+
+
+def _may_be_written(whole: Node) -> bool:
+    """Whether all of a tensor may be written where a slice of it is."""
+    value = whole.meta["val"]
+    turned = any(torch.Tag.inplace_view in getattr(user.target, "tags", ()) for user in whole.users)
+    return value.is_floating_point() and not turned and _has_places_of_its_own(value)
+
+
+def _has_places_of_its_own(value: torch.Tensor) -> bool:
+    """Whether no two numbers of a tensor are at one place in memory, as far as that is known for all sizes."""
+    sizes, strides = ([hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+    if None in sizes or None in strides:
+        return False
+    order = memory_order(sizes, strides)  # type: ignore[arg-type]
+    inner: Any = 1
+    for dim in reversed(order):
+        if fixed(value.shape[dim]) == 1:
+            continue
+        if not statically_known_true(value.stride(dim) >= inner):
+            return False
+        inner = value.stride(dim) * value.shape[dim]
+    return True
+
+
+def _is_selection(node: Node, rows: _Slice) -> bool:
+    """Whether a node is what was written here for a slice of a slice."""
+    made = node.args[1] if node.target is aten.copy_.default else None
+    return isinstance(made, Node) and made.target is aten.where.self and made.args[2] is node.args[0]
 
 
 def _functional(node: Node) -> Any:
@@ -108,8 +140,14 @@ def _functional(node: Node) -> Any:
     namespace, _, name = node.target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name.endswith("_") else None
     overload = getattr(packet, node.target._schema.overload_name or "default", None)
-    tags = overload.tags if overload is not None else ()
+    if overload is None or _arguments(overload) != _arguments(node.target):
+        return None  # such as `pow_` of a tensor and a number, beside `pow` of a number and a tensor
+    tags = overload.tags
     return overload if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags else None
+
+
+def _arguments(operator: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def _slice(node: Node) -> _Slice | None:
@@ -174,7 +212,8 @@ def _select(write: _Write, masks: dict[Any, Node]) -> None:
         if key not in masks:
             masks[key] = _mask(base, rows, like, tracer).node
         given = [_for_all_rows(part, write, tracer) for part in write.node.args[1:]]
-        made = write.functional(base, *given, **write.node.kwargs)
+        named = {name: _given(part, tracer) for name, part in write.node.kwargs.items()}
+        made = write.functional(base, *given, **named)
         made = aten.to.dtype(made, like.dtype)
         aten.copy_.default(base, aten.where.self(Proxy(masks[key], tracer), made, base))
     write.node.replace_all_uses_with(write.view)
@@ -204,7 +243,9 @@ def _for_all_rows(part: Any, write: _Write, tracer: Any) -> Any:
     view, base = Proxy(write.view, tracer), Proxy(rows.whole, tracer)
     repeated = aten.expand.default(Proxy(part, tracer), _sizes(view, write.view.meta["val"].shape))
     value = part.meta["val"]
-    zeros = aten.full.default(_sizes(base, like.shape), 0, dtype=value.dtype, device=value.device)
+    numbers = {"dtype": value.dtype, "device": value.device}
+    # by the tracer: torch looks at a list's first item alone, which may be a plain number
+    zeros = tracer.create_proxy("call_function", aten.full.default, (_sizes(base, like.shape), 0), numbers)
     return aten.slice_scatter.default(
         zeros, repeated, rows.dim, *(_given(bound, tracer) for bound in (rows.first, rows.end))
     )

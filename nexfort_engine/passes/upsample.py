@@ -123,7 +123,8 @@ def repeated(x: Any, factors: list[Any]) -> Any:
                 aten.unsqueeze.default(x, dim + 1), [-1] * (dim + 1) + [factor] + [-1] * (count - at - 1)
             )
             x = aten.flatten.using_ints(wide, dim, dim + 1)
-    return x
+    # where nothing is repeated it would be x itself, which others write to
+    return aten.clone.default(x, memory_format=torch.contiguous_format)
 
 
 def looked_up(x: Any, sizes: list[Any], device: torch.device) -> Any:

@@ -35,7 +35,7 @@ def video_convolutions(module: GraphModule) -> int:
     found = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.conv3d.default):
         x, weight, bias, stride, padding, dilation = _given(node)
-        if not _gains(node, x, weight, padding):
+        if not _gains(node, x, weight, (*stride, *padding, *dilation)):
             continue
         tracer = GraphAppendingTracer(module.graph)
         with module.graph.inserting_before(node):
@@ -73,11 +73,11 @@ def _given(node: Node) -> tuple[Any, Any, Any, Any, Any, Any]:
     return given[0], given[1], given[2], *([*part] * (3 // len(part)) for part in given[3:6])  # type: ignore[return-value]
 
 
-def _gains(node: Node, x: Node, weight: Node, padding: Sequence[int]) -> bool:
+def _gains(node: Node, x: Node, weight: Node, numbers: Sequence[Any]) -> bool:
     value, like = x.meta["val"], weight.meta["val"]
     if node.kwargs or value.dim() != 5 or value.dtype not in _HALVES or like.dtype != value.dtype:
         return False
-    if is_channels_last(value) or not all(isinstance(number, int) for number in padding):
+    if is_channels_last(node.meta["val"]) or not all(isinstance(number, int) for number in numbers):
         return False
     sizes = [fixed(size) or 0 for size in like.shape]
     groups = node.args[6] if len(node.args) > 6 else 1

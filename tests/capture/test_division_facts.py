@@ -86,6 +86,8 @@ QUESTIONS: list[Callable[..., Any]] = [
     lambda a, b: a * 3 // 4 > b // 2,
     lambda a, b: (a * b) % 8 == 0,
     lambda a, b: a == b * 6,
+    lambda a, b: torch.sym_max(1, a // 4) < 50,
+    lambda a, b: a >= 8,
 ]
 
 
@@ -104,6 +106,7 @@ def asked(way: Callable[[], Any], questions: list[int], sizes: tuple[int, int]) 
 
 
 @example([6, 1, 6], (24, 4))
+@example([17, 18, 15], (16, 4))
 @settings(max_examples=80)
 @given(
     st.lists(st.integers(0, len(QUESTIONS) - 1), min_size=2, max_size=9),

@@ -172,7 +172,7 @@ def test_a_model_file_warms_the_cache(
     counted = [line for line in lines if re.search(r"\d of \d", line)]
     assert len(counted) <= 2 + warmed["all"] / 10 and "\x1b" not in said + warmed["error"], counted
     assert left_behind(base) == []
-    assert list(model_names.read(cache).values()) == [[elsewhere[MODEL].name]], "what the cache shows the model as"
+    assert list(model_names.read(cache)[0].values()) == [[elsewhere[MODEL].name]], "what the cache shows the model as"
 
 
 @pytest.mark.comfy

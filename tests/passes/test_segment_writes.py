@@ -132,6 +132,83 @@ def test_the_same_numbers_whichever_rows_are_written(form: Any) -> None:
     assert served[0] and (served[:4] == [True] * 4 or not FORMS[form]), "an empty slice may have a graph of its own"
 
 
+def half_and_half(x: T, table: T, end: int, write: Any) -> T:
+    h = x * 1
+    write(h[:, :end], table[0], end)
+    write(h[:, end:], table[1], end)
+    return h
+
+
+def powers(part: T, row: T, end: int) -> None:
+    part.abs_().pow_(2).pow_(row.abs())
+
+
+def strengths(part: T, row: T, end: int) -> None:
+    part.add_(row, alpha=end).addcmul_(row, row, value=0.5 * end)
+
+
+def assignments(part: T, row: T, end: int) -> None:
+    part.copy_(row)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(("write", "count"), [(powers, 2), (strengths, 4), (assignments, 2)])
+def test_a_batch_of_one_and_other_operators(write: Any, count: int, dynamic: bool) -> None:
+    """A power by a number is none of theirs whose in-place form stands beside one of its name for other arguments."""
+
+    def block(self: Any, x: T, table: T, end: int) -> T:
+        return half_and_half(x, table, end, write)
+
+    x, table = drawn(12)
+    probe = Probe(block_of(block), x[None], table, 4, dynamic=dynamic)
+    assert segment_writes(probe.captured.graph) == count
+    probe.captured.graph.recompile()
+    assert all(node.op == "placeholder" or not _holds_numbers(node) for node in probe.captured.graph.graph.nodes)
+    assert probe.agrees(x[None], table, 4)
+    assert probe.agrees(drawn(20)[0][None], table, 7) == dynamic
+
+
+def _holds_numbers(node: Any) -> bool:
+    return any(isinstance(part, T) for part in torch.utils._pytree.tree_leaves((node.args, node.kwargs)))
+
+
+def expanded(self: Any, x: T, table: T) -> T:
+    h = (table[:1] * 1).expand(4, 8)
+    h[0:1].mul_(2)
+    h[1:2].add_(1)
+    return h + x[:1]
+
+
+def turned_in_place(self: Any, x: T, table: T) -> T:
+    h = x * 1
+    first, second = h[:4], h[4:]
+    h.unsqueeze_(0)
+    second.mul_(2.0)
+    first.mul_(3.0)
+    return h
+
+
+def slices_of_slices(self: Any, x: T, table: T) -> T:
+    h = x * 1
+    inner = h[2:]
+    inner[0:3].mul_(table[0])
+    inner[3:6].mul_(table[1])
+    h[0:2].mul_(2)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("form", "count"),
+    [(expanded, 0), (turned_in_place, 0), (slices_of_slices, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_lies_otherwise_stays(form: Any, count: int) -> None:
+    probe = Probe(block_of(form), *drawn(12))
+    assert segment_writes(probe.captured.graph) == count and segment_writes(probe.captured.graph) == 0
+    probe.captured.graph.recompile()
+    assert probe.agrees(*drawn(12, 1)) and probe.agrees(*drawn(30, 2))
+
+
 @settings(max_examples=25)
 @given(st.integers(2, 40), st.lists(st.integers(0, 40), min_size=2, max_size=2), st.integers(0, 2**16))
 def test_at_any_bounds(rows: int, cuts: list[int], seed: int) -> None:

@@ -58,6 +58,28 @@ def test_upsampling_gives_the_same_bits_at_every_size(tmp_path: Path, format: to
             assert one.stride() == other.stride()
 
 
+class WrittenTo(torch.nn.Module):
+    """What is upsampled is written to, and read as it was; by a factor of 1 there is nothing to repeat."""
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        made = []
+        for mode in ("nearest", "nearest-exact"):
+            same = functional.interpolate(x, scale_factor=1.0, mode=mode)
+            line = functional.interpolate(x[..., :1], scale_factor=(1.0, 4.0), mode=mode)
+            same.add_(1)
+            line[..., :2].mul_(2)
+            made += [same + x, line]
+        return made
+
+
+def test_what_is_upsampled_has_memory_of_its_own() -> None:
+    probe = Probe(WrittenTo(), torch.randn(2, 4, 6, 5))
+    graph = probe.captured.graph
+    assert upsamplings(graph) == 4
+    graph.recompile()
+    assert probe.agrees(torch.randn(2, 4, 6, 5)) and probe.agrees(torch.randn(3, 4, 9, 7))
+
+
 class Enlarged(torch.nn.Module):
     """Upsampled for a convolution, for something else too, and not before a convolution."""
 

@@ -80,6 +80,27 @@ def test_a_video_that_lies_so_stays() -> None:
     assert video_convolutions(probe.captured.graph) == 0
 
 
+def test_a_weight_that_lies_so_lays_the_result() -> None:
+    probe = Probe(Block().to(memory_format=torch.channels_last_3d).first, clip())
+    assert video_convolutions(probe.captured.graph) == 0
+
+
+class Stepping(nn.Module):
+    """Its steps depend on a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, 3, 3, 3).to(HALF), requires_grad=False)
+
+    def forward(self, x: T) -> T:
+        return functional.conv3d(x, self.weight, stride=(1, x.shape[3] - 4, 1))
+
+
+def test_steps_by_sizes_stay() -> None:
+    probe = Probe(Stepping(), clip())
+    assert video_convolutions(probe.captured.graph) == 0
+
+
 @settings(max_examples=30)
 @given(
     st.tuples(st.integers(1, 2), st.integers(3, 6), st.integers(3, 7), st.integers(3, 7)),

@@ -140,7 +140,7 @@ def test_each_panel_at_both_widths(chromium: Any, server: ComfyServer) -> None:
         models = page.locator(f"{TAB} .nexfort-toggle")
         models.first.wait_for()
         names = sorted(one.split(maxsplit=1)[1] for one in models.all_inner_texts())
-        assert names == ["tiny_sd15_full_checkpoint · BaseModel", "tiny_sd15_full_checkpoint · TAESD"]
+        assert names == ["tiny_sd15_full_checkpoint", "tiny_sd15_full_checkpoint · VAE"]
         models.first.click()
         models.last.click()
         assert page.evaluate(SCROLLS, TAB), "what does not fit is reached by a bar"
