@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nexfort_engine.lowering.loaded_code import FoldedCode
 from nexfort_engine.lowering.subgraph_dedup import Folded
@@ -26,7 +27,7 @@ def with_numbers(graph: Graph) -> tuple[GraphModule, list[Any]]:
     generator = torch.Generator().manual_seed(0)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = [torch.randn(SIDE, SIDE, generator=generator, dtype=torch.float64) / SIDE for _ in places]
-    with torch._subclasses.FakeTensorMode() as mode:
+    with torch._subclasses.FakeTensorMode(shape_env=ShapeEnv()) as mode:  # without one torch 2.15 stores nothing
         for node, value in zip(places, numbers, strict=True):
             node.meta["val"] = mode.from_tensor(value)
     return GraphModule(nn.Module(), graph), numbers
