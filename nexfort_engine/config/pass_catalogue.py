@@ -110,7 +110,6 @@ PASSES: tuple[PassSpec, ...] = (
         "videos",
         "fuse.videos",
         "video_convolutions:video_convolutions",
-        on=lambda asked: asked.lays_out and asked.is_on("fuse.videos"),
         operator="kernels.conv3d.op:operator",
     ),
     PassSpec(
