@@ -54,13 +54,18 @@ def in_memory(x: Any, sizes: list[Any]) -> Any:
     return aten.as_strided.default(kept, sizes, without_gaps(sizes))  # which asks for a tensor in memory
 
 
+def sizes_of(x: Any, shape: Iterable[Any]) -> list[Any]:
+    """The sizes of a value of the graph: numbers where they are the same in every call, else what asks for them."""
+    known = map(fixed, shape)
+    return [size if size is not None else aten.sym_size.int(x, at) for at, size in enumerate(known)]
+
+
 def keep(node: Node) -> None:
     """Have a value in memory before its readers read it. It has to lie as its copy does."""
     value, readers = node.meta["val"], list(node.users)
     with node.graph.inserting_before(node.next):
         given = Proxy(node, GraphAppendingTracer(node.graph))
-        sizes = [fixed(n) if fixed(n) is not None else aten.sym_size.int(given, at) for at, n in enumerate(value.shape)]
-        kept = in_memory(given, sizes).node
+        kept = in_memory(given, sizes_of(given, value.shape)).node
     kept.meta["val"] = value
     for reader in readers:
         reader.replace_input_with(node, kept)

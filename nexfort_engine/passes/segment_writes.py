@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.alias_analysis import Aliases
-from ..graph.fx_builder import fill, fixed, keep, lies_as_its_copy
+from ..graph.fx_builder import fill, fixed, keep, lies_as_its_copy, sizes_of
 from ..graph.layouts import memory_order
 from ..graph.sizes import hint
 
@@ -94,7 +94,7 @@ def _write(node: Node, found: dict[Node, _Write]) -> _Write | None:
         return None
     view = found[to].view if to in found else to
     rows = _slice(view)
-    if rows is None or not _may_be_written(rows.whole) or _is_selection(node, rows):
+    if rows is None or not _may_be_written(rows.whole) or _is_selection(node):
         return None
     given = (*node.args[1:], *node.kwargs.values())
     fits = all(_fits(part, view.meta["val"], rows.dim) for part in given)
@@ -125,7 +125,7 @@ def _has_places_of_its_own(value: torch.Tensor) -> bool:
     return True
 
 
-def _is_selection(node: Node, rows: _Slice) -> bool:
+def _is_selection(node: Node) -> bool:
     """Whether a node is what was written here for a slice of a slice."""
     made = node.args[1] if node.target is aten.copy_.default else None
     return isinstance(made, Node) and made.target is aten.where.self and made.args[2] is node.args[0]
@@ -171,10 +171,10 @@ def _fits(part: Any, like: torch.Tensor, dim: int) -> bool:
     """Whether what an operator is given for a slice can be had for all rows."""
     if not _is_tensor(part):
         return isinstance(part, (Node, int, float, bool))
-    value, behind = part.meta["val"], like.dim() - dim
+    value = part.meta["val"]
     if value.dim() == 0:
         return True
-    size = value.shape[-behind] if value.dim() >= behind else 1
+    size = _rows_of(value, like, dim)
     lies = value.device == like.device and value.dim() <= like.dim()
     return lies and (fixed(size) == 1 or statically_known_true(size == like.shape[dim]))
 
@@ -182,7 +182,7 @@ def _fits(part: Any, like: torch.Tensor, dim: int) -> bool:
 def _tables(write: _Write) -> Iterator[Node]:
     """What an operator is given the same of for all rows of its slice, before it is looked at in another way."""
     for part in write.node.args[1:]:
-        if not _is_tensor(part) or _has_rows(part.meta["val"], write):  # type: ignore[union-attr]
+        if not _is_tensor(part) or fixed(_rows_of(part.meta["val"], write.view.meta["val"], write.rows.dim)) != 1:  # type: ignore[union-attr]
             continue
         table, looked = part, False
         while isinstance(table, Node) and table.op == "call_function":
@@ -196,10 +196,10 @@ def _tables(write: _Write) -> Iterator[Node]:
             yield table
 
 
-def _has_rows(value: torch.Tensor, write: _Write) -> bool:
-    """Whether what an operator is given has numbers of their own for each row that it writes."""
-    behind = write.view.meta["val"].dim() - write.rows.dim
-    return value.dim() >= behind and fixed(value.shape[-behind]) != 1
+def _rows_of(value: torch.Tensor, like: torch.Tensor, dim: int) -> Any:
+    """The size of what goes with another tensor along a dimension of that."""
+    behind = like.dim() - dim
+    return value.shape[-behind] if value.dim() >= behind else 1
 
 
 def _select(write: _Write, masks: dict[Any, Node]) -> None:
@@ -241,16 +241,11 @@ def _for_all_rows(part: Any, write: _Write, tracer: Any) -> Any:
     if source is not None and source.has_rows_of(rows):
         return Proxy(source.whole, tracer)
     view, base = Proxy(write.view, tracer), Proxy(rows.whole, tracer)
-    repeated = aten.expand.default(Proxy(part, tracer), _sizes(view, write.view.meta["val"].shape))
+    repeated = aten.expand.default(Proxy(part, tracer), sizes_of(view, write.view.meta["val"].shape))
     value = part.meta["val"]
     numbers = {"dtype": value.dtype, "device": value.device}
     # by the tracer: torch looks at a list's first item alone, which may be a plain number
-    zeros = tracer.create_proxy("call_function", aten.full.default, (_sizes(base, like.shape), 0), numbers)
+    zeros = tracer.create_proxy("call_function", aten.full.default, (sizes_of(base, like.shape), 0), numbers)
     return aten.slice_scatter.default(
         zeros, repeated, rows.dim, *(_given(bound, tracer) for bound in (rows.first, rows.end))
     )
-
-
-def _sizes(of: Proxy, shape: Sequence[Any]) -> list[Any]:
-    known = [fixed(size) for size in shape]
-    return [size if size is not None else aten.sym_size.int(of, at) for at, size in enumerate(known)]

@@ -19,14 +19,13 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
 from ..graph.fx_builder import fill, fixed, is_channels_last, replace
-from ..kernels.conv3d.op import operator
+from ..kernels.conv3d.op import INNERMOST, SECOND, operator
 
 aten = torch.ops.aten
 _FEWEST = 16  # channels of both: of fewer cuDNN takes other kernels
 _HALVES = (torch.float16, torch.bfloat16)
 _OPERATOR = "nexfort.conv3d.default"
 _MOST_STEPS = 90  # that one kernel computes of a number; a norm, a SiLU, frames before and a border are 50
-_INNERMOST, _SECOND = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]  # where channels are
 
 
 def video_convolutions(module: GraphModule) -> int:
@@ -43,8 +42,8 @@ def video_convolutions(module: GraphModule) -> int:
             if bias is not None:
                 written = aten.add.Tensor(written, aten.view.default(Proxy(bias, tracer), [-1, 1, 1, 1]))
         replace(node, written)
-        fill(module.graph.nodes)
         found += 1
+    fill(module.graph.nodes)
     return found
 
 
@@ -60,11 +59,11 @@ def more_at_once(module: GraphModule) -> dict[str, int]:
 def convolved(x: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Any:
     """x (N, I, T, H, W) convolved with weight (O, I, t, h, w), with channels second again."""
     turned = (
-        aten.clone.default(aten.permute.default(part, _INNERMOST), memory_format=torch.contiguous_format)
+        aten.clone.default(aten.permute.default(part, INNERMOST), memory_format=torch.contiguous_format)
         for part in (x, weight)
     )
     made = operator()(*turned, list(stride), list(padding), list(dilation))
-    return aten.clone.default(aten.permute.default(made, _SECOND), memory_format=torch.contiguous_format)
+    return aten.clone.default(aten.permute.default(made, SECOND), memory_format=torch.contiguous_format)
 
 
 def _given(node: Node) -> tuple[Any, Any, Any, Any, Any, Any]:

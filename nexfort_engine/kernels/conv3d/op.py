@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_INNERMOST, _SECOND = (0, 2, 3, 4, 1), (0, 4, 1, 2, 3)  # where channels are
+INNERMOST, SECOND = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]  # where channels are
 
 
 def convolve(
@@ -23,9 +23,9 @@ def convolve(
 
     All lie without gaps. The rest as torch.nn.functional.conv3d takes it. Raises what that raises.
     """
-    given = x.permute(_SECOND), weight.permute(_SECOND)
+    given = x.permute(SECOND), weight.permute(SECOND)
     found = torch.ops.aten.convolution.default(*given, None, stride, padding, dilation, False, [0, 0, 0], 1)
-    return found.permute(_INNERMOST).contiguous()
+    return found.permute(INNERMOST).contiguous()
 
 
 def _fake(x: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Any:
