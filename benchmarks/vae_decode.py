@@ -1,115 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode a latent through ComfyUI's VAE of SD and SDXL, one way in one process: first call, steady call, memory, error.
+"""Seconds of decoding and encoding by the VAE of a workload, eager beside Nexfort, with memory and distances.
 
-    COMFYUI_PATH=... python -m benchmarks.vae_decode nexfort --size 1024 --picture ours.pt --against fp32.pt
+    COMFYUI_PATH=... python -m benchmarks.vae_decode wan22-fp8-lora [--frames 81] [--size 480x832] [--exact] [--encode]
+    COMFYUI_PATH=... python -m benchmarks.vae_decode sdxl --options '{}' --options '{"options": ...}'
 
-Ways: eager, fp32 (eager in float32: the truth), core (the decoder through torch.compile with channels innermost),
-nexfort. Weights are random (seed 0), in the layout of the published checkpoints. Prints a JSON line.
+The workloads are those of `clock_workloads.py`; weights and latents are random. All ways run in one process, one after
+another: eager, Nexfort with each --options, and with --exact eager in float32. A JSON line ends each: seconds of the
+first call, of the fastest call after it and its ratio to eager's, the most GiB that torch's allocator held in later
+calls, and ||ours - eager|| / ||eager||. With --exact the distance to float32 too. The first call of Nexfort waits for
+all that is compiled where NEXFORT_WAIT=1 is set. The copy of the result to main memory counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-WAYS = ("eager", "fp32", "core", "nexfort")
-# of the published checkpoints
-_CONFIG = {
-    **{"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128},
-    **{"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0},
-}
+from .one_run import as_without_card, find_comfyui
 
 
-def main() -> int:
-    """Measure and print."""
+@dataclass
+class Way:
+    """One way of running the VAE."""
+
+    label: str
+    vae: Any
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("--size", type=int, default=1024, help="pixels of each side")
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--options", default="", help="options of Nexfort as JSON")
-    parser.add_argument("--picture", default="", help="file for the picture")
-    parser.add_argument("--against", default="", help="file of a picture: print the distance to it")
-    args = parser.parse_args()
-    sys.argv = sys.argv[:1]  # ComfyUI parses the command line of whoever imports it
-    sys.path.insert(0, os.environ.get("COMFYUI_PATH") or str(Path.home() / "comfy" / "ComfyUI"))
-    print(json.dumps(measure(args)), flush=True)
+    parser.add_argument("workload")
+    parser.add_argument("--size", default="", help="HEIGHTxWIDTH, default the workload's")
+    parser.add_argument("--frames", type=int, default=0, help="default the workload's")
+    parser.add_argument("--runs", type=int, default=4, help="calls of each way behind the first")
+    parser.add_argument("--options", action="append", default=[], help="of one more way of running it, as JSON")
+    parser.add_argument("--exact", action="store_true", help="eager in float32 too")
+    parser.add_argument("--encode", action="store_true", help="encode what eager decoded, too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    args = parse(argv)
+    find_comfyui()
+    as_without_card()
+    import comfy.model_management
+    import comfy.sd
+    import torch
+
+    from nexfort_engine.config.compile_config import CompileConfig
+    from nexfort_engine.hosts.comfy.model import attach_vae
+
+    from .clock_workloads import WORKLOADS, vae_of, vae_weights
+
+    row = WORKLOADS[args.workload]
+    if args.frames:
+        count = row.latents(args.frames)
+        row = replace(row, latents=lambda _: count)
+    height, width = map(int, args.size.split("x")) if args.size else row.backbone.size
+    weights = vae_weights(row, comfy.model_management.get_torch_device())
+    ways = [Way("eager", vae_of(row, dict(weights)))]
+    for options in args.options or [""]:
+        ours = attach_vae(vae_of(row, dict(weights)), CompileConfig.parse(options or None))
+        ways.append(Way(f"nexfort {options}".strip(), ours))
+    if args.exact:
+        exact = comfy.sd.VAE(sd=dict(weights), metadata=row.metadata, dtype=torch.float32)
+        ways.append(Way("float32", exact))
+    latent = row.latent(height, width)
+    video = latent.tensors[0] if row.sound is not None else latent
+    video = torch.randn(video.shape, generator=torch.Generator().manual_seed(1))
+    decoded = _measured(args, "decode", ways, lambda vae: vae.decode(video))
+    if args.encode:
+        pixels = decoded.float().flatten(0, decoded.ndim - 4)[..., :3]
+        _measured(args, "encode", ways, lambda vae: vae.encode(pixels))
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one way."""
+def _measured(args: argparse.Namespace, what: str, ways: Sequence[Way], run: Callable[[Any], Any]) -> Any:
+    """Print a line of each way; gives eager's result."""
+    import comfy.model_management
+
+    from nexfort_engine.hosts.comfy.model import report_of
+
+    from . import card
+
+    results: dict[str, Any] = {}
+    lines: list[dict[str, Any]] = []
+    for way in ways:
+        comfy.model_management.unload_all_models()  # the weights of the way before
+        first, results[way.label] = _timed(run, way.vae)
+        card.count_anew()
+        seconds = min(_timed(run, way.vae)[0] for _ in range(args.runs))
+        line = {"workload": args.workload, "what": what, "way": way.label, "gpu": card.name()}
+        line |= {"shape": list(results[way.label].shape), "first_s": round(first, 3), "s": round(seconds, 4)}
+        line |= {"ratio": round(seconds / lines[0]["s"], 3) if lines else 1.0, "peak_gib": card.peak()}
+        if way.label.startswith("nexfort"):
+            report = report_of(way.vae)
+            found = report.as_dict() if report is not None else {"eager": [], "notes": []}
+            line |= {"artefacts": found.get("artefacts_compiled"), "eager": found["eager"][:5], "notes": found["notes"]}
+        lines.append(line)
+    for line in lines:
+        line["distance"] = _distance(results[line["way"]], results["eager"])
+        if "float32" in results:
+            line["to_float32"] = _distance(results[line["way"]], results["float32"])
+        print(json.dumps(line), flush=True)
+    return results["eager"]
+
+
+def _timed(run: Callable[[Any], Any], vae: Any) -> tuple[float, Any]:
+    """Seconds of one call, and its result in main memory."""
     import torch
 
-    vae = prepare(random_vae(torch.float32 if args.way == "fp32" else torch.bfloat16), args.way, args.options)
-    side = args.size // 8
-    latent = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(1))
-    first, picture = timed(vae, latent)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    times = [timed(vae, latent)[0] for _ in range(args.runs + 2)][2:]
-    found = {
-        **{"way": args.way, "options": args.options, "size": f"{args.size}x{args.size}", "runs": args.runs},
-        **{"first_s": round(first, 2), "ms": round(statistics.median(times) * 1e3, 2), "torch": torch.__version__},
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
-        "gpu": torch.cuda.get_device_name() if on_gpu else None,
-    }
-    if args.way == "nexfort":
-        found["report"] = vae.first_stage_model.report.as_dict()
-    if args.picture:
-        torch.save(picture, args.picture)
-    if args.against:
-        truth = torch.load(args.against).float()
-        found["error"] = float(f"{float((picture.float() - truth).norm() / truth.norm()):.3g}")
-    return found
+    from . import card
 
-
-def random_vae(dtype: Any) -> Any:
-    """ComfyUI's VAE of a checkpoint with random weights."""
-    import comfy.sd
-    import torch
-    from comfy.ldm.models.autoencoder import AutoencoderKL
-
-    with torch.device("meta"):
-        like = AutoencoderKL(ddconfig=_CONFIG, embed_dim=4).state_dict()
-    torch.manual_seed(0)
-    weights = {}
-    for name, value in like.items():
-        scale = 1.0 / (value[0].numel() ** 0.5) if value.dim() > 1 else 0.02
-        ones = value.dim() == 1 and "norm" in name and name.endswith("weight")
-        weights[name] = torch.ones(value.shape) if ones else torch.randn(value.shape) * scale
-    return comfy.sd.VAE(sd=weights, dtype=dtype)
-
-
-def prepare(vae: Any, way: str, options: str) -> Any:
-    """The VAE run the given way."""
-    import torch
-
-    if way == "core":
-        model = vae.first_stage_model
-        model.decoder = torch.compile(model.decoder.to(memory_format=torch.channels_last))
-    if way == "nexfort":
-        from nexfort_engine.config.compile_config import CompileConfig
-        from nexfort_engine.hosts.comfy.model import attach_vae
-
-        return attach_vae(vae, CompileConfig.parse(options or None))
-    return vae
-
-
-def timed(vae: Any, latent: Any) -> tuple[float, Any]:
-    """Seconds of one decode, the copy to main memory included, and the picture."""
-    import torch
-
+    card.settle()
     began = time.perf_counter()
     with torch.inference_mode():  # as ComfyUI runs its nodes
-        picture = vae.decode(latent)
-    return time.perf_counter() - began, picture
+        found = run(vae)
+    card.settle()
+    return time.perf_counter() - began, found
+
+
+def _distance(ours: Any, theirs: Any) -> float:
+    return float(f"{float((ours.double() - theirs.double()).norm() / theirs.double().norm()):.4g}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from ..guards.option_recorder import Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
 from ..modules.boundaries import uncapturable
-from ..modules.channels_last import copy_to_channels_last, is_of_order, only_convolved
+from ..modules.channels_last import as_held, copy_to_channels_last, is_of_order, only_convolved
 from ..modules.memory_format import kind_of
 from ..modules.regions import most_alike
 from ..modules.tree import Hidden
@@ -143,7 +143,7 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
     tensors = [_without_data(*meta) for meta in example.tensors]
     scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
     for _ in range(_MAX_ADMISSIONS):
-        options = [look_tensor(example.mappings, p) for p in trace.paths]
+        options = [look_tensor(example.mappings, p, trace.images) for p in trace.paths]
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
@@ -245,17 +245,13 @@ def _names(trace: Trace) -> tuple[list[Row], str]:
     return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread, functions, trace.picks.unread)
 
 
-def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path) -> torch.Tensor:
-    """The tensor at a path of the call's mappings, as an input of the graph."""
+def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path, images: bool) -> torch.Tensor:
+    """The tensor at a path of the call's mappings, as an input of the graph. images: as for `capture`."""
     found = option_recorder.look(list(mappings), path).detach()
     if found.untyped_storage().nbytes() < found.nbytes:  # it stands for one (Example)
-        return _without_data(found.shape, _dense(found.shape), found.dtype, found.device)
-    return found.contiguous()
-
-
-def _dense(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+        dense = as_held(torch.empty(found.shape, dtype=found.dtype, device="meta"), images)
+        return _without_data(found.shape, dense.stride(), found.dtype, found.device)
+    return as_held(found, images)
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:
@@ -325,10 +321,11 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     if any(node in inputs.written for node in inputs.options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")
     # over every tensor and number that the code had: it may ask for sizes of one that its graph never uses
+    held = [look_tensor(example.mappings, path, trace.images) for path in trace.paths]
     conditions = conditions_of(program, [*inputs.tensors, *inputs.options], inputs.ints, trace.answers, numbers)
     check(
         conditions,
-        [size for size, *_ in example.tensors] + [look_tensor(example.mappings, path).shape for path in trace.paths],
+        [size for size, *_ in example.tensors] + [one.shape for one in held],
         example.ints,
     )
     writes = []
@@ -355,7 +352,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         sources=hashes(trace.codes, trace.block),
         modules=operator_modules(graph),
         lasting=[trace.lasting[i] for i in weights],
-        option_kinds=[kind_of(look_tensor(example.mappings, path)) for path in trace.paths],
+        option_kinds=[kind_of(one) for one in held],
         sites=settled(graph, trace.sites.rows, [inputs.weights[i] for i in weights]),
         boundaries=list(trace.boundaries),
         groups=_facts(groups, trace),

@@ -30,7 +30,7 @@ from ..dispatch.region_table import RegionTable
 from ..dispatch.region_weights import Ineligible
 from ..guards.call_spec import Flat, changeable, flatten_call, of_its_own, stateful
 from ..modules.boundaries import first_carrier
-from ..modules.channels_last import as_taken, is_of_order, to_channels_last
+from ..modules.channels_last import Convolved, as_taken, is_of_order, to_channels_last
 from ..modules.containers import OwnContainers, left_alone, put_back
 from ..modules.layout_checks import LooksNoticed
 from ..modules.memory_format import Unsupported
@@ -66,6 +66,7 @@ class Planner:
         self.lost: Sequence[tuple[Region, str | None]] = []
         # of a plan: classes of blocks that changed objects they were given
         self._changing: collections.Counter[type] = collections.Counter()
+        self._changed: list[list[Any]] = []  # of a plan's run: lists that a block changed
         self._weights = self._weights_lost = 0  # numbers in what a plan called so far, and in what cannot be compiled
 
     @contextlib.contextmanager
@@ -184,6 +185,7 @@ class Planner:
             flat = Flat()
             return [self.requests.wanted(region, flatten_call(args, kwargs, flat), flat)]
         self._weights = self._weights_lost = 0
+        self._changed = []
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             drawn_aside([d.index for d in devices]),
@@ -192,6 +194,7 @@ class Planner:
             self._steps.active(instead=self.record) as session,
         ):
             call(*args, **kwargs)
+        self._changed.clear()  # they hold what the network made
         self.lost = session.trace.lost
         return session.planning.examples
 
@@ -240,7 +243,7 @@ class Planner:
                 with laid_out(options), self._watched(wanted, other, session, args, kwargs):
                     return region.run_own_forward(plain, args, kwargs, session)
             taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
-            with self._watched(wanted, other, session, *taken):
+            with Convolved(), self._watched(wanted, other, session, *taken):
                 return to_channels_last(region.run_own_forward(plain, *taken, session), tensors_in(taken))
         finally:
             self._weigh(region, wanted)
@@ -267,6 +270,14 @@ class Planner:
         found = self.requests.wanted(region, spec, flat)
         found.drop_data()
         return found
+
+    def _is_passed_on(self, lists: list[list[Any]]) -> bool:
+        """Whether a block of this run changed one of these lists, and left tensors in it."""
+        return any(
+            one is other and any(isinstance(item, torch.Tensor) for item in one)
+            for one in lists
+            for other in self._changed
+        )
 
     def _is_hopeless(self) -> bool:
         """Whether next to nothing is left where all blocks of classes that changed what they were given do so.
@@ -298,14 +309,23 @@ class Planner:
             yield
             return
         own = OwnContainers(wanted.region.module, self._state.besides).now()[1] if other is not None else []
+        lists = _lists_in((args, kwargs)) if other is not None else []
         objects, before = contents((args, kwargs), lists=False), contents((args, kwargs, own))
+        held = [list(one) for one in lists]
         yield
+        for one, was in zip(lists, held, strict=True):
+            if contents(one) != contents(was):
+                self._changed.append(one)
+                if wanted.images:
+                    _lay_out(one, [*was, args, kwargs])
         if not wanted.flat.mappings and contents((args, kwargs), lists=False) != objects:
             self.refusals.add(wanted, None, CHANGES_GIVEN)
             self._changing[type(wanted.region.module)] += 1
             if self._is_hopeless():
                 raise _Hopeless
-        elif other is not None and contents((args, kwargs, own)) != before and _may_be_kept(wanted, args, kwargs):
+        elif other is not None and _may_be_kept(wanted, args, kwargs):
+            if contents((args, kwargs, own)) == before and not self._is_passed_on(lists):
+                return
             other.region.changes_what_it_is_given()
             session.planning.replace_example(other)
 
@@ -317,6 +337,22 @@ class _Hopeless(Exception):
 def _may_be_kept(wanted: Wanted, args: Any, kwargs: Any) -> bool:
     """Whether what a block is given is where it keeps things, as far as it is given mappings."""
     return not wanted.flat.mappings or any(map(is_by_modules, (*args, *kwargs.values())))
+
+
+def _lay_out(held: list[Any], given: Any) -> None:
+    """Have tensors that a block put into a list lie as its artefact leaves them. given: what others have of them."""
+    own = {id(tensor) for tensor in tensors_in(given)}
+    at = [place for place, item in enumerate(held) if isinstance(item, torch.Tensor) and id(item) not in own]
+    for place, tensor in zip(at, to_channels_last([held[i] for i in at], tensors_in(given)), strict=True):
+        held[place] = tensor
+
+
+def _lists_in(value: Any) -> list[list[Any]]:
+    """The lists of a call that are not inside another one."""
+    if type(value) is list:
+        return [value]
+    parts = value.values() if type(value) is dict else value if isinstance(value, tuple) else ()
+    return [found for part in parts for found in _lists_in(part)]
 
 
 def _stateful(args: Any, kwargs: Any) -> str | None:

@@ -106,10 +106,12 @@ PASSES: tuple[PassSpec, ...] = (
         "channels_last_weights:inner_weights",
         on=lambda asked: asked.lays_out,
     ),
+    PassSpec("joined_frames", "fuse.joined_frames", "joined_frames:joined_frames", measured=HOPPER),
     PassSpec(
         "videos",
         "fuse.videos",
         "video_convolutions:video_convolutions",
+        after={"joined_frames": "that pass looks for torch's operator"},
         operator="kernels.conv3d.op:operator",
     ),
     PassSpec(

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images: in regions and between them they lie in memory with channels innermost, as convolutions take them.
 
+Videos (N, C, T, H, W) in half precision are images as well: there their convolutions take them so
+(passes/video_convolutions.py).
+
 Eager code leaves them as each operator happens to: a convolution as its input and its weight lie, a group norm on a GPU
 and a transformer's `contiguous()` with channels outermost. Then blocks transpose what they read, and two parts that are
 concatenated lie differently. So a block is captured with weights of convolutions that have channels innermost, which
@@ -26,11 +29,15 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .memory_format import normalised
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+_HALVES = (torch.float16, torch.bfloat16)
+_INNERMOST = {4: torch.channels_last, 5: torch.channels_last_3d}
 aten = torch.ops.aten
 _CONVOLVE = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
 MEASURED = ("cuda",)  # the types of devices on which this was measured to win; elsewhere images lie as they do
@@ -49,8 +56,8 @@ _OF_ORDER = (
 
 
 def holds_images(module: nn.Module) -> bool:
-    """Whether a module computes with images (N, C, H, W): by its layers, whatever it is called."""
-    return any(isinstance(layer, (*_CONVOLUTIONS, nn.GroupNorm)) for layer in module.modules())
+    """Whether a module computes with images (N, C, H, W) or videos: by its layers, whatever it is called."""
+    return any(isinstance(layer, (*_CONVOLUTIONS, nn.Conv3d, nn.GroupNorm)) for layer in module.modules())
 
 
 def win_on(device: torch.device) -> bool:
@@ -114,7 +121,12 @@ def copy_to_channels_last(graph: GraphModule, node: Node, weight: torch.Tensor) 
 
 def as_taken(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as artefacts of images take it: itself, or a copy without gaps, of an image with channels innermost."""
-    return tensor.contiguous(memory_format=torch.channels_last) if is_image(tensor) else normalised(tensor)
+    return tensor.contiguous(memory_format=_INNERMOST[tensor.dim()]) if is_image(tensor) else normalised(tensor)
+
+
+def as_held(tensor: torch.Tensor, images: bool) -> torch.Tensor:
+    """As `as_taken` for what lies in lists and mappings, whose memory format no key says. images: the artefact's."""
+    return as_taken(tensor) if images and is_image(tensor) else tensor.contiguous()
 
 
 def to_channels_last(results: Any, given: Iterable[torch.Tensor]) -> Any:
@@ -129,8 +141,24 @@ def to_channels_last(results: Any, given: Iterable[torch.Tensor]) -> Any:
     turned = [one for one in turned if not _is_innermost(one) and not _is_expanded(one)]
     if not turned:
         return results  # the very object: a list may be one that it was given
-    copies = {id(one): one.clone(memory_format=torch.channels_last) for one in turned}
+    copies = {id(one): one.clone(memory_format=_INNERMOST[one.dim()]) for one in turned}
     return tree_map_only(torch.Tensor, lambda leaf: copies.get(id(leaf), leaf), results)
+
+
+class Convolved(TorchFunctionMode):
+    """Inside the block results of eager convolutions lie in memory as those of graphs do, whose weights are laid out.
+
+    What is seen from them otherwise, such as frames of a video, then lies as behind an artefact.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is functional.conv2d or func is functional.conv_transpose2d:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if isinstance(result, torch.Tensor) and is_image(result) and _is_copied(weight):
+                return result.contiguous(memory_format=torch.channels_last)
+        return result
 
 
 def is_channels_last(module: nn.Module) -> bool:
@@ -171,15 +199,19 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def is_image(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be an image (N, C, H, W): by its rank."""
-    return tensor.dim() == 4 and _is_plain(tensor) and tensor.is_floating_point()
+    """Whether a tensor may be an image (N, C, H, W), or a video in half precision: by its rank and dtype."""
+    rank = tensor.dim() == 4 or (tensor.dim() == 5 and tensor.dtype in _HALVES)
+    return rank and _is_plain(tensor) and tensor.is_floating_point()
 
 
 def _is_innermost(tensor: torch.Tensor) -> bool:
     """Whether it lies so without gaps. By its strides: `is_contiguous` asks for sizes that are symbols in a trace."""
-    _, channels, height, width = tensor.shape
-    strides = (height * width * channels, 1, width * channels, channels)
-    return all(statically_known_true(one == other) for one, other in zip(tensor.stride(), strides, strict=True))
+    _, channels, *sizes = tensor.shape
+    strides = [1, channels]  # of channels, and of what lies around them from the inside out
+    for size in reversed(sizes):
+        strides.append(strides[-1] * size)
+    order = (1, *range(tensor.dim() - 1, 1, -1), 0)
+    return all(statically_known_true(tensor.stride(d) == one) for d, one in zip(order, strides, strict=True))
 
 
 def _lies_turned(tensor: Any) -> bool:

@@ -35,6 +35,7 @@ from ..guards.shape_guards import Conditions
 from ..guards.tensor_answers import Answers, fits
 from ..lowering.loaded_code import Loaded, PreparingCode
 from ..modules.boundaries import boundaries
+from ..modules.channels_last import as_held
 from ..modules.memory_format import is_plain, kind_of
 from ..modules.module_keys import holds_module
 from ..modules.tree import PLAIN, Hidden, WeightSlots, modules_of, tensors_of
@@ -347,7 +348,8 @@ class Binding:
         inputs: list[Any] = list(map(weights.__getitem__, artefact.weights))
         inputs += map(tensors.__getitem__, artefact.tensors)
         if artefact.options:
-            inputs += [option_recorder.look(flat.mappings, path).contiguous() for path in artefact.options]
+            held = (option_recorder.look(flat.mappings, path) for path in artefact.options)
+            inputs += [as_held(tensor, artefact.images) for tensor in held]
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()

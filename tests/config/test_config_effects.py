@@ -257,7 +257,7 @@ def test_freezing_without_effect_is_named_with_the_reason():
     "name",
     [
         *("group_norm", "upsample", "whole_rows", "gelu", "grouped_linear", "gated_linear", "linear_gelu"),
-        *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once", "segments", "videos"),
+        *("few_keys_attention", "unpadded_attention", "broadcast", "cast_once", "segments", "videos", "joined_frames"),
         *("convolution", "upsampled_convolution"),
     ],
 )

@@ -70,6 +70,17 @@ class Doubles(nn.Module):
         return h
 
 
+class Mixes(nn.Module):
+    """A block that is given the list and has no use for it, as attention within frames has none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, h: T, kept: list[Any] | None = None, place: list[int] | None = None) -> T:
+        return h + self.linear(h.transpose(1, 2)).transpose(1, 2)
+
+
 class Video(nn.Module):
     """Chunks of one frame, then of two, through blocks that keep frames in one list. `seen` is what that held."""
 
@@ -89,7 +100,7 @@ class Video(nn.Module):
                 if number == self.stops_at and len(found) == 1:
                     raise KeyError("between two blocks")
                 chunk = block(chunk, kept, place)
-            assert place == [len(self.blocks)]
+            assert place == [sum(not isinstance(block, Mixes) for block in self.blocks)]
             found.append(chunk)
         return torch.cat(found, 2)
 
@@ -126,6 +137,19 @@ def test_equal_blocks_at_other_places_of_the_list_share_their_artefacts(pair: Pa
     kinds = {region.kind for region in pair.engine.regions}
     assert len(pair.engine.regions) == 6 and kinds == {"Causal", "Doubles"}
     assert len(entries) == pair.report.as_dict()["artefacts_compiled"] <= 2 * 5
+
+
+def test_what_others_put_into_a_list_is_no_input_of_a_block_without_use_for_it(tmp_path: Path) -> None:
+    net = Video()
+    net.blocks.insert(1, Mixes(8))
+    net.blocks.insert(4, Mixes(8))
+    pair = Pair(net, tmp_path)
+    agrees(pair, video(7))
+    made = {
+        binding.artefact.id for region in pair.engine.regions if region.kind == "Mixes" for binding in region.bindings
+    }
+    assert len(made) <= 2  # of one frame, and of more
+    assert not agrees(pair, video(9, 2))["artefacts"]
 
 
 def test_one_frame_at_the_end_gets_forms_of_its_own_and_no_more(pair: Pair) -> None:

@@ -43,6 +43,18 @@ def frames(w: Tensors, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
     return torch.cat([(h + x).flatten(), *keeps])
 
 
+def laid_out_frames(w: Tensors, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+    """The same where all lies with channels innermost, which is how blocks hand it on."""
+    second, last = (0, 4, 1, 2, 3), (0, 2, 3, 4, 1)
+    h, keeps = x.permute(second), []
+    for before, (scale, weight, bias) in zip(kept, (w[:3], w[3:]), strict=True):
+        h = functional.silu(functional.normalize(h, dim=1) * (x.shape[-1] ** 0.5) * scale)
+        keeps.append(h[:, :, -2:].permute(last).flatten())
+        joined = functional.pad(torch.cat([before.permute(second), h], 2), (1, 1, 1, 1, 0, 0))
+        h = functional.conv3d(joined, weight, bias)
+    return torch.cat([(h + x.permute(second)).permute(last).flatten(), *keeps])
+
+
 INPLACE = {
     "segmented": (
         segmented,
@@ -57,5 +69,11 @@ VIDEOS = {
         torch.bfloat16,
         [(96, 1, 1, 1), (96, 96, 3, 3, 3), (96,)] * 2,
         [((1, 96, 4, 480, 832), (2,)), *[((1, 96, 2, 480, 832), ())] * 2],
-    )
+    ),
+    "laid_out_frames": (
+        laid_out_frames,
+        torch.bfloat16,
+        [(96, 1, 1, 1), (96, 96, 3, 3, 3), (96,)] * 2,
+        [((1, 4, 480, 832, 96), (1,)), *[((1, 2, 480, 832, 96), ())] * 2],
+    ),
 }
