@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of what people run, steps and whole prompts, from `prompt_clock.csv`."""
+"""The tables of what people run: steps and whole prompts, from `prompt_clock.csv`, and VAEs, from `vae.csv`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 from pathlib import Path
 
 CSV = Path(__file__).resolve().parent / "prompt_clock.csv"
+VAES = CSV.with_name("vae.csv")
 NAMES = {
     "zimage": "Z-Image-Turbo, bfloat16",
     "zimage-int8": "Z-Image-Turbo, int8_convrot",
@@ -22,6 +23,10 @@ NAMES = {
 }
 HEAD = "| GPU | workload | uncompiled, ms | Nexfort, ms | times as fast | difference | noise floor | date, commit |"
 PROMPTS = "| GPU | workload | prompt | uncompiled, s | Nexfort, s | times as fast | GPU memory, GiB | date, commit |"
+VAE_HEAD = (
+    "| GPU | VAE of | what | uncompiled, s | Nexfort, s | times as fast | first, waiting, s | GPU memory, GiB "
+    "| difference | date, commit |"
+)
 
 
 def newest(file: Path = CSV, *, steps: bool = True) -> list[dict[str, str]]:
@@ -58,6 +63,22 @@ def prompts(rows: list[dict[str, str]]) -> str:
         memory = f"{row['gib_eager']} / {row['gib_nexfort']}"
         figures = f"{eager:.2f} | {ours:.2f} | {eager / ours:.2f}x | {memory}"
         lines.append(f"| {row['card']} | {NAMES[row['workload']]} | {row['what']} | {figures} | {_when(row)} |")
+    return "\n".join(lines)
+
+
+def vaes(file: Path = VAES) -> str:
+    """In Markdown, the last row of each VAE and number of frames. A ratio is of one run."""
+    with file.open(newline="", encoding="utf-8") as opened:
+        last = {(row["workload"], row["what"], row["frames"]): row for row in csv.DictReader(opened)}
+    lines = [VAE_HEAD, "|---" * VAE_HEAD.count(" | ") + "|---|"]
+    for row in last.values():
+        eager, ours = float(row["eager_s"]), float(row["nexfort_s"])
+        many = f"{row['frames']} frames of " if row["frames"] != "1" else ""
+        what = f"{row['what']} {many}{row['size']}"
+        memory = f"{row['gib_eager']} / {row['gib_nexfort']}" if row["gib_eager"] else "-"
+        figures = f"{eager:.3f} | {ours:.3f} | **{eager / ours:.2f}x** | {row['first_s'] or '-'} | {memory}"
+        far = row["distance"] or "-"
+        lines.append(f"| {row['card']} | {NAMES[row['workload']]} | {what} | {figures} | {far} | {_when(row)} |")
     return "\n".join(lines)
 
 

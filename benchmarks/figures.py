@@ -22,6 +22,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ratios": lambda: f"{ratios.table()}\n\n{ratios.taken()}",
     "steps": lambda: clock_table.table(clock_table.newest()),
     "prompts": lambda: clock_table.prompts(clock_table.newest(steps=False)),
+    "vaes": clock_table.vaes,
     "low-precision": ratios.low_precision,
     "kernels": lambda: kernels_ahead.table(kernels_ahead.read()),
     "ladder": lambda: ladder_table.table(ladder_table.newest(ratios.read())),

@@ -44,7 +44,7 @@ from .background import Background, stop_at_exit
 from .eligibility import Eligibility
 from .handover import Handover
 from .jobs import WATCH, Job, Later, await_left, lower_all, no_later
-from .lookup import Finder, Wanted
+from .lookup import Finder, Wanted, as_changing
 from .model_keys import ModelKeys
 from .planner import Planner
 from .rank_turns import turn
@@ -220,16 +220,17 @@ class Builder:
         self._make_all(found, no_later)
         binding, again = self.finder.bind(wanted)
         failure = failure or again
+        if wanted.region.changes and not wanted.flat.lists:  # the call is made again, in that form
+            return None, failure
         if binding is None and self.may_make(wanted, failure, first=True):
             binding = self._make(wanted, failure)
         return binding, failure
 
     def may_make(self, wanted: Wanted, failure: GuardFailure | None, *, first: bool = False) -> bool:
         """Whether to make an artefact where none fits. For other sizes alone only blocks get one more, in a first step.
-        Where a size of 1 was taken for a constant, each region gets one that takes more. So does a region that keeps
-        frames in a list for what is of one frame: chunks of a video are of one or of more.
-        Blocks whose code asks whether a number is even get one for each answer. Blocks that were captured for more than
-        1 get one for 1: MiniMax-H3's first step has one time for all tokens, and its others have two.
+        Where a size of 1 was taken for a constant, each region gets one that takes more, and a region that keeps frames
+        in a list one for a single frame. Blocks whose code asks whether a number is even get one for each answer. Those
+        that were captured for more than 1 get one for 1: MiniMax-H3's first step has one time for all tokens.
         Blocks whose code loops over a size, such as a video's frames, get one for each of a few where no step waits.
 
         first: this step was planned, the first of its kind; what the plan made at batch 2 may not serve its batch 1.
@@ -281,15 +282,14 @@ class Builder:
     def _make_all(self, found: list[Wanted], later: Later = no_later) -> None:
         """Compile what cannot be bound. Equal structures in turn: the second may bind to what the first gave.
 
-        What the capture of the first says is enough to tell. Lowering them in turn would be waiting for one worker.
-        later: as for `lower_all`, with the first of them.
+        What a capture says is enough to tell, and no lowering is waited for. later: as for `lower_all`, for the first.
         """
         while found:
-            jobs, found = self._jobs_for(found)
+            jobs, rest = self._jobs_for(found)
             if not jobs:
                 return
             self._lower(jobs, later)
-            later = no_later
+            later, found = no_later, rest + as_changing(found)
 
     def _jobs_for(self, found: list[Wanted]) -> tuple[list[Job], list[Wanted]]:
         """A job for each structure that cannot be bound, and what waits for what those give."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -60,6 +60,7 @@ class Wanted:
     modes: Values = ()  # of torch, that shape what is made (system/torch_modes.py)
     structure: object = None  # of the region's weights, which `primary` names
     why: str | None = None  # why it needs a further one, for the report
+    changing: Wanted | None = None  # the same call, where it may change lists that it is given or holds
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +86,11 @@ class Wanted:
     def explain(self, why: str | None) -> None:
         """Note why the region needs a further artefact."""
         self.why = why
+
+
+def as_changing(found: Iterable[Wanted]) -> list[Wanted]:
+    """Of calls whose capture showed that they change lists, how they are made from now on."""
+    return [one.changing for one in found if one.changing is not None and one.region.changes]
 
 
 _SIZES_SHOWN = 4  # tensors of a call whose sizes are kept for those who look through the store

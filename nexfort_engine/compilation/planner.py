@@ -226,7 +226,7 @@ class Planner:
                 region.weights.read()
             if region.disabled_reason is None and region.carries() is None:
                 wanted = self.requests.wanted(region, spec, flat)
-                other = self._in_changing_form(region, wanted, args, kwargs)
+                wanted.changing = other = self._in_changing_form(region, wanted, args, kwargs)
                 wanted.drop_data()
                 session.planning.add_example(wanted)
                 options = self._state.lowering.lowering_options(wanted.device.type)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which submodules of a backbone become regions: by structure, never by class names.
 
-A region is the largest piece that one artefact should serve. A module that has a structurally equal twin somewhere in
-the backbone is repeated: it is one region and its twins share the artefact. A module that holds a list of repeated
+A region is the largest piece that one artefact should serve. A module that has a structurally equal twin in what one
+call runs is repeated: it is one region and its twins share the artefact. A module that holds a list of repeated
 modules is taken apart; every other module below what was taken apart is a region of its own, so that together the
 regions hold every weight outside the backbone's own forward. A backbone with no list of modules at all is one region.
 """
@@ -40,11 +40,12 @@ class RegionSpec:
 def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
     """The regions of a backbone in the order of its module tree. Empty if it holds no weights.
 
-    whole: it may be one region; not where it is called through other methods than its forward.
+    whole: it may be one region; not where it is called through other methods than its forward. Then no call runs two
+    parts of it, such as an encoder and a decoder, and a twin in another part is none.
     """
     keys: dict[int, object] = {}
     _structure_key(root, keys)
-    counts = Counter(keys[id(sub)] for sub in root.modules())
+    counts = _counted(root, keys)
     if not _holds_weights(root):
         return []
     if whole and not any(_is_list(sub) and any(_is_block(child) for child in sub.children()) for sub in root.modules()):
@@ -53,11 +54,14 @@ def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
     seen: set[int] = set()
 
     def visit(module: nn.Module, path: str, inner: bool) -> None:
+        nonlocal counts
         for name, child in module.named_children():
             if id(child) in seen or not _holds_weights(child):
                 continue
             seen.add(id(child))
             at = f"{path}.{name}" if path else name
+            if not whole and module is root:
+                counts = _counted(child, keys)
             if _is_list(child) or (_holds_repeats(child, keys) and not _is_unit(child, counts[keys[id(child)]])):
                 visit(child, at, inner)
                 continue
@@ -120,6 +124,11 @@ def most_alike(module: nn.Module) -> int:
     lists = (sub for sub in module.modules() if isinstance(sub, (nn.ModuleList, nn.ModuleDict, nn.Sequential)))
     each = (Counter(keys[id(child)] for child in one.children() if _is_block(child)) for one in lists)
     return max((count for counts in each for count in counts.values()), default=0)
+
+
+def _counted(module: nn.Module, keys: dict[int, object]) -> Counter[object]:
+    """How many modules of each structure there are in a module."""
+    return Counter(keys[id(sub)] for sub in module.modules())
 
 
 def _is_unit(module: nn.Module, count: int) -> bool:

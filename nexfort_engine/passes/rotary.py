@@ -149,14 +149,22 @@ def _unfit(turn: Turn, alone: set[Any]) -> str | None:
     """Why sizes or dtypes of an operator's tensors do not fit `turned`, or None. alone: as `_symbols_of_inputs`."""
     table = turn.given[_TABLE].meta["val"]
     for x in (node.meta["val"] for node in turn.turned):
-        if x.dim() < 1 or not (width := fixed(x.shape[-1])) or turn.given.get("rot_dim", 0) not in (0, width):
+        width = fixed(x.shape[-1]) if x.dim() else 0
+        if width == 0 or turn.given.get("rot_dim", 0) not in (0, width):
             return f"it turns not all numbers of each head, of a tensor of {list(x.shape)}"
+        if width is None and (turn.scales or table.dim() < 3 or not _is_of_all(table, x)):
+            return f"how many numbers a head has is known in a call alone, of a tensor of {list(x.shape)}"
         if (reason := _unlike(x, table, alone)) is not None:
             return f"a table of {list(table.shape)} for a tensor of {list(x.shape)}; {reason}"
         for scale in (node.meta["val"] for node in turn.scales):
             if scale.dim() != 1 or fixed(scale.shape[0]) != width or scale.dtype != x.dtype:
                 return f"a norm's scale of {list(scale.shape)} in {scale.dtype}; expected {width} in {x.dtype}"
     return None
+
+
+def _is_of_all(table: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a table (..., E, 2, 2) has a matrix for each pair of numbers of x (..., 2 E), whatever E is."""
+    return bool(statically_known_true(x.shape[-1] == 2 * table.shape[-3]))
 
 
 def _equal(x: torch.Tensor, table: torch.Tensor) -> list[tuple[Any, Any]]:
@@ -173,7 +181,7 @@ def _unlike(x: torch.Tensor, table: torch.Tensor, alone: set[Any]) -> str | None
     """Why a table (..., E/2, 2, 2) may be none for x (..., E), or None."""
     if table.dim() != x.dim() + 2:
         return "expected two dimensions more"
-    if [hint(size) for size in table.shape[-3:]] != [x.shape[-1] / 2, 2, 2]:
+    if [hint(size) for size in table.shape[-3:]] != [(hint(x.shape[-1]) or 0) / 2, 2, 2]:
         return "expected a matrix of 2x2 for each pair of numbers"
     for one, other in _equal(x, table):
         if statically_known_true(one == other):
@@ -201,8 +209,8 @@ def turned(x: Any, table: Any, *, like: torch.Tensor, table_like: torch.Tensor, 
     diagonal: so the kernel of a norm reads a number where it reads it anyway. like, table_like: as both are.
     """
     dtype = torch.promote_types(table_like.dtype, torch.float32)
-    half, partner = like.shape[-1] // 2, -2 if by_halves else -1
-    wide = aten.unflatten.int(aten.to.dtype(x, dtype), -1, [2, half] if by_halves else [half, 2])
+    partner = -2 if by_halves else -1
+    wide = aten.unflatten.int(aten.to.dtype(x, dtype), -1, [2, -1] if by_halves else [-1, 2])
     matrices = aten.to.dtype(table, dtype)
     along = aten.diagonal.default(matrices, 0, -2, -1)
     across = aten.diagonal.default(aten.flip.default(matrices, [-1]), 0, -2, -1)

@@ -200,6 +200,32 @@ def test_equal_blocks_are_counted_by_list() -> None:
     assert most_alike(nn.Linear(4, 4)) == 0
 
 
+class Middle(nn.Module):
+    """A block that holds some of its own, as those of video autoencoders do."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = blocks(count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_a_twin_in_a_part_that_runs_in_another_call_is_none() -> None:
+    def middles(count: int) -> nn.ModuleList:
+        return nn.ModuleList([Middle(3) for _ in range(count)])
+
+    apart = [f"{part}.blocks.0.parts.{number}" for part in ("encoder", "decoder") for number in range(3)]
+    net = Net(encoder=Net(first=Part(6), blocks=middles(1)), decoder=Net(blocks=middles(1)))
+    assert paths(net) == ["encoder.first", "encoder.blocks.0", "decoder.blocks.0"], "one call runs both"
+    assert [spec.path for spec in find_regions(net, whole=False)] == ["encoder.first", *apart]
+    net = Net(encoder=Net(first=Part(6), blocks=middles(1)), decoder=Net(blocks=middles(2)))
+    found = [spec.path for spec in find_regions(net, whole=False)]
+    assert found == ["encoder.first", *apart[:3], "decoder.blocks.0", "decoder.blocks.1"]
+
+
 @pytest.mark.parametrize("name", names())
 def test_regions_hold_every_weight_once(host: str) -> None:
     root = make(host).module

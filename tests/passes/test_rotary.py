@@ -213,6 +213,29 @@ def test_parts_that_are_written_to_meanwhile_are_turned_together() -> None:
     probe.agrees(draw((3, 3, 5, 8), 3, torch.float32), draw((1, 1, 10, 4, 2, 2), 4, torch.float32))
 
 
+def turned_in_part(block: Any, x: T, table: T) -> T:
+    """As many numbers of each head as the table has matrices for, in place, as a decoder of videos does it."""
+    rot = table.shape[-3] * 2
+    q = functional.rms_norm(block.linear(x), (8,))
+    q[..., :rot] = torch.ops.comfy_kitchen.apply_rope1(q[..., :rot], table)
+    return q
+
+
+def test_what_the_table_says_how_much_of_is_turned() -> None:
+    block = block_of(turned_in_part)
+    x, table = draw((2, 6, 3, 8), 1, torch.float32), draw((1, 6, 1, 3, 2, 2), 2, torch.float32)
+    probe = Probe(block, x, table)
+    graph = probe.captured.graph
+    assert rotaries(graph) == 1 and operators_in(graph) == 0
+    graph.graph.lint()
+    graph.recompile()
+    for batch, length, pairs in ((3, 5, 2), (2, 7, 3)):
+        given = draw((batch, length, 3, 8), 3, torch.float32), draw((1, length, 1, pairs, 2, 2), 4, torch.float32)
+        assert probe.refuses(*given) is None
+        (found,) = graph(*probe.weights, *given)
+        assert torch.allclose(found, block(*given), atol=1e-5)
+
+
 # ---- what stays ----------------------------------------------------------------------------------------------
 
 
