@@ -46,7 +46,7 @@ from .reached_names import rows_of
 from .shape_recorder import check, computes_with_chosen_scale, conditions_of, noted, settle
 from .side_effects import mapping_writes, refuse_random, refuse_strides, take_out_kept
 from .source_hashes import hashes, operator_modules
-from .trace import Lifted, Trace
+from .trace import HeldHandedOn, Lifted, Trace
 from .types import LOCK, Captured, Example
 from .whole_numbers import Numbers, positive_sizes
 
@@ -143,7 +143,7 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
     tensors = [_without_data(*meta) for meta in example.tensors]
     scales, alike = True, most_alike(trace.block) >= _MANY_LAYERS
     for _ in range(_MAX_ADMISSIONS):
-        options = [look_tensor(example.mappings, p, trace.images) for p in trace.paths]
+        options = [look_tensor(example.mappings, p, trace.lays_held) for p in trace.paths]
         factors = [torch.tensor(value, dtype=torch.float32) for value in trace.factors()]
         args = (trace.weights, tensors, options, list(example.ints), factors)
         try:
@@ -162,6 +162,8 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
         except ValueUsed as used:
             for path in (used.path, *used.further):
                 trace.admit(path)
+        except HeldHandedOn:
+            trace.lays_held = False
         except StrengthUsed as used_as_it_is:
             trace.strengths.remove(used_as_it_is.place)
         except Exception as error:
@@ -321,7 +323,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
     if any(node in inputs.written for node in inputs.options):
         raise Refused("it writes to a tensor of its options, whose caller would not see it")
     # over every tensor and number that the code had: it may ask for sizes of one that its graph never uses
-    held = [look_tensor(example.mappings, path, trace.images) for path in trace.paths]
+    held = [look_tensor(example.mappings, path, trace.lays_held) for path in trace.paths]
     conditions = conditions_of(program, [*inputs.tensors, *inputs.options], inputs.ints, trace.answers, numbers)
     check(
         conditions,
@@ -357,6 +359,7 @@ def _finish(program: torch.export.ExportedProgram, trace: Trace, numbers: Number
         boundaries=list(trace.boundaries),
         groups=_facts(groups, trace),
         images=trace.images,
+        lays_held=trace.lays_held,
         names=reached,
         only_here=only_here,
         changes=trace.changes,

@@ -35,6 +35,7 @@ from ..guards.tensor_answers import (
     MODES,
     NAMES,
     OPTION,
+    ORDER,
     SAME,
     WEIGHT,
     Answers,
@@ -92,6 +93,7 @@ class TensorQuestions(TorchFunctionMode):
         self._rows: dict[tuple[str, str, str], Row] = {}
         self._paths: list[list[Any]] = []
         self._names: frozenset[str] = frozenset()
+        self._memory_of: frozenset[int] = frozenset()  # what the block is shown
 
     def of(
         self,
@@ -102,6 +104,7 @@ class TensorQuestions(TorchFunctionMode):
         """What the block is shown in this trace. options: with their paths; weights: names, and the real ones."""
         shown = [*tensors, *(one for _, one in options), *(one for _, one, _ in weights)]
         self._names = frozenset(name for one in shown for name in vars(one))
+        self._memory_of = frozenset(one.untyped_storage()._cdata for one in shown)
         self._paths = [json_path(path) for path, _ in options]
         self._places = {id(one): (WEIGHT, name, real) for name, one, real in weights}
         for path, (_, one) in zip(self._paths, options, strict=True):
@@ -171,8 +174,15 @@ class TensorQuestions(TorchFunctionMode):
         if kind is not None and func is torch.Tensor.is_contiguous and len(args) == 1 and not kwargs:
             return self._note(kind, at, "is_contiguous", answer(real, "is_contiguous"))
         asked = self._of_call() if kind is None else [(kind, at, real)]
-        if not all([self._note(kind, at, LIES, answer(real, LIES)) for kind, at, real in asked]):
-            raise self._refuse(LOOKS_AT_MEMORY)
+        # what is computed of slices is as contiguous as what is computed of their copies, where it is no view of them
+        plain = func is torch.Tensor.is_contiguous and len(args) == 1 and not kwargs
+        computed = kind is None and plain and args[0].untyped_storage()._cdata not in self._memory_of
+        for kind, at, real in asked:
+            lies = answer(real, LIES)
+            if not lies and computed and answer(real, ORDER):
+                self._note(kind, at, ORDER, True)
+            elif not self._note(kind, at, LIES, lies):
+                raise self._refuse(LOOKS_AT_MEMORY)
         return func(*args, **kwargs)
 
     def _attribute(self, tensor: torch.Tensor, name: str) -> list[Any]:

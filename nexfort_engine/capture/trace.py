@@ -76,6 +76,7 @@ class Trace:
     ) -> None:
         """images, device: as for `capture`. told: weights of convolutions are shown with channels innermost."""
         self.block, self.example, self.hidden, self.images = block, example, hidden, images
+        self.lays_held = images  # what lies in lists and mappings as well
         absent = {n for shown in hidden.values() for n, value in shown.items() if value is ABSENT}
         self.boundaries = boundaries(block)
         slots = WeightSlots(block, absent, self.boundaries)
@@ -207,6 +208,16 @@ def _put_in(module: nn.Module, places: Sequence[tuple[str, str, str]], container
     return found
 
 
+class HeldHandedOn(Exception):
+    """A block gives what lies in a list, which has to be the very tensor, and no copy that lies otherwise."""
+
+
+def _shares_memory(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Whether a result is a given tensor or a view of one."""
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    return any(one.layout is torch.strided and one.untyped_storage()._cdata in theirs for one in results)
+
+
 def _refuse_others(reads: Reads, kept: Kept) -> None:
     """Raise Refused where others were put in their places; what was read of them is a read of what they hold alone."""
     for place, table, container in kept:
@@ -322,6 +333,8 @@ class Lifted(nn.Module):
             trace.output = flatten_result(result, flat, where)
         except Unsupported as reason:
             raise Refused(f"it returns {reason}") from None
+        if trace.lays_held and _shares_memory(flat.tensors, extra):
+            raise HeldHandedOn
         if trace.example.changes:
             held = {id(tensor): path for path, tensor in zip(trace.paths, extra, strict=True)}
             trace.changes = rows_of(log.changes, Names(tensors, held, flat.tensors, log.key))

@@ -66,10 +66,11 @@ class Captured:
     the weights whether it is a parameter's, which the host alone changes. option_kinds: `kind_of` each option tensor.
     sites: where it calls code of others (guards/callback_sites.py). boundaries: dotted names of the submodules that
     carry such code. groups: of processes that it speaks with (guards/collectives.py). images: as it was captured for.
-    names: what its code reached by name (guards/name_guards.py). only_here: the first of these that no other process
-    can compare, or "". changes: what it does to lists and mappings of the call (guards/given_changes.py), with results
-    of the graph that come after those that `output` takes. by_strides: those of `mutated` that code changes where they
-    are contiguous, and copies where not. asked: besides sizes (guards/tensor_answers.py).
+    lays_held: whether images in lists lie so as well. names: what its code reached by name (guards/name_guards.py).
+    only_here: the first of these that no other process can compare, or "". changes: what it
+    does to lists and mappings of the call (guards/given_changes.py), with results of the graph that come after those
+    that `output` takes. by_strides: those of `mutated` that code changes where they are contiguous, and copies where
+    not. asked: besides sizes (guards/tensor_answers.py).
     """
 
     graph: torch.fx.GraphModule
@@ -93,6 +94,7 @@ class Captured:
     boundaries: list[str] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     images: bool = False
+    lays_held: bool = False
     names: list[list[Any]] = field(default_factory=list)
     only_here: str = ""
     changes: list[list[Any]] = field(default_factory=list)

@@ -193,8 +193,10 @@ class Planner:
             Contents({type(sub) for sub in root.modules()}).left(),
             self._steps.active(instead=self.record) as session,
         ):
-            call(*args, **kwargs)
-        self._changed.clear()  # they hold what the network made
+            try:
+                call(*args, **kwargs)
+            finally:
+                self._changed.clear()  # they hold what the network made
         self.lost = session.trace.lost
         return session.planning.examples
 
@@ -311,13 +313,13 @@ class Planner:
         own = OwnContainers(wanted.region.module, self._state.besides).now()[1] if other is not None else []
         lists = _lists_in((args, kwargs)) if other is not None else []
         objects, before = contents((args, kwargs), lists=False), contents((args, kwargs, own))
-        held = [list(one) for one in lists]
+        held, given = [list(one) for one in lists], tensors_in((args, kwargs))
         yield
         for one, was in zip(lists, held, strict=True):
             if contents(one) != contents(was):
                 self._changed.append(one)
                 if wanted.images:
-                    _lay_out(one, [*was, args, kwargs])
+                    _lay_out(one, given)
         if not wanted.flat.mappings and contents((args, kwargs), lists=False) != objects:
             self.refusals.add(wanted, None, CHANGES_GIVEN)
             self._changing[type(wanted.region.module)] += 1
@@ -339,11 +341,11 @@ def _may_be_kept(wanted: Wanted, args: Any, kwargs: Any) -> bool:
     return not wanted.flat.mappings or any(map(is_by_modules, (*args, *kwargs.values())))
 
 
-def _lay_out(held: list[Any], given: Any) -> None:
-    """Have tensors that a block put into a list lie as its artefact leaves them. given: what others have of them."""
-    own = {id(tensor) for tensor in tensors_in(given)}
+def _lay_out(held: list[Any], given: Sequence[torch.Tensor]) -> None:
+    """Have tensors that a block put into a list lie as its artefact leaves them. given: what it was called with."""
+    own = set(map(id, given))
     at = [place for place, item in enumerate(held) if isinstance(item, torch.Tensor) and id(item) not in own]
-    for place, tensor in zip(at, to_channels_last([held[i] for i in at], tensors_in(given)), strict=True):
+    for place, tensor in zip(at, to_channels_last([held[i] for i in at], given), strict=True):
         held[place] = tensor
 
 

@@ -29,6 +29,8 @@ def _joined(tensors: Any, dim: Any = 0, **more: Any) -> torch.Tensor | None:
     """Images one behind the other by their channels; None for anything else."""
     if dim not in (1, -3) or more or not isinstance(tensors, (list, tuple)) or not all(map(_is_turned, tensors)):
         return None
+    if any(one.dim() != 4 for one in tensors):
+        return None
     kinds = {(type(one), one.dtype, one.device, one.shape[0], *one.shape[2:]) for one in tensors}
     if len(kinds) != 1:
         return None

@@ -27,6 +27,7 @@ Row = list[Any]  # JSON: one of those, and the answer
 
 NAMES = "names of attributes"
 LIES = "lies as artefacts take it"
+ORDER = "its dimensions lie in their order"
 _ATTRIBUTE = "."  # begins the name of an attribute that a tensor may have
 IS_PARAMETER = "._is_param"  # what `isinstance` asks for
 _OTHER = object()  # in the place of a value of an attribute that no artefact can hold
@@ -46,7 +47,14 @@ TENSORS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "is_contiguous": lambda tensor: tensor.is_contiguous(),
     NAMES: lambda tensor: sorted(vars(tensor)),
     LIES: lambda tensor: (tensor.is_contiguous() or format_of(tensor) == "l") and not tensor.storage_offset(),
+    ORDER: lambda tensor: _is_in_order(tensor),
 }
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous copy has its numbers in the order of memory: a slice of a contiguous tensor has."""
+    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
 
 
 def attribute(name: str) -> str:

@@ -125,7 +125,8 @@ def as_taken(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_held(tensor: torch.Tensor, images: bool) -> torch.Tensor:
-    """As `as_taken` for what lies in lists and mappings, whose memory format no key says. images: the artefact's."""
+    """As `as_taken` for what lies in lists and mappings, whose memory format no key says. images: whether they are
+    laid out: not where the block gives one of them back, which has to be the very tensor."""
     return as_taken(tensor) if images and is_image(tensor) else tensor.contiguous()
 
 

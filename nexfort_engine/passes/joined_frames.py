@@ -34,8 +34,8 @@ def joined_frames(module: GraphModule) -> int:
         in_place = (stride[0], padding[0], dilation[0]) == (1, 0, 1)
         if not in_place or frames < 2 or not gains(node, x, weight, (*stride, *padding, *dilation)):
             continue
-        outputs, channels = (fixed(size) or 0 for size in weight.meta["val"].shape[:2])
-        if outputs < FEWEST or channels % _WIDTH == 0:
+        outputs, channels, _, *places = (fixed(size) or 0 for size in weight.meta["val"].shape)
+        if outputs < FEWEST or channels % _WIDTH == 0 or max(places) == 1:
             continue
         tracer = GraphAppendingTracer(module.graph)
         with module.graph.inserting_before(node):

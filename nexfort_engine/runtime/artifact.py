@@ -73,6 +73,7 @@ def manifest_of(captured: Captured, kind: str, driver: int | None, info: Mapping
         "boundaries": captured.boundaries,
         "groups": captured.groups,
         "images": captured.images,
+        "lays_held": captured.lays_held,
         "sources": captured.sources,
         "names": captured.names,
         "only_here": captured.only_here,
@@ -162,6 +163,7 @@ class Artefact:
         self.sites: list[list[list[Any]]] = manifest["sites"]
         self.boundaries: list[str] = manifest["boundaries"]
         self.groups: list[list[int]] = manifest["groups"]
+        self.lays_held: bool = manifest.get("lays_held", False)
         self.images: bool = manifest["images"]  # they lie with channels innermost
         self.unwatched = False  # whether its operators need not be watched again (cudagraphs/host_constants.py)
         self.foreign = False  # whether some of them are of others, as far as they were watched (capture_check.py)
@@ -349,7 +351,7 @@ class Binding:
         inputs += map(tensors.__getitem__, artefact.tensors)
         if artefact.options:
             held = (option_recorder.look(flat.mappings, path) for path in artefact.options)
-            inputs += [as_held(tensor, artefact.images) for tensor in held]
+            inputs += [as_held(tensor, artefact.lays_held) for tensor in held]
         inputs += [flat.ints[i] for i in artefact.ints]
         if self._strengths:
             inputs += self._as_inputs()

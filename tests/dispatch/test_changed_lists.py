@@ -152,6 +152,14 @@ def test_what_others_put_into_a_list_is_no_input_of_a_block_without_use_for_it(t
     assert not agrees(pair, video(9, 2))["artefacts"]
 
 
+def test_a_plan_that_fails_lets_go_of_what_the_network_keeps(pair: Pair) -> None:
+    pair.net.stops_at = 3  # type: ignore[assignment]
+    for module in (pair.net, pair.compiled):
+        with torch.no_grad(), pytest.raises(KeyError):
+            module(video(5))
+    assert not pair.engine.builder.planner._changed
+
+
 def test_one_frame_at_the_end_gets_forms_of_its_own_and_no_more(pair: Pair) -> None:
     agrees(pair, video(7))
     for frames in (6, 2):  # after a chunk of two frames, and after one frame, with which `max` chooses otherwise

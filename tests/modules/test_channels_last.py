@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images_anywhere import INNERMOST
+from images_anywhere import INNERMOST, compiled
 from large_rows import few
 from pretended_graph import Graph, pretend
 from probe import Probe, block_of
@@ -75,15 +75,6 @@ def merged(h: torch.Tensor) -> torch.Tensor:
     return h.view(h.shape[0] * h.shape[1], -1).relu().view(h.shape)
 
 
-def compiled(net: nn.Module, folder: Path, options: Any = None) -> tuple[Any, Engine]:
-    torch.manual_seed(0)
-    for weight in net.parameters():
-        nn.init.normal_(weight, std=0.3)
-    net = net.eval().requires_grad_(False)
-    engine = Engine(net, CompileConfig.parse(options), Store(folder))
-    return wrap_methods(net, engine, ("forward",)), engine
-
-
 def agree(net: Any, ours: Any, sizes: tuple[int, ...] = (2, 3, 8, 12)) -> list[torch.Tensor]:
     """What the blocks gave; and the result is eager's and lies as eager's does."""
     x = torch.randn(sizes)
@@ -104,52 +95,6 @@ def test_blocks_hand_on_images_with_channels_innermost_and_the_result_lies_as_ea
     report = engine.report.as_dict()
     assert not report["eager"] and not report["variants"] and not report["notes"]
     assert all(weight.is_contiguous() for weight in net.parameters()), "the model's own weights are left alone"
-
-
-class Frames(nn.Module):
-    """A block of videos that convolves each frame, as an upsampling does, and hands on what it sees of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        frames = x.transpose(1, 2).flatten(0, 1)
-        return self.conv(frames).unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
-
-
-class Volumes(nn.Module):
-    """A block of videos that convolves over time as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv3d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.silu(x) + self.conv(x)
-
-
-class Videos(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv3d(3, 8, 1)
-        self.blocks = nn.ModuleList([kind() for kind in (Volumes, Frames, Volumes, Frames, Volumes)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-
-def test_what_is_seen_of_images_lies_in_a_plan_as_behind_an_artefact(tmp_path: Path) -> None:
-    net = Videos()
-    ours, engine = compiled(net, tmp_path)
-    for sizes in ((2, 3, 4, 8, 12), (1, 3, 5, 6, 6)):
-        x = torch.randn(sizes)
-        assert torch.allclose(ours(x), net(x), rtol=1e-4, atol=1e-4)
-    report = engine.report.as_dict()
-    assert not report["eager"] and not report["variants"] and not report["notes"]
 
 
 def test_a_step_that_is_captured_concatenates_its_skip_as_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_results_are_as_near_and_lie_as_before(bias: bool, layout: torch.memory_
         frames(64, 16, 3),
         frames(16, 3, 3),
         frames(16, 16, (1, 3, 3)),
+        frames(16, 16, (3, 1, 1)),
         frames(16, 16, 3, padding=1),
         frames(16, 16, 3, stride=(2, 1, 1)),
         frames(16, 16, 3, dilation=(2, 1, 1)),
@@ -80,7 +81,7 @@ def test_results_are_as_near_and_lie_as_before(bias: bool, layout: torch.memory_
         frames(8, 16, 3),
         frames(16, 16, 3, dtype=torch.float32),
     ],
-    ids=["of 64", "to 3", "one frame", "padded", "every other", "apart", "groups", "few", "in full"],
+    ids=["of 64", "to 3", "one frame", "one place", "padded", "every other", "apart", "groups", "few", "in full"],
 )
 def test_others_are_as_fast_as_they_are(block: Frames) -> None:
     weight = block.conv.weight

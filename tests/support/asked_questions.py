@@ -159,6 +159,9 @@ QUESTIONS = {
     "strides of an argument": _of_given(lambda t: t.stride(0) > 4, square, _wide),
     "offset of an argument": _of_given(lambda t: t.storage_offset() > 0, square, lambda: torch.ones(5, 4)[1:]),
     "layout of a view": _of_given(lambda t: t.transpose(0, 1).is_contiguous(), square, lambda: square().t()),
+    "layout of what is computed": _of_given(
+        lambda t: (t * 2).is_contiguous(), square, _wide, lambda: square().t(), lambda: ONE[0].expand(4, 4)
+    ),
     "layout of an option": _of_option(lambda t: t.is_contiguous(), square, _wide),
     "gradient of an option": _of_option(lambda t: t.requires_grad, square, lambda: square().requires_grad_()),
     "inference of an argument": _of_given(lambda t: t.is_inference(), square, _inference),
