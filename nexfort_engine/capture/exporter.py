@@ -247,13 +247,13 @@ def _names(trace: Trace) -> tuple[list[Row], str]:
     return rows_of(trace.block, trace.codes, trace.reads, _on_tracing_thread, functions, trace.picks.unread)
 
 
-def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path, images: bool) -> torch.Tensor:
-    """The tensor at a path of the call's mappings, as an input of the graph. images: as for `capture`."""
+def look_tensor(mappings: Sequence[dict[Any, Any]], path: option_recorder.Path, laid: bool) -> torch.Tensor:
+    """The tensor at a path of the call's mappings, as an input of the graph. laid: as `images` of `as_held`."""
     found = option_recorder.look(list(mappings), path).detach()
     if found.untyped_storage().nbytes() < found.nbytes:  # it stands for one (Example)
-        dense = as_held(torch.empty(found.shape, dtype=found.dtype, device="meta"), images)
+        dense = as_held(torch.empty(found.shape, dtype=found.dtype, device="meta"), laid)
         return _without_data(found.shape, dense.stride(), found.dtype, found.device)
-    return as_held(found, images)
+    return as_held(found, laid)
 
 
 def _tensor_ops(program: torch.export.ExportedProgram) -> list[tuple[str, Sequence[Any]]]:

@@ -185,7 +185,6 @@ class Planner:
             flat = Flat()
             return [self.requests.wanted(region, flatten_call(args, kwargs, flat), flat)]
         self._weights = self._weights_lost = 0
-        self._changed = []
         devices = sorted({p.device for p in root.parameters() if p.device.type == "cuda"}, key=str)
         with (
             drawn_aside([d.index for d in devices]),

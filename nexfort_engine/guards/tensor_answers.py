@@ -33,6 +33,13 @@ IS_PARAMETER = "._is_param"  # what `isinstance` asks for
 _OTHER = object()  # in the place of a value of an attribute that no artefact can hold
 _OWN = "_nexfort_answers"  # of a tensor that stands for another one, what that answers
 
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous copy has its numbers in the order of memory: a slice of a contiguous tensor has."""
+    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
+
+
 MODES: Mapping[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
 }
@@ -47,14 +54,8 @@ TENSORS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "is_contiguous": lambda tensor: tensor.is_contiguous(),
     NAMES: lambda tensor: sorted(vars(tensor)),
     LIES: lambda tensor: (tensor.is_contiguous() or format_of(tensor) == "l") and not tensor.storage_offset(),
-    ORDER: lambda tensor: _is_in_order(tensor),
+    ORDER: _is_in_order,
 }
-
-
-def _is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether a contiguous copy has its numbers in the order of memory: a slice of a contiguous tensor has."""
-    steps = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
 
 
 def attribute(name: str) -> str:

@@ -30,18 +30,17 @@ def joined_frames(module: GraphModule) -> int:
     found = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.conv3d.default):
         x, weight, bias, stride, padding, dilation = given_to(node)
-        frames = fixed(weight.meta["val"].shape[2]) or 0
-        in_place = (stride[0], padding[0], dilation[0]) == (1, 0, 1)
-        if not in_place or frames < 2 or not gains(node, x, weight, (*stride, *padding, *dilation)):
+        outputs, channels, frames, *places = (fixed(size) or 0 for size in weight.meta["val"].shape)
+        by_frames = (stride[0], padding[0], dilation[0]) == (1, 0, 1)
+        if not by_frames or frames < 2 or max(places) == 1 or outputs < FEWEST or channels % _WIDTH == 0:
             continue
-        outputs, channels, _, *places = (fixed(size) or 0 for size in weight.meta["val"].shape)
-        if outputs < FEWEST or channels % _WIDTH == 0 or max(places) == 1:
+        if not gains(node, x, weight, (*stride, *padding, *dilation)):
             continue
         tracer = GraphAppendingTracer(module.graph)
         with module.graph.inserting_before(node):
-            images, places = joined(Proxy(x, tracer), frames), as_images(Proxy(weight, tracer))
+            images = joined(Proxy(x, tracer), frames), as_images(Proxy(weight, tracer))
             given = [Proxy(bias, tracer) if isinstance(bias, Node) else bias, stride, padding, dilation]
-            written = aten.conv3d.default(images, places, *given)
+            written = aten.conv3d.default(*images, *given)
         replace(node, written)
         found += 1
     fill(module.graph.nodes)

@@ -12,7 +12,7 @@ import torch
 from gpu_video_blocks import VIDEOS
 from hypothesis import given, settings
 from lowering_ahead import code_of, lowered_ahead
-from probe import Probe, error
+from probe import Probe, check_near
 from torch import nn
 from torch.nn import functional
 
@@ -63,10 +63,7 @@ def test_results_are_as_near_and_lie_as_before(tmp_path: Path) -> None:
         x = clip(*sizes, seed)
         assert probe.refuses(x) is None
         truth, theirs = exact(x.double()), block(x)
-        for way in (graph(*weights, x), lowered([*weights, x])):
-            for found, one, right in zip(way, theirs, truth, strict=True):
-                assert found.stride() == one.stride() and found.dtype == one.dtype
-                assert error(found, right) <= 1.1 * error(one, right) + 1e-3
+        check_near([graph(*weights, x), lowered([*weights, x])], theirs, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

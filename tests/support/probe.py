@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,3 +144,11 @@ def error(found: T, truth: T) -> float:
 
 def x(batch: int = 2, length: int = 6, width: int = 8, seed: int = 1) -> T:
     return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
+
+
+def check_near(ways: Sequence[Sequence[T]], theirs: Sequence[T], truth: Sequence[T]) -> None:
+    """Each way's results lie as eager's, have their dtype, and are as near to the truth."""
+    for way in ways:
+        for found, one, right in zip(way, theirs, truth, strict=True):
+            assert found.stride() == one.stride() and found.dtype == one.dtype
+            assert error(found, right) <= 1.1 * error(one, right) + 1e-3

@@ -23,11 +23,8 @@ def convolve(
 
     All lie without gaps. The rest as torch.nn.functional.conv3d takes it. Raises what that raises.
     """
-    if weight.shape[1] == 1 <= x.shape[1] and (stride[0], padding[0], dilation[0]) == (
-        1,
-        0,
-        1,
-    ):  # images, one after another
+    by_frames = (stride[0], padding[0], dilation[0]) == (1, 0, 1)
+    if by_frames and weight.shape[1] == 1 <= x.shape[1]:  # images, one after another
         each = x.flatten(0, 1).permute(0, 3, 1, 2), weight.squeeze(1).permute(0, 3, 1, 2)
         images = torch.ops.aten.convolution.default(
             *each, None, stride[1:], padding[1:], dilation[1:], False, [0, 0], 1
