@@ -163,7 +163,7 @@ def _export(trace: Trace, dynamic: bool, numbers: Numbers) -> torch.export.Expor
             for path in (used.path, *used.further):
                 trace.admit(path)
         except HeldHandedOn:
-            trace.lays_held = False
+            trace.leave_held_as_it_lies()
         except StrengthUsed as used_as_it_is:
             trace.strengths.remove(used_as_it_is.place)
         except Exception as error:

@@ -124,6 +124,10 @@ class Trace:
         self.asked.of(tensors, list(zip(self.paths, extra, strict=True)), each)
         return self.asked
 
+    def leave_held_as_it_lies(self) -> None:
+        """Tensors in lists and mappings are shown as they lie in memory, also where images are laid out anew."""
+        self.lays_held = False
+
     def take_answers(self, answers: list[tuple[Any, Any, Any]]) -> None:
         """What its code is told about sizes comes into this list."""
         self.answers = answers

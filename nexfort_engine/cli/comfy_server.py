@@ -302,11 +302,17 @@ class ComfyServer:
             time.sleep(0.1)
 
     def run(self, workflow: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        """Queues a workflow, waits, and returns its history entry; ComfyError if a node failed."""
+        """Queues a workflow, waits, and returns its history entry; ComfyError, with the traceback, if a node failed."""
         history = self.wait(self.queue(workflow), timeout)
         if (reason := failure(history)) is not None:
-            raise ComfyError(reason)
+            raise ComfyError(f"{reason}\n{_traceback(history)}".strip())
         return history
+
+
+def _traceback(history: Mapping[str, Any]) -> str:
+    """Where the node of a failed prompt failed; empty if that is not known."""
+    messages = (history.get("status") or {}).get("messages", [])
+    return "".join(line for kind, data in messages if kind == "execution_error" for line in data.get("traceback") or ())
 
 
 def failure(history: Mapping[str, Any]) -> str | None:

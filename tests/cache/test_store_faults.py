@@ -228,11 +228,11 @@ def test_leftovers_are_known_by_their_process_where_there_are_no_locks(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store)
+    monkeypatch.setattr(owner, "flock", lambda: None)
     living, dead = (store.root / "staging" / f"{number}-x" for number in (os.getpid(), 2**22 + 7))
     for folder in (living, dead):
         folder.mkdir()
         os.utime(folder, (1.0, 1.0))
-    monkeypatch.setattr(owner, "flock", lambda: None)
     Store(store.root).prune()
     assert living.exists() and not dead.exists()
 
