@@ -67,6 +67,7 @@ NOT_SHAPING: Mapping[str, str] = {
     "system/compiler_reaper.py": "ends compilers whose process is gone",
     "system/cuda_driver.py": "asks for the driver's version",
     "system/cuda_graph_pool.py": "gives back memory of CUDA graphs",
+    "system/live_objects.py": "lists engines and threads",
     "system/process_activity.py": "reads what processes do",
     "system/random_state.py": "keeps the order of random numbers",
     "system/torch_private.py": "lists the private names of torch that the engine uses",

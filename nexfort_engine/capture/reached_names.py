@@ -191,7 +191,9 @@ class _Walk:
             for name in sorted(used.intersection(vars(module))):
                 self._reach(("", ((IMPORT, module.__name__), (ATTRIBUTE, name))), is_called=True)
         for kind in filter(self._resolver.leads_to, list(self._kinds)):
-            held = {name: value for base in kind.__mro__ if not is_library(base) for name, value in vars(base).items()}
+            held: dict[str, Any] = {}
+            for base in kind.__mro__:
+                held |= {} if is_library(base) else dict(vars(base))
             for name in sorted(used.intersection(held) - self._sets):  # what it counts in is its own
                 if function_in(held[name]) is None:  # the functions that ran are known
                     self._reach((kind.__module__, ((CLASS, kind.__qualname__), (ATTRIBUTE, name))), is_called=True)
@@ -311,7 +313,7 @@ class _Walk:
             self._met(None, value.func, depth)
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
             if depth:
-                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                for key, item in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
                     step = (KEY, key) if type(key) in (str, int) and not isinstance(value, (set, frozenset)) else None
                     at = (address[0], (*address[1], step)) if address is not None and step is not None else None
                     self._met(at if not isinstance(item, types.ModuleType) else None, item, depth - 1)

@@ -160,7 +160,7 @@ _CONTAINERS = (collections.OrderedDict, collections.defaultdict, collections.deq
 def _fill(
     own: dict[str, Any], original: dict[str, Any], copies: dict[int, nn.Module], without: Collection[str]
 ) -> None:
-    for name, value in original.items():
+    for name, value in list(original.items()):
         if name in without or (name == "forward" and is_shim(value)):
             continue  # it would run the block itself, or is not the block's own
         own[name] = dict(value) if name in ("_parameters", "_buffers") else _mapped(value, copies)
@@ -176,9 +176,9 @@ def _mapped(value: Any, copies: dict[int, nn.Module], depth: int = 4) -> Any:
     if depth == 0:
         return value
     if type(value) in (list, tuple, set):  # containers of its own: code may keep what it computed in them
-        return type(value)(_mapped(item, copies, depth - 1) for item in value)
+        return type(value)(_mapped(item, copies, depth - 1) for item in list(value))
     if type(value) is dict:
-        return {_mapped_key(key, copies): _mapped(item, copies, depth - 1) for key, item in value.items()}
+        return {_mapped_key(key, copies): _mapped(item, copies, depth - 1) for key, item in list(value.items())}
     if type(value) in _CONTAINERS:  # what a trace puts in must not be found there afterwards
         return copy.copy(value)
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:

@@ -172,13 +172,21 @@ def _module_of(file: str) -> str | None:
     global _looked_through
     if file.startswith("<"):
         return None
-    loaded = len(sys.modules), next(reversed(sys.modules), None)
+    loaded = len(sys.modules), last_key(sys.modules)
     was_loaded, modules = _looked_through
     name = modules.get(file)
     if loaded != was_loaded if name is None else getattr(sys.modules.get(name), "__file__", None) != file:
         modules = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
         _looked_through, name = (loaded, modules), modules.get(file)
     return name
+
+
+def last_key(table: dict[str, Any]) -> str | None:
+    """The key that came last; None of an empty mapping, and while another thread adds to it."""
+    try:
+        return next(reversed(table), None)
+    except RuntimeError:
+        return None
 
 
 def _is_host(name: str, file: str) -> bool:

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 from contextvars import copy_context
 from dataclasses import replace
@@ -29,6 +28,7 @@ from ..reporting import progress
 from ..reporting.report import Report, named
 from ..reporting.resource_shortages import describe_error
 from ..runtime.forward_context import current
+from ..system.live_objects import LiveObjects
 from ..system.process_settings import rare_full_collections
 from ..system.yielding import beside_steps
 
@@ -43,7 +43,7 @@ _BESIDE = "{}, in the background"
 _ENDED = progress.Event(1, 1, 0.0, "Nexfort: compiled in the background; the next picture runs compiled", PHASE)
 _FAILED = progress.Event(1, 1, 0.0, "Nexfort: compiling in the background failed; see the report", PHASE)
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_threads: LiveObjects[threading.Thread] = LiveObjects()
 _ending = threading.Event()
 
 
@@ -61,7 +61,7 @@ def _watch_exit() -> None:
 def _end_all(process: int) -> None:
     if os.getpid() == process:  # a forked child has no such thread
         _ending.set()
-        for thread in list(_threads):
+        for thread in _threads.listed():
             thread.join(_PATIENCE)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 
 from torch import nn
 
@@ -19,13 +18,14 @@ from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from ..runtime.forward_context import ForwardContext
 from ..system.cuda_graph_pool import is_capturing
+from ..system.live_objects import LiveObjects
 from ..weights.lease import WeightProvider, layers_in
 from .prepack_cache import has_prepack_failed, prepack_for
 from .region_table import RegionTable
 
 log = logging.getLogger("nexfort")
 
-_alive: weakref.WeakSet[MemoryReclaim] = weakref.WeakSet()
+_alive: LiveObjects[MemoryReclaim] = LiveObjects()
 
 
 class MemoryReclaim:
@@ -58,7 +58,7 @@ class MemoryReclaim:
 
     def others_give_way(self) -> bool:
         """Have engines that are in no step now give back what they hold. Whether one held anything."""
-        return any([other.give_way() for other in list(_alive) if other is not self])
+        return any([other.give_way() for other in _alive.listed() if other is not self])
 
     def give_way(self) -> bool:
         """As `release`, unless a step is under way, which may be a graph that reads what is held."""
@@ -80,7 +80,7 @@ class MemoryReclaim:
 
     def _is_busy_elsewhere(self) -> bool:
         """Whether the backbone is in another step than this thread's, of whichever engine."""
-        others = [other for other in list(_alive) if other._state.root is self._state.root and other is not self]
+        others = [other for other in _alive.listed() if other._state.root is self._state.root and other is not self]
         return len(self._steps) > 1 or any(other._steps for other in others)
 
     def _give_back(self, provider: WeightProvider) -> None:

@@ -78,7 +78,7 @@ def _names_in(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[str]:
         groups = [value] if isinstance(value, distributed().ProcessGroup) else value.get_all_groups()
         yield from (str(group.group_name) for group in groups)
     elif depth and type(value) in (list, tuple, dict):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in list(value.values() if isinstance(value, dict) else value):
             yield from _names_in(item, depth - 1, seen)
     elif depth and type(fields := getattr(value, "__dict__", None)) is dict:
         seen[id(value)] = value

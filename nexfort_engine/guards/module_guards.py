@@ -45,13 +45,13 @@ def describe(value: Any, depth: int = 3) -> Any:
     if collectives.is_group(value):
         return collectives.describe_group(value)
     if isinstance(value, (tuple, list, torch.Size)):
-        return [type(value).__name__, *[describe(v, depth) for v in value]]
+        return [type(value).__name__, *[describe(v, depth) for v in tuple(value)]]
     if type(value) is range:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, (set, frozenset)):
-        return ["set", *sorted((describe(v, depth) for v in value), key=repr)]
+        return ["set", *sorted([describe(v, depth) for v in tuple(value)], key=repr)]
     if isinstance(value, dict):
-        return [_kind(value), *[[describe(k, depth), describe(v, depth)] for k, v in value.items()]]
+        return [_kind(value), *[[describe(k, depth), describe(v, depth)] for k, v in list(value.items())]]
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return ["torch", str(value)]
     if isinstance(value, type):
@@ -280,14 +280,14 @@ def _alike(value: Any, before: Any) -> bool:
 def _objects_in(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
     """The attribute tables of an object, and of the objects that it and plain containers hold."""
     if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in list(value.values() if isinstance(value, dict) else value):
             yield from _objects_in(item, depth)
         return
     fields = getattr(value, "__dict__", None)
     if fields is None or depth <= 0 or isinstance(value, (type, nn.Module)) or inspect.isroutine(value):
         return
     yield fields
-    for item in fields.values():
+    for item in list(fields.values()):
         yield from _objects_in(item, depth - 1)
 
 

@@ -116,11 +116,11 @@ class _Writer:
             return self._only_here(value)
         each = functools.partial(self.of, depth=depth - 1)
         if kind in _SEQUENCES or _is_named_tuple(value):
-            return [kind.__name__, *map(each, value)]
+            return [kind.__name__, *map(each, tuple(value))]
         if kind in (set, frozenset):
-            return ["set", *sorted(map(each, value), key=repr)]
+            return ["set", *sorted(map(each, tuple(value)), key=repr)]
         if kind in _MAPPINGS:
-            return ["dict", *[[each(k), each(v)] for k, v in value.items()]]
+            return ["dict", *[[each(k), each(v)] for k, v in list(value.items())]]
         if isinstance(value, threading.local):  # what this thread has of it
             return ["thread", *_name(kind), [[name, each(held)] for name, held in sorted(vars(value).items())]]
         if kind is range or kind is slice:
@@ -213,9 +213,9 @@ class _Writer:
         held = {**plain_of_class(kind), **slots, **(fields or {})}
         found = ["object", *_name(kind), [[name, each(held[name])] for name in sorted(held)]]
         if isinstance(value, dict):
-            found.append([[each(key), each(item)] for key, item in dict.items(value)])
+            found.append([[each(key), each(item)] for key, item in list(dict.items(value))])
         elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            items = map(each, value)
+            items = map(each, tuple(value))
             found.append(list(items) if not isinstance(value, (set, frozenset)) else sorted(items, key=repr))
         return found
 
@@ -263,7 +263,9 @@ def plain_of_class(kind: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if not is_library(base):
-            found |= {name: value for name, value in vars(base).items() if type(value) in PLAIN and name[:2] != "__"}
+            found |= {
+                name: value for name, value in list(vars(base).items()) if type(value) in PLAIN and name[:2] != "__"
+            }
     return found
 
 

@@ -125,7 +125,7 @@ def put_back(root: nn.Module, besides: Collection[str]) -> Iterator[None]:
     before = []
     for sub in root.modules():
         for table in (sub.__dict__, sub._modules):
-            before.append((table, {k: v for k, v in table.items() if _is_put_back(k, v, besides)}))
+            before.append((table, {k: v for k, v in list(table.items()) if _is_put_back(k, v, besides)}))
     try:
         yield
     finally:

@@ -116,3 +116,18 @@ def test_modules_are_looked_through_once_for_files_that_are_none(
     assert source_hashes.module_of_code(compile("1", late.__file__, "exec")) is late
     monkeypatch.delitem(sys.modules, "late_module")
     assert source_hashes.module_of_code(compile("1", late.__file__, "exec")) is None
+
+
+def test_a_module_that_another_thread_imports_meanwhile_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that loads an artefact imports modules while a step asks which module some code is part of."""
+
+    class Growing(dict[str, Any]):
+        def __reversed__(self) -> Any:
+            seen = super().__reversed__()
+            self[f"new{len(self)}"] = None
+            return seen
+
+    assert source_hashes.last_key({}) is None and source_hashes.last_key({"a": 1, "b": 2}) == "b"
+    assert source_hashes.last_key(Growing(a=1)) is None
+    monkeypatch.setattr(source_hashes.sys, "modules", Growing(sys.modules))
+    assert source_hashes.module_of_code(probe_module.block_of.__code__) is probe_module

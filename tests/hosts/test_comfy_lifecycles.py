@@ -208,7 +208,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(pair: Callable[[str], Pair],
     def used() -> list[weakref.ref[Any]]:
         at = pair(name)
         sample(at.clone, size=(24, 16))
-        engine = next(e for e in host._live if e.report is at.report)
+        engine = next(e for e in host._live.listed() if e.report is at.report)
         weights = [weakref.ref(w) for w in at.network.parameters()]
         return [weakref.ref(at.network), weakref.ref(engine), *weights]
 

@@ -93,7 +93,7 @@ def test_a_function_attached_to_a_resident_weight_is_honoured(compiled: tuple[An
     plain, before = sample(patcher), sample(clone)
     mark = host.report_of(clone).mark()  # type: ignore[union-attr]
     region = next(
-        r for e in host._live for r in e.regions if r.module is patcher.model.diffusion_model.double_blocks[0]
+        r for e in host._live.listed() for r in e.regions if r.module is patcher.model.diffusion_model.double_blocks[0]
     )
     assert region.weights.layers is not None and region.weights.layers.resident()
     layer = patcher.model.diffusion_model.double_blocks[0].img_mlp[0]

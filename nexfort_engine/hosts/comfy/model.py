@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from ...reporting.report import Report
 from ...runtime.engine_state import HostHooks, Picture
 from ...runtime.forward_context import Calls
 from ...system import process_settings
+from ...system.live_objects import LiveObjects
 from ..comfy_install import comfyui_version, untried
 from . import malloc_graph
 from .conditioning import Conds, StepInvariant
@@ -63,7 +63,7 @@ class Told(Protocol):
 
 
 PlainCall = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-_live: weakref.WeakSet[Told] = weakref.WeakSet()
+_live: LiveObjects[Told] = LiveObjects()
 
 
 class _Engines(dict):
@@ -377,7 +377,7 @@ def report_of(value: Any) -> Report | None:
 
 def reports() -> list[tuple[str, Report]]:
     """Name and report of every engine that is alive."""
-    return [(told.name, told.report) for told in list(_live)]
+    return [(told.name, told.report) for told in _live.listed()]
 
 
 def memory() -> dict[str, Any]:
@@ -394,7 +394,7 @@ def verify_next(report: Report, *, once: bool = False) -> bool:
 
     once: not again where it was done before.
     """
-    found = [told for told in list(_live) if told.report is report]
+    found = [told for told in _live.listed() if told.report is report]
     for told in found:
         if not (once and report.verifications):
             told.verify_next()
