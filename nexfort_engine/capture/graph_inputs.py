@@ -50,6 +50,8 @@ class Placeholders:
         found = cls(constants, a, b, c, d, list(given), written_inputs(graph))
         if any(node in found.written for node in found.weights):
             raise Refused("it changes its own weights or buffers")
+        if any(node in found.written for node, _ in constants):
+            raise Refused("it changes a tensor that it reaches by name, and compiled code would change a copy")
         return found
 
     def used(self, nodes: list[Node]) -> list[int]:

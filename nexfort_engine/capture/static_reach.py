@@ -12,23 +12,31 @@ import dis
 import functools
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..guards.bytecode_names import CELL, CHANGING, GLOBAL, KEY, Chain, names_in
 from ..guards.name_resolver import function_in
-from ..guards.option_recorder import MISSING, Refused
+from ..guards.option_recorder import MISSING
 from ..guards.value_digests import cell_contents, is_library, table_of
-from ..modules.containers import items_of, refill
-from ..modules.tree import fields_of
+from ..modules.tree import PLAIN, fields_of
 from .source_hashes import is_host_code
 
 _MOST_FUNCTIONS = 2000
-_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_ATTR", "DELETE_ATTR")
+_MOST_ITEMS = 256  # of a registry whose functions are followed
+_STORES = (
+    "STORE_GLOBAL",
+    "DELETE_GLOBAL",
+    "STORE_SUBSCR",
+    "DELETE_SUBSCR",
+    "STORE_SLICE",
+    "STORE_ATTR",
+    "DELETE_ATTR",
+    "STORE_DEREF",
+)
 _WRITES = frozenset(number for name, number in dis.opmap.items() if name.startswith(_STORES))
 _ORDERED = (list, collections.deque)
 _CONTAINERS = (*_ORDERED, dict, set)
@@ -37,23 +45,46 @@ Written = tuple[Any, str | None]  # a table or an object, and the name that is w
 
 def functions_of(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[types.FunctionType]:
     """The functions of the host that a forward of these classes may run. modules: only those of these, where given."""
-    due: list[tuple[type | None, Any]] = []
-    seen: set[tuple[type | None, types.CodeType]] = set()
-    for kind in kinds:
-        due.append((kind, _method(kind, "forward")))
+    return (function for function, _ in _walk(kinds, modules))
+
+
+def objects_of(kinds: Iterable[type]) -> list[tuple[Any, set[types.CodeType]]]:
+    """The objects of the host's classes that a forward of these classes may reach by name, with their methods' code."""
+    found: dict[int, tuple[Any, set[types.CodeType]]] = {}
+    for function, owner in _walk(kinds):
+        if owner is not None and not isinstance(owner, type):
+            found.setdefault(id(owner), (owner, set()))[1].add(function.__code__)
+    return list(found.values())
+
+
+def _walk(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[tuple[types.FunctionType, Any]]:
+    """Each function with the class, or the object reached by name, whose method it is; None for another function."""
+    due: list[tuple[Any, Any]] = [(kind, _method(kind, "forward")) for kind in kinds]
+    seen: set[tuple[int, types.CodeType]] = set()
     while due and len(seen) < _MOST_FUNCTIONS:
         owner, value = due.pop()
         function = function_in(value)
-        if function is None or (owner, function.__code__) in seen or not is_host_code(function.__code__):
+        if function is None or (id(owner), function.__code__) in seen or not is_host_code(function.__code__):
             continue
         if modules and function.__globals__.get("__name__") not in modules:
             continue
-        seen.add((owner, function.__code__))
-        yield function
+        seen.add((id(owner), function.__code__))
+        yield function, owner
         names = _outline(function.__code__)[0]
         if owner is not None:
-            due += [(owner, found) for name in names if (found := _method(owner, name)) is not None]
-        due += [(None, found) for found in _named(function, names)]
+            due += _methods(owner, names)
+        for found in _named(function, names):
+            due.append((None, found))
+            if isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_ITEMS:
+                due += [(None, item) for item in list(found.values() if isinstance(found, dict) else found)]
+            if not isinstance(found, (type, nn.Module, torch.Tensor, *PLAIN)) and function_in(found) is None:
+                due += _methods(found, {*names, "__call__"})
+
+
+def _methods(owner: Any, names: Collection[str]) -> Iterator[tuple[Any, Any]]:
+    """The methods of these names that a class, or the class of an object, has."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    return ((owner, found) for name in names if (found := _method(kind, name)) is not None)
 
 
 def written_by(kinds: Iterable[type]) -> list[Written]:
@@ -65,7 +96,7 @@ def written_by(kinds: Iterable[type]) -> list[Written]:
         names = names_in(function.__code__)
         found += [(function.__globals__, name) for name in names.stored]
         for chain in names.changed | names.assigned:
-            value = _end(function, chain)
+            value = end_of(function, chain)
             if value is not MISSING and value is not None:
                 found += [(holder, None) for holder in (value, fields_of(value)) if holder is not None]
     return found
@@ -85,7 +116,7 @@ def set_for_blocks(between: Collection[type], blocks: Collection[type]) -> list[
             if chain[0][0] == GLOBAL:
                 named.add((id(function.__globals__), chain[0][1]))
             for length in range(1, len(chain) + 1):
-                value = _end(function, chain[:length])
+                value = end_of(function, chain[:length])
                 values.update(map(id, (value, fields_of(value))))
     values.discard(id(None))
     return [one for one in written if (id(one[0]) in values if one[1] is None else (id(one[0]), one[1]) in named)]
@@ -95,44 +126,6 @@ def takes_out(kinds: Collection[type]) -> bool:
     """Whether code of the modules of some classes takes something out of a container that it reaches by name."""
     own = {base.__module__ for kind in kinds for base in kind.__mro__ if not is_library(base)}
     return any(taken for *_, taken in _changed_by(functions_of(kinds, own)))
-
-
-class Contents:
-    """The containers that code of some classes changes by name, with what was in each before a trace.
-
-    A dict or a set that only grows is a cache, which code fills again. So is a list to which it adds numbers.
-    """
-
-    def __init__(self, kinds: Collection[type]) -> None:
-        self._before = [(value, items_of(value), code) for value, code, _ in _changed_by(functions_of(kinds))]
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Put back what code changed in a block."""
-        try:
-            yield
-        finally:
-            for value, before, _ in self._before:
-                if _is_changed(value, before):
-                    refill(value, before)
-
-    @contextmanager
-    def kept(self, ran: Callable[[], Collection[types.CodeType]]) -> Iterator[None]:
-        """Put back what code changed in a block, which raises Refused then. ran: the code that did in the block.
-
-        What other threads change meanwhile is gone.
-        """
-        changed: list[Any] = []
-        try:
-            yield
-        finally:
-            for value, before, code in self._before:
-                if _is_changed(value, before) and code in ran():
-                    refill(value, before)
-                    changed.append(value)
-        if changed:
-            kind = type(changed[0]).__name__
-            raise Refused(f"it changes a {kind} that it reaches by name, and compiled code would not")
 
 
 def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, types.CodeType, bool]]:
@@ -146,22 +139,9 @@ def _changed_by(functions: Iterable[types.FunctionType]) -> Iterator[tuple[Any, 
             continue
         names = names_in(function.__code__)
         for chain in names.changed:
-            kind = type(value := _end(function, chain))
+            kind = type(value := end_of(function, chain))
             if kind in _ORDERED or (kind in _CONTAINERS and chain in names.taken):
                 yield value, function.__code__, chain in names.taken
-
-
-def _is_changed(value: Any, before: list[Any]) -> bool:
-    """Whether a container lacks something that it had, or a list got tensors, which whoever reads it would miss.
-
-    Numbers that are put into a list count calls.
-    """
-    if isinstance(value, dict):
-        return any(key not in value for key, _ in before)
-    now, was = Counter(map(id, value)), Counter(map(id, before))
-    if was - now:
-        return True
-    return type(value) in _ORDERED and any(isinstance(one, torch.Tensor) and not was[id(one)] for one in value)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -179,6 +159,16 @@ def _outline(code: types.CodeType) -> tuple[frozenset[str], frozenset[int]]:
             names |= inner[0]
             writes |= inner[1]
     return frozenset(names), frozenset(writes)
+
+
+def may_write(code: types.CodeType) -> bool:
+    """Whether code has an instruction that may write by a name."""
+    return bool(_outline(code)[1])
+
+
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names in code, functions inside it included."""
+    return _outline(code)[0]
 
 
 def _named(function: types.FunctionType, names: Collection[str]) -> Iterator[Any]:
@@ -202,7 +192,7 @@ def _method(kind: type, name: str) -> Any:
     return None if owner is None or is_library(owner) else vars(owner)[name]
 
 
-def _end(function: types.FunctionType, chain: Chain) -> Any:
+def end_of(function: types.FunctionType, chain: Chain) -> Any:
     """What a chain of a function's code leads to now, as far as no code has to run; MISSING where that is not known."""
     (kind, name), rest = chain[0], chain[1:]
     if kind == GLOBAL:

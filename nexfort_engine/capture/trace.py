@@ -38,6 +38,7 @@ from ..system.torch_modes import default_device
 from ..weights.subclass_unwrap import Parts
 from .backend_operators import Picks, backends_by_operators
 from .boundary_calls import call_as_it_is
+from .named_state import NamedState
 from .shadow_module import Reads, Shadow, path_of
 from .shape_recorder import SizesKeptFree
 from .side_effects import (
@@ -52,7 +53,6 @@ from .side_effects import (
     tensors_held,
 )
 from .source_hashes import walked
-from .static_reach import Contents
 from .subclass_dispatch import own_operators
 from .tensor_questions import COMPARES_OTHERS, TensorQuestions, compares_any, compares_functions
 from .thread_number import ThreadNumber, holds_thread
@@ -110,7 +110,7 @@ class Trace:
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
-        self.contents = Contents(classes_in(block))
+        self.state = NamedState(classes_in(block))
         self.strengths = [
             (path, name, keys)
             for path, name, keys in scalar_inputs.places(block)
@@ -212,6 +212,28 @@ def _put_in(module: nn.Module, places: Sequence[tuple[str, str, str]], container
     return found
 
 
+def is_computed_of(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor that the trace which is under way made was computed of the numbers of some that it was given.
+
+    One that was computed of their sizes was not.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    assert mode is not None, "only a trace makes tensors that are asked about"
+    slots = [get_proxy_slot(one, mode.tracer, None) for one in (tensor, *given)]
+    last, *starts = [None if slot is None else slot.proxy.node for slot in slots]
+    due, seen = [last] if last is not None else [], set[Any]()
+    while due:
+        node = due.pop()
+        if node in starts:
+            return True
+        if node not in seen:
+            seen.add(node)
+            due += [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), (torch.Tensor, type(None)))]
+    return False
+
+
 class HeldHandedOn(Exception):
     """A block gives what lies in a list, which has to be the very tensor, and no copy that lies otherwise."""
 
@@ -294,7 +316,8 @@ class Lifted(nn.Module):
             thread = ThreadNumber(trace.example.thread)
             asked = trace.asks(tensors, extra, whole)
             scopes = (calls, own_operators(), default_device(trace.device), thread.told(), asked.told())
-            with trace.contents.kept(lambda: trace.codes), walked() as trace.codes, ExitStack() as stack:
+            of_given = functools.partial(is_computed_of, given=[*tensors, *extra])
+            with trace.state.kept(lambda: trace.codes, of_given), walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)
                 trace.picks = stack.enter_context(backends_by_operators())

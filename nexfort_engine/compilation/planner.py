@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from ..capture.named_state import NamedState
 from ..capture.side_effects import CHANGES_GIVEN
-from ..capture.static_reach import Contents
 from ..capture.trace import contents
 from ..cudagraphs import memory_budget
 from ..cudagraphs.host_constants import tensors_in
@@ -189,7 +189,7 @@ class Planner:
         with (
             drawn_aside([d.index for d in devices]),
             left_alone(root, self._state.besides),
-            Contents({type(sub) for sub in root.modules()}).left(),
+            NamedState({type(sub) for sub in root.modules()}).left(),
             self._steps.active(instead=self.record) as session,
         ):
             try:

@@ -34,6 +34,7 @@ _NOISE = frozenset(
 )
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CONST_IMMORTAL")
 _LOCAL_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+_EXCHANGES = ("SWAP", "ROT_")  # of what lies on top of the stack
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -42,19 +43,22 @@ class Names:
     """What a function's code reaches, functions defined inside it included.
 
     chains: in the order of the code. called: those that it does nothing with but call what is there. whole: those whose
-    value goes where its attributes cannot be followed. stored: globals that it assigns. changed: chains of containers
-    that it changes. taken: those that it takes something out of. assigned: those of which it assigns items or
-    attributes. attributes: the names of all attributes that it asks anything for. sets: those that it sets, or that
-    hold what it changes. texts: the strings in it.
+    value goes where its attributes cannot be followed. stored: globals that it assigns. rebound: free variables that it
+    assigns. changed: chains of containers that it changes. taken: those that it takes something out of. assigned: those
+    of which it assigns items or attributes. counted: those of which it changes items or attributes in their place
+    (`+=`). attributes: the names of all attributes that it asks anything for. sets: those that it sets, or that hold
+    what it changes. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
     called: frozenset[Chain]
     whole: frozenset[Chain]
     stored: frozenset[str]
+    rebound: frozenset[str]
     changed: frozenset[Chain]
     taken: frozenset[Chain]
     assigned: frozenset[Chain]
+    counted: frozenset[Chain]
     attributes: frozenset[str]
     sets: frozenset[str]
     texts: frozenset[str]
@@ -66,6 +70,7 @@ class _Op:
     value: Any
     effect: int  # on the height of the stack
     calls: bool = False  # what is loaded is called
+    in_place: bool = False  # it is an operator such as `+=`
 
 
 @functools.lru_cache(maxsize=8192)
@@ -73,8 +78,9 @@ def names_in(code: types.CodeType) -> Names:
     """The names that a code object reaches."""
     found = _Reader(code).read()
     chains = {chain: chain in found.called for chain in found.chains}
-    whole, stored = set(found.whole), set(found.stored)
+    whole, stored, rebound = set(found.whole), set(found.stored), set(found.rebound)
     changed, taken, assigned = set(found.changed), set(found.taken), set(found.assigned)
+    counted = set(found.counted)
     attributes, sets, texts = set(found.attributes), set(found.sets), set(found.texts)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -85,20 +91,36 @@ def names_in(code: types.CodeType) -> Names:
                     chains[chain] = chain in inner.called and chains.get(chain, True)
             whole |= inner.whole
             stored |= inner.stored
+            rebound |= inner.rebound & set(code.co_freevars)
             changed |= inner.changed
             taken |= inner.taken
             assigned |= inner.assigned
+            counted |= inner.counted
             attributes |= inner.attributes
             sets |= inner.sets
             texts |= inner.texts
     called = frozenset(chain for chain, is_called in chains.items() if is_called)
-    ways = frozenset(whole), frozenset(stored), frozenset(changed), frozenset(taken), frozenset(assigned)
-    return Names(tuple(chains), called, *ways, frozenset(attributes), frozenset(sets), frozenset(texts))
+    return Names(
+        chains=tuple(chains),
+        called=called,
+        whole=frozenset(whole),
+        stored=frozenset(stored),
+        rebound=frozenset(rebound),
+        changed=frozenset(changed),
+        taken=frozenset(taken),
+        assigned=frozenset(assigned),
+        counted=frozenset(counted),
+        attributes=frozenset(attributes),
+        sets=frozenset(sets),
+        texts=frozenset(texts),
+    )
 
 
 def _ops(code: types.CodeType) -> Iterator[_Op]:
+    before = 0  # what instructions that are left out put on the stack
     for one in dis.get_instructions(code):
         if one.opname in _NOISE:
+            before += dis.stack_effect(one.opcode, one.arg, jump=False)
             continue
         pair = one.opname.split("_FAST_")
         if len(pair) == 2 and isinstance(one.argval, tuple):  # two instructions in one, as Python 3.13 writes them
@@ -106,7 +128,10 @@ def _ops(code: types.CodeType) -> Iterator[_Op]:
             yield from (_Op(n, v, -1 if n == "STORE_FAST" else 1) for n, v in zip(names, one.argval, strict=True))
             continue
         name = "BINARY_SUBSCR" if one.opname == "BINARY_OP" and one.argrepr == "[]" else one.opname
-        yield _Op(name, one.argval, dis.stack_effect(one.opcode, one.arg, jump=False), _is_of_a_call(one))
+        in_place = one.opname.startswith("INPLACE_") or (one.opname == "BINARY_OP" and one.argrepr.endswith("="))
+        effect = dis.stack_effect(one.opcode, one.arg, jump=False) + before
+        before = 0
+        yield _Op(name, one.argval, effect, _is_of_a_call(one), in_place)
 
 
 def _is_of_a_call(one: dis.Instruction) -> bool:
@@ -129,6 +154,7 @@ class _Reader:
         self._changed: set[Chain] = set()
         self._taken: set[Chain] = set()
         self._assigned: set[Chain] = set()
+        self._counted: set[Chain] = set()
         self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
         self._aliases: dict[str, Chain] = {}  # locals that are assigned once, with what a chain leads to
         stores = Counter(op.value for op in self._ops if op.name == "STORE_FAST")
@@ -149,14 +175,24 @@ class _Reader:
             elif op.name in ("STORE_ATTR", "DELETE_ATTR"):
                 self._note_changed(number, above=0)
         stored = frozenset(str(op.value) for op in self._ops if op.name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+        rebound = {str(op.value) for op in self._ops if op.name in ("STORE_DEREF", "DELETE_DEREF")}
         called = frozenset(chain for chain, is_called in self._chains.items() if is_called)
-        whole, changed, assigned = map(frozenset, (self._whole, self._changed, self._assigned))
-        taken = frozenset(self._taken)
         texts = frozenset(text for const in self._code.co_consts for text in _texts_in(const))
         self._sets.update(op.value for op in self._ops if op.name in ("STORE_ATTR", "DELETE_ATTR"))
-        sets = frozenset(self._sets)
-        attributes = frozenset(self._code.co_names)
-        return Names(tuple(self._chains), called, whole, stored, changed, taken, assigned, attributes, sets, texts)
+        return Names(
+            chains=tuple(self._chains),
+            called=called,
+            whole=frozenset(self._whole),
+            stored=stored,
+            rebound=frozenset(rebound.intersection(self._code.co_freevars)),
+            changed=frozenset(self._changed),
+            taken=frozenset(self._taken),
+            assigned=frozenset(self._assigned),
+            counted=frozenset(self._counted),
+            attributes=frozenset(self._code.co_names),
+            sets=frozenset(self._sets),
+            texts=texts,
+        )
 
     def _base(self, number: int, op: _Op) -> Chain | None:
         """The chain of one step, or that of a local, that an instruction begins."""
@@ -236,6 +272,11 @@ class _Reader:
 
     def _note_changed(self, number: int, above: int, *, takes: bool = False) -> None:
         """What an item or attribute is stored in or deleted from lies below so many values on the stack."""
+        start, counts = number, False
+        while start and self._ops[start - 1].name.startswith(_EXCHANGES):
+            start -= 1
+        if start < number and self._ops[start - 1].in_place:  # `x[key] += 1` puts its result below what it is stored in
+            number, above, counts = start, above + 1, True
         for at in range(number - 1, -1, -1):
             op = self._ops[at]
             if above == 0 and not op.name.startswith(("STORE_", "POP_", "DELETE_")):  # it puts a value on top
@@ -244,6 +285,8 @@ class _Reader:
                     self._assigned.add(self._at[at])
                     if takes:
                         self._taken.add(self._at[at])
+                    if counts:
+                        self._counted.add(self._at[at])
                 if op.name == "LOAD_ATTR":
                     self._sets.add(op.value)
                 return

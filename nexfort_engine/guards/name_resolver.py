@@ -7,13 +7,16 @@ that a module that was loaded anew, with a dict of its own, is not taken for the
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
+import gc
 import inspect
 import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
@@ -47,6 +50,7 @@ _WRAPPING = (collections.UserDict, collections.UserList, collections.ChainMap)
 _VERSION = "_version"  # how often a tensor was written to
 _MOST_VERSIONS = 4096
 _versions: dict[int, int] = {}
+_REFERENT = "()"  # what a weak reference leads to
 _NUMBERS = "tobytes"  # the numbers of an array, which tells of no change
 _MOST_BYTES = 1 << 16  # of an array whose numbers are compared in each step
 _held: dict[bytes, bytes] = {}
@@ -133,6 +137,7 @@ class Resolver:
                 break
             if isinstance(value, ContextVar):
                 break  # its value counts, whatever is asked of it
+            value = behind(value)
             if kind == CELL:
                 value = self._cell(value, name)
             elif kind == KEY:
@@ -158,7 +163,11 @@ class Resolver:
                     break
         if isinstance(value, ContextVar) and self._deep:  # hosts tell in some which prompt they are at
             value = self._looked(FIELD, value, "get", field_of(value, "get"))
+        value = behind(value)
         self._note(value, self._depth)
+        if isinstance(value, weakref.ReferenceType):
+            more.append(self._looked(FIELD, value, _REFERENT, value()))
+            self._note(value(), self._depth)
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
             more.append(self._note_object(value.__self__))
         return [value, *more]
@@ -173,6 +182,9 @@ class Resolver:
     def _item(self, value: Any, key: Any) -> Any:
         if isinstance(value, dict):
             return self._looked(TABLE, value, key, dict.get(value, key, MISSING))
+        if isinstance(value, collections.ChainMap):
+            each = [self._item(behind(one), key) for one in value.maps]
+            return next((one for one in each if one is not MISSING), MISSING)
         if isinstance(value, (list, tuple)) and type(key) is int and -len(value) <= key < len(value):
             self._note_content(value, 1)
             return value[key]
@@ -228,16 +240,16 @@ class Resolver:
         if isinstance(value, torch.Tensor) and self._deep and not isinstance(value, nn.Parameter):
             self._looked(FIELD, value, _VERSION, field_of(value, _VERSION))  # a graph keeps its numbers
             self._looked(FIELD, value, "requires_grad", value.requires_grad)
-        if is_array(value) and (self._deep or value.nbytes <= _MOST_BYTES):
-            if value.nbytes > _MOST_BYTES:
-                raise Refused(f"its code reads an array of {value.nbytes} bytes, too many to compare in each step")
+        if is_array(value) and (self._deep or _bytes_in(value) <= _MOST_BYTES):
+            if _bytes_in(value) > _MOST_BYTES:
+                raise Refused(f"its code reads an array of {_bytes_in(value)} bytes, too many to compare in each step")
             self._looked(FIELD, value, _NUMBERS, field_of(value, _NUMBERS))
         if isinstance(value, _CONTAINERS):
             self._note_content(value, depth)
         elif isinstance(value, type):
             self._note_class(value)
         if isinstance(value, _WRAPPING):  # libraries' classes that hold a plain container
-            self._note_content(fields_of(value), 2)
+            self._note_content(fields_of(value), 3)
         skipped = (types.ModuleType, types.FunctionType, types.MethodType, type, nn.Module, torch.Tensor)
         holds = fields_of(value) is not None or slots_of(type(value))
         if depth > 0 and holds and not isinstance(value, (*skipped, *PLAIN)) and not is_library(type(value)):
@@ -307,8 +319,22 @@ def function_in(value: Any) -> types.FunctionType | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy's, whose numbers others may change in their place."""
+    """Whether a value is an array of NumPy's or Python's, whose numbers others may change in their place."""
+    if isinstance(value, (array.array, bytearray)):
+        return True
     return type(value).__module__ == "numpy" and hasattr(value, "nbytes") and hasattr(value, "flags")
+
+
+def _bytes_in(value: Any) -> int:
+    return int(value.nbytes) if hasattr(value, "nbytes") else len(value) * getattr(value, "itemsize", 1)
+
+
+def behind(value: Any) -> Any:
+    """The dict that a read-only view of one shows; any other value itself."""
+    if isinstance(value, types.MappingProxyType):
+        (shown,) = gc.get_referents(value)
+        return shown
+    return value
 
 
 def is_container(value: Any) -> bool:
@@ -345,7 +371,7 @@ def field_of(value: Any, name: str) -> Any:
         if name == _NUMBERS and is_array(value):  # one object for equal numbers: places are compared by it
             if len(_held) > _MOST_VERSIONS:
                 _held.clear()
-            numbers = value.tobytes()
+            numbers = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
             return _held.setdefault(numbers, numbers)
         if name == _VERSION and isinstance(
             value, torch.Tensor
@@ -353,6 +379,8 @@ def field_of(value: Any, name: str) -> Any:
             if len(_versions) > _MOST_VERSIONS:
                 _versions.clear()
             return None if value.is_inference() else _versions.setdefault(value._version, value._version)
+        if isinstance(value, weakref.ReferenceType):
+            return value()
         return _in_context(value) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
     except Exception:
         return object()

@@ -127,6 +127,8 @@ class _Writer:
             return [kind.__name__, repr(value)]
         if isinstance(value, types.MethodType):
             return ["method", each(value.__func__), each(value.__self__)]
+        if isinstance(value, weakref.ReferenceType):
+            return ["weak", each(value())]
         if isinstance(value, functools.partial):
             return ["partial", *map(each, (value.func, value.args, value.keywords))]
         if isinstance(value, (staticmethod, classmethod)):

@@ -68,9 +68,10 @@ def test_operators_of_others_are_walked_into(tmp_path: Path, monkeypatch: pytest
 def test_no_garbage_is_collected_meanwhile() -> None:
     """The finalizers of what others left behind would count as code of the block."""
     seen: set[bool] = set()
+    note = seen.add  # what code puts into a set by its name is taken out after a trace
 
     def looks(block: Any, h: torch.Tensor) -> torch.Tensor:
-        seen.add(gc.isenabled())
+        note(gc.isenabled())
         return block.linear(h)
 
     assert gc.isenabled()

@@ -103,6 +103,26 @@ NAMES = {
         "CONFIG = {}\n" + PLAIN.format("(self.l(x) * 5 if 'scale' in CONFIG else self.l(x))"),
         "m.CONFIG['scale'] = 5.0",
     ),
+    "a view of a dict": (
+        "import types\nHELD = {'scale': 2.0}\nVIEW = types.MappingProxyType(HELD)\n"
+        + PLAIN.format("self.l(x) * VIEW['scale']"),
+        "m.HELD['scale'] = 5.0",
+    ),
+    "a dict in a chain of dicts": (
+        "import collections\nHELD = {'scale': 2.0}\nCHAIN = collections.ChainMap({}, HELD)\n"
+        + PLAIN.format("self.l(x) * CHAIN['scale']"),
+        "m.HELD['scale'] = 5.0",
+    ),
+    "bytes that change": ("HELD = bytearray(b'2')\n" + PLAIN.format("self.l(x) * HELD[0]"), "m.HELD[0] = 99"),
+    "an array of Python's": (
+        "import array\nHELD = array.array('d', [2.0])\n" + PLAIN.format("self.l(x) * HELD[0]"),
+        "m.HELD[0] = 5.0",
+    ),
+    "what a weak reference leads to": (
+        "import weakref\nclass Held:\n    scale = 2.0\nHELD = Held()\nHELD.scale = 2.0\nREF = weakref.ref(HELD)\n"
+        + PLAIN.format("self.l(x) * REF().scale"),
+        "m.HELD.scale = 5.0",
+    ),
     "a variable of the environment": (
         PLAIN.format("(self.l(x) * 5 if os.environ.get('NEXFORT_TEST_FORM') else self.l(x))"),
         "os.environ['NEXFORT_TEST_FORM'] = '1'",
