@@ -24,7 +24,7 @@ from ..guards.name_resolver import text_of
 from ..guards.option_recorder import MISSING, Refused
 from ..guards.value_digests import cell_contents
 from ..modules.tree import PLAIN, fields_of
-from .static_reach import end_of, functions_of, may_write, names_of, objects_of
+from .static_reach import end_of, functions_of, lies_in, may_write, names_of, objects_of
 
 _ORDERED = (list, collections.deque)
 _KINDS = (list, collections.deque, dict, set)
@@ -42,7 +42,9 @@ IsGiven = Callable[[torch.Tensor], bool]
 class NamedState:
     """What code of some classes may change by name, as it was when this was made."""
 
-    def __init__(self, kinds: Collection[type]) -> None:
+    def __init__(self, kinds: Collection[type], besides: Collection[str] = ()) -> None:
+        """besides: names of modules whose code is left out, with what lies in them."""
+        self._besides = besides
         self._containers: dict[int, _Container] = {}
         self._tables: list[_Table] = []
         self._cells: list[_Cell] = []
@@ -50,7 +52,7 @@ class NamedState:
         self._generators: list[Any] = []
         self._tensors: dict[int, _Numbers] = {}
         read: set[tuple[int, str]] = set()
-        for function in functions_of(kinds):
+        for function in functions_of(kinds, besides=besides):
             code = function.__code__
             if may_write(code):
                 self._of(function, names_in(code), read)
@@ -61,7 +63,7 @@ class NamedState:
                 self._container(value, code)
         for table in self._tables:
             table.read = {name for name in table.names if (id(table.holder), name) in read}
-        for value, codes in objects_of(kinds):
+        for value, codes in objects_of(kinds, besides):
             self._object(value, codes)
 
     def _of(self, function: types.FunctionType, names: Names, read: set[tuple[int, str]]) -> None:
@@ -89,12 +91,18 @@ class NamedState:
                     one[: len(chain)] == chain and one[-1][0] == KEY for one in names.chains
                 )
                 self._container(value, code, read=is_read, counted=chain in names.counted)
-            elif value is not MISSING and chain in names.assigned and not isinstance(value, nn.Module):
+            elif value is not MISSING and chain in names.assigned and not self._is_left(value):
                 own = fields_of(value)
                 if isinstance(value, type) or own is not None:
                     self._tables.append(_Table(value, own, names.sets, {code}))
                     if chain in names.counted:
                         read |= {(id(value), name) for name in names.sets}
+
+    def _is_left(self, holder: Any) -> bool:
+        """Whether what an object holds is a module's own, or its code's that is left out."""
+        kind = holder if isinstance(holder, (type, types.FunctionType)) else type(holder)
+        module = holder.__name__ if isinstance(holder, types.ModuleType) else kind.__module__
+        return isinstance(holder, nn.Module) or lies_in(str(module), self._besides)
 
     def _object(self, value: Any, codes: Collection[types.CodeType]) -> None:
         """An object whose methods may write to whatever it holds."""

@@ -43,21 +43,28 @@ _CONTAINERS = (*_ORDERED, dict, set)
 Written = tuple[Any, str | None]  # a table or an object, and the name that is written in it; None: any of its names
 
 
-def functions_of(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[types.FunctionType]:
-    """The functions of the host that a forward of these classes may run. modules: only those of these, where given."""
-    return (function for function, _ in _walk(kinds, modules))
+def functions_of(
+    kinds: Iterable[type], modules: Collection[str] = (), besides: Collection[str] = ()
+) -> Iterator[types.FunctionType]:
+    """The functions of the host that a forward of these classes may run.
+
+    modules: only those of these, where given. besides: none of these, nor of what lies in them.
+    """
+    return (function for function, _ in _walk(kinds, modules, besides))
 
 
-def objects_of(kinds: Iterable[type]) -> list[tuple[Any, set[types.CodeType]]]:
+def objects_of(kinds: Iterable[type], besides: Collection[str] = ()) -> list[tuple[Any, set[types.CodeType]]]:
     """The objects of the host's classes that a forward of these classes may reach by name, with their methods' code."""
     found: dict[int, tuple[Any, set[types.CodeType]]] = {}
-    for function, owner in _walk(kinds):
+    for function, owner in _walk(kinds, (), besides):
         if owner is not None and not isinstance(owner, type):
             found.setdefault(id(owner), (owner, set()))[1].add(function.__code__)
     return list(found.values())
 
 
-def _walk(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[tuple[types.FunctionType, Any]]:
+def _walk(
+    kinds: Iterable[type], modules: Collection[str], besides: Collection[str]
+) -> Iterator[tuple[types.FunctionType, Any]]:
     """Each function with the class, or the object reached by name, whose method it is; None for another function."""
     due: list[tuple[Any, Any]] = [(kind, _method(kind, "forward")) for kind in kinds]
     seen: set[tuple[int, types.CodeType]] = set()
@@ -66,7 +73,8 @@ def _walk(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[tupl
         function = function_in(value)
         if function is None or (id(owner), function.__code__) in seen or not is_host_code(function.__code__):
             continue
-        if modules and function.__globals__.get("__name__") not in modules:
+        module = str(function.__globals__.get("__name__"))
+        if (modules and module not in modules) or lies_in(module, besides):
             continue
         seen.add((id(owner), function.__code__))
         yield function, owner
@@ -159,6 +167,11 @@ def _outline(code: types.CodeType) -> tuple[frozenset[str], frozenset[int]]:
             names |= inner[0]
             writes |= inner[1]
     return frozenset(names), frozenset(writes)
+
+
+def lies_in(module: str, packages: Collection[str]) -> bool:
+    """Whether a module is one of some, or lies in one."""
+    return any(f"{module}.".startswith(f"{one}.") for one in packages)
 
 
 def may_write(code: types.CodeType) -> bool:

@@ -73,6 +73,7 @@ class HostHooks:
         need is planned with it.
     picture: which picture a call is a step of; None where nobody says.
     works_on: what the host works on now, a prompt for example; None for nothing. Asked by other threads.
+    accounts: the modules in which it counts the memory that it manages. What a plan does there is done for good.
     """
 
     cancel: Callable[[], None] = lambda: None
@@ -84,6 +85,7 @@ class HostHooks:
     also: Also = lambda args, kwargs: []
     picture: Callable[[tuple[Any, ...], dict[str, Any]], Picture | None] = lambda args, kwargs: None
     works_on: Callable[[], Hashable] = lambda: None
+    accounts: tuple[str, ...] = ()
 
 
 class EngineState:

@@ -63,6 +63,8 @@ class Told(Protocol):
 
 
 PlainCall = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+# modules that count memory which ComfyUI has pinned, cast or loaded
+_ACCOUNTS = ("comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy_aimdo")
 _live: LiveObjects[Told] = LiveObjects()
 
 
@@ -305,6 +307,7 @@ def new_engine(
         weights_name=PatchNames(model).name,
         picture=picture,
         works_on=running_prompt,
+        accounts=_ACCOUNTS,
     )
     name, provider = name or type(model).__name__, ComfyWeights(model, computing)
     engine = Engine(network, config, store_at(cache_root()), name=name, provider=provider, hooks=hooks, **given)
