@@ -43,30 +43,31 @@ _CONTAINERS = (*_ORDERED, dict, set)
 Written = tuple[Any, str | None]  # a table or an object, and the name that is written in it; None: any of its names
 
 
-def functions_of(
-    kinds: Iterable[type], modules: Collection[str] = (), besides: Collection[str] = ()
-) -> Iterator[types.FunctionType]:
-    """The functions of the host that a forward of these classes may run.
-
-    modules: only those of these, where given. besides: none of these, nor of what lies in them.
-    """
-    return (function for function, _ in _walk(kinds, modules, besides))
+def functions_of(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[types.FunctionType]:
+    """The functions of the host that a forward of these classes may run. modules: only those of these, where given."""
+    return (function for function, _ in walk([(kind, _method(kind, "forward")) for kind in kinds], modules))
 
 
-def objects_of(kinds: Iterable[type], besides: Collection[str] = ()) -> list[tuple[Any, set[types.CodeType]]]:
-    """The objects of the host's classes that a forward of these classes may reach by name, with their methods' code."""
-    found: dict[int, tuple[Any, set[types.CodeType]]] = {}
-    for function, owner in _walk(kinds, (), besides):
-        if owner is not None and not isinstance(owner, type):
-            found.setdefault(id(owner), (owner, set()))[1].add(function.__code__)
-    return list(found.values())
+def run_by(modules: Iterable[nn.Module], besides: Collection[str] = ()) -> Iterator[tuple[types.FunctionType, Any]]:
+    """The functions that some modules may run by their forward, and those that are attributes of theirs; as `walk`."""
+    starts: dict[tuple[int, int], tuple[Any, Any]] = {}
+    for module in modules:
+        kind = type(module)
+        starts[0, id(kind)] = kind, _method(kind, "forward")
+        for value in list(module.__dict__.values()):
+            if (function := function_in(value)) is not None:
+                starts[1, id(function)] = None, function
+    return walk(list(starts.values()), (), besides)
 
 
-def _walk(
-    kinds: Iterable[type], modules: Collection[str], besides: Collection[str]
+def walk(
+    due: list[tuple[Any, Any]], modules: Collection[str] = (), besides: Collection[str] = ()
 ) -> Iterator[tuple[types.FunctionType, Any]]:
-    """Each function with the class, or the object reached by name, whose method it is; None for another function."""
-    due: list[tuple[Any, Any]] = [(kind, _method(kind, "forward")) for kind in kinds]
+    """Each function with the class, or the object reached by name, whose method it is; None for another function.
+
+    due: those to begin with. modules: only those of these, where given. besides: none of these, nor of what lies in
+    them.
+    """
     seen: set[tuple[int, types.CodeType]] = set()
     while due and len(seen) < _MOST_FUNCTIONS:
         owner, value = due.pop()

@@ -24,7 +24,6 @@ from ..guards.callback_sites import Sites, Substitute
 from ..guards.function_spec import held_by
 from ..guards.given_changes import Names, rows_of
 from ..guards.list_recorder import RecordedList, hand
-from ..guards.name_resolver import classes_in
 from ..guards.option_recorder import ReadSet, Refused
 from ..guards.scalar_inputs import Strength, StrengthUsed
 from ..guards.sentinels import ValueUsed
@@ -110,7 +109,7 @@ class Trace:
         self.device = device  # the default one of the thread that asks for the capture; another one traces
         self.answers: list[tuple[Any, Any, Any]] = []  # what its code was told about sizes
         self._modules = dict(block.named_modules())
-        self.state = NamedState(classes_in(block))
+        self.state = NamedState(block.modules())
         self.strengths = [
             (path, name, keys)
             for path, name, keys in scalar_inputs.places(block)
@@ -213,9 +212,9 @@ def _put_in(module: nn.Module, places: Sequence[tuple[str, str, str]], container
 
 
 def is_computed_of(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor that the trace which is under way made was computed of the numbers of some that it was given.
+    """Whether a tensor was made by the trace that is under way, of the numbers of some that it was given.
 
-    One that was computed of their sizes was not.
+    One that was made of their sizes was not.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 

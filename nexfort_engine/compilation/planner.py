@@ -189,7 +189,7 @@ class Planner:
         with (
             drawn_aside([d.index for d in devices]),
             left_alone(root, self._state.besides),
-            NamedState({type(sub) for sub in root.modules()}, self._state.hooks.accounts).left(),
+            NamedState(root.modules(), self._state.hooks.accounts).left(),
             self._steps.active(instead=self.record) as session,
         ):
             try:

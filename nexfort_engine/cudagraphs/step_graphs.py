@@ -10,7 +10,7 @@ time. Weights that the host keeps elsewhere are held at their addresses for the 
 there (weights/residency.py).
 
 Refused, with the reason in the report: patches and ControlNets (code of others, which may do anything), regions that
-run eager, and calls whose values cannot be fed in from outside.
+run eager, code that counts (capture/named_state.py), and calls whose values cannot be fed in from outside.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.named_state import NamedState
 from ..capture.reached_names import rows_of
 from ..capture.source_hashes import walked
 from ..guards import option_recorder
@@ -69,6 +70,7 @@ _PART_KEPT = 24  # of the weights' bytes, of what is made of prompts for all com
 _LEAST_KEPT = 100 << 20  # bytes
 _MADE_ANEW = "what is made of a prompt is made in each step: {}"
 _TOO_MUCH = "with those of other sizes it would hold more of the GPU than an uncompiled step takes"
+_HOOKED = "no CUDA graph: a module carries a forward hook or a replaced forward"
 _ELSEWHERE = "no CUDA graph: the host keeps weights elsewhere, and not all of them stay on the GPU"
 
 
@@ -205,10 +207,10 @@ class StepGraphs:
 
     def _observe(self, key: Any, call: StepCall, plain: Callable[..., Any], session: ForwardContext) -> Any:
         """Run region by region, noting what is read; the next call of this kind may be captured."""
-        flat = call.flat
+        flat, reason = call.flat, None  # why there is no graph
         admitted: dict[Path, Any] = {}
         before: dict[Path, torch.Tensor] = {}
-        reason: str | None = None
+        state = NamedState.between(self.state.root, self._blocks(), self.state.hooks.accounts)
         for _ in range(_MOST_ADMISSIONS):
             reads, invariants = ReadSet(admitted), self._invariants(call)
             watching = CaptureCheck() if fragile() else Remembering()
@@ -259,10 +261,11 @@ class StepGraphs:
             self._refused[key] = trace.unrepeatable
         if reason := trace.unrepeatable:
             self._in_vain(key, f"no CUDA graph: {reason}")
+        elif reason := state.since():
+            self._fails(key, reason)  # a table is made in one step, and is there in the next
         elif trace.fetched or not residency.settle(flat.tensors[0].device):
             self._in_vain(key, _ELSEWHERE, passing=True)
-        elif watching.reason:
-            # a first step may also fetch weights; what the network's own code does it does each time
+        elif watching.reason:  # a first step may also fetch weights; its own code does the same each time
             self._fails(key, watching.reason)
         elif getattr(watching, "foreign", False) and self._takes_a_stream(flat.tensors[0].device):
             pass  # the next step is observed on it: a capture that fails would end the process
@@ -289,9 +292,7 @@ class StepGraphs:
             return
         fingerprint = ModuleFingerprint(self.state.root, self._blocks())
         if fingerprint.hooked:
-            return self._in_vain(
-                key, "no CUDA graph: a module carries a forward hook or a replaced forward", passing=True
-            )
+            return self._in_vain(key, _HOOKED, passing=True)
         with residency.held(flat.tensors[0].device) as weights:
             if weights is None:  # they went away again
                 return self._backoff.in_vain(key, passing=True)
@@ -402,10 +403,8 @@ class StepGraphs:
 
     def _takes_a_stream(self, device: torch.device) -> bool:
         """Take a stream for the engine alone, if it has none; whether it has one now and had none."""
-        if self._stream is not None:
-            return False
-        self._stream = capture_stream(device)
-        return self._stream is not None
+        had, self._stream = self._stream, self._stream or capture_stream(device)
+        return had is None and self._stream is not None
 
     @contextmanager
     def _running(self) -> Iterator[None]:

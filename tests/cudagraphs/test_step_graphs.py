@@ -178,7 +178,7 @@ def test_what_is_written_into_a_tensor_of_the_options_reaches_the_caller() -> No
 
 
 OFFSETS = torch.arange(8)
-_numbers = itertools.count()
+_number = itertools.count().__next__
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_constants_that_glue_copies_are_part_of_the_graph(mode: Any) -> None:
         (lambda network, x, options: x + 0.0 * torch.randint(9, (8,)).to(x), "copies between"),
         (lambda network, x, options: x * OFFSETS.to(x), "copies between"),
         (lambda network, x, options: x * network.table.to(x), "copies between"),
-        (lambda network, x, options: x + 0.0 * torch.tensor([next(_numbers)]).to(x), "another one in each step"),
+        (lambda network, x, options: x + 0.0 * torch.tensor([_number()]).to(x), "another one in each step"),
     ],
     ids=["random", "outside", "attribute", "counted"],
 )
