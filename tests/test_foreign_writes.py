@@ -44,13 +44,18 @@ def imported(code: ast.Module, path: Path) -> dict[str, tuple[str, str]]:
 @functools.cache
 def defined(path: Path, name: str) -> Path | None:
     """The file of the engine that defines a class, by a name that another file has for it."""
-    return _defined(tree(path), path, name)
+    return _defined(tree(path), path, name, _imported_by(path))
 
 
-def _defined(code: ast.Module, path: Path, name: str) -> Path | None:
+@functools.cache
+def _imported_by(path: Path) -> dict[str, tuple[str, str]]:
+    return imported(tree(path), path)
+
+
+def _defined(code: ast.Module, path: Path, name: str, names: dict[str, tuple[str, str]]) -> Path | None:
     if any(isinstance(node, ast.ClassDef) and node.name == name for node in code.body):
         return path
-    module, inner = imported(code, path).get(name, ("", ""))
+    module, inner = names.get(name, ("", ""))
     file = file_of(module) if inner else None
     return defined(file, inner) if file is not None and file.is_relative_to(ENGINE) else None
 
@@ -68,7 +73,7 @@ class Checker:
     def _class(self, node: ast.expr | None) -> Path | None:
         """The file of a class that an expression names."""
         if isinstance(node, ast.Name):
-            return _defined(self.code, self.path, node.id)
+            return _defined(self.code, self.path, node.id, self._imported)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module, inner = self._imported.get(node.value.id, ("", ""))
             file = file_of(f"{module}.{inner}" if inner else module)

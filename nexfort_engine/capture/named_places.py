@@ -45,9 +45,13 @@ class Table:
         self, holder: Any, own: dict[str, Any] | None, names: Collection[str], codes: Collection[types.CodeType]
     ) -> None:
         self.holder, self.names, self.codes = holder, tuple(names), codes
-        self.read: Collection[str] = ()  # of these names, those that code reads as well
+        self._read: set[str] = set()  # those that code reads as well
         self._own: Mapping[str, Any] = own if own is not None and not isinstance(holder, type) else vars(holder)
         self._before = [self._own.get(name, MISSING) for name in self.names]
+
+    def note_read(self, places: Collection[tuple[int, str]]) -> None:
+        """Code reads these names, each with the `id` of what has it."""
+        self._read |= {name for name in self.names if (id(self.holder), name) in places}
 
     def _changed(self) -> Iterator[tuple[str, Any, Any]]:
         for name, before in zip(self.names, self._before, strict=True):
@@ -61,7 +65,7 @@ class Table:
 
     def reasons(self, is_given: IsGiven) -> Iterator[str]:
         for name, before, now in self._changed():
-            yield from _reasons(f"{_name_of(self.holder)}.{name}", before, now, name in self.read, is_given)
+            yield from _reasons(f"{_name_of(self.holder)}.{name}", before, now, name in self._read, is_given)
 
     def _set(self, name: str, value: Any) -> None:
         if isinstance(self.holder, type):
@@ -97,15 +101,18 @@ class Cell:
 
 
 class Container:
-    """A list, a deque, a dict or a set.
-
-    read: its code may read what is in it. counted: it changes items in their place.
-    """
+    """A list, a deque, a dict or a set."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._before = value, _items(value)
         self.codes: set[types.CodeType] = set()
-        self.read = self.counted = False
+        self._read = self._counted = False
+
+    def note(self, code: types.CodeType, read: bool, counted: bool) -> None:
+        """Code may change it. read: it may read what is in it. counted: it changes items in their place."""
+        self.codes.add(code)
+        self._read |= read
+        self._counted |= counted
 
     def put_back(self, *, objects: bool = False) -> None:
         now = _items(self._value)
@@ -135,9 +142,9 @@ class Container:
         else:
             had, has = set(map(id, self._before)), set(map(id, now))
             new, lost = [item for item in now if id(item) not in had], not had <= has
-        if isinstance(self._value, _ORDERED) and (self.read or any(isinstance(one, torch.Tensor) for one in new)):
+        if isinstance(self._value, _ORDERED) and (self._read or any(isinstance(one, torch.Tensor) for one in new)):
             return True
-        return lost or self.counted or any(_depends(item, is_given) for item in new)
+        return lost or self._counted or any(_depends(item, is_given) for item in new)
 
 
 class WrittenTensor:

@@ -59,7 +59,7 @@ class NamedState:
             for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._container(value, code)
         for table in self._tables:
-            table.read = {name for name in table.names if (id(table.holder), name) in read}
+            table.note_read(read)
         for value, codes in objects.values():
             self._object(value, codes)
         self._numbers = RandomNumbers(self._generators)
@@ -107,7 +107,7 @@ class NamedState:
         own = fields_of(value)
         if own is not None:
             table = Table(value, own, frozenset(own).union(*(names_in(code).sets for code in codes)), codes)
-            table.read = table.names
+            table.note_read({(id(value), name) for name in table.names})
             self._tables.append(table)
             for held in list(own.values()):
                 for code in codes:
@@ -132,10 +132,7 @@ class NamedState:
 
     def _container(self, value: Any, code: types.CodeType, *, read: bool = True, counted: bool = False) -> None:
         if isinstance(value, KINDS):
-            known = self._containers.setdefault(id(value), Container(value))
-            known.codes.add(code)
-            known.read |= read
-            known.counted |= counted
+            self._containers.setdefault(id(value), Container(value)).note(code, read, counted)
 
     def since(self) -> str | None:
         """Why a graph cannot stand for what code did since this was made; None where it can. It stays as it is."""
