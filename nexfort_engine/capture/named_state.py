@@ -8,7 +8,10 @@ classes and functions, containers, the defaults of parameters, and Python's and 
 
 from __future__ import annotations
 
+import functools
+import io
 import random
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,21 +23,36 @@ from torch import nn
 from ..guards.bytecode_names import ATTRIBUTE, KEY, Names, names_in
 from ..guards.name_resolver import text_of
 from ..guards.option_recorder import MISSING, Refused
-from ..guards.value_digests import cell_contents
+from ..guards.value_digests import cell_contents, slots_of
 from ..modules.tree import fields_of
-from .named_places import KINDS, Cell, Container, IsGiven, Place, RandomNumbers, Table, WrittenTensor
+from ..reporting.resource_shortages import describe_error
+from .named_places import (
+    KINDS,
+    Cell,
+    Container,
+    IsGiven,
+    Place,
+    RandomNumbers,
+    Table,
+    WrittenNumbers,
+    generator_of,
+    is_a,
+    is_array,
+)
+from .source_hashes import module_of_code
 from .static_reach import end_of, lies_in, may_write, names_of, run_by
+from .trace_leftovers import items_in, remove_fakes
 
-# methods of generators of random numbers, and what takes the next of an iterator
-_TAKE = frozenset(name for name in (*dir(random.Random), "integers", "normal", "standard_normal") if name[0] != "_")
-_TAKE |= {"next", "send", "__next__"}
-_MOST_NUMBERS = 1 << 16  # of a tensor that is copied in case a plan writes to it
+_MOST_NUMBERS = 1 << 16  # of a tensor or an array that is copied in case code writes to it
 _DRAWS = "it draws random numbers from Python or NumPy, and compiled code would not"
 Ran = Callable[[], Collection[types.CodeType]]
 
 
 class NamedState:
-    """What code of some modules may change by name, as it was when this was made."""
+    """What code of some modules may change by name, as it was when this was made.
+
+    Where that cannot be told, no graph stands for the code: a value of the user's may raise at any question.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], besides: Collection[str] = ()) -> None:
         """besides: names of modules whose code is left out, with what lies in them."""
@@ -43,104 +61,141 @@ class NamedState:
         self._tables: list[Table] = []
         self._cells: list[Cell] = []
         self._iterators: list[str] = []
-        self._generators: list[Any] = []
-        self._tensors: dict[int, WrittenTensor] = {}
+        self._generators: dict[int, Any] = {}
+        self._written: dict[int, WrittenNumbers] = {}
+        self._functions: dict[types.CodeType, types.FunctionType] = {}
+        self._unknown = ""  # why it cannot be told
         read: set[tuple[int, str]] = set()
         objects: dict[int, tuple[Any, set[types.CodeType]]] = {}
-        for function, owner in run_by(modules, besides):
-            code = function.__code__
-            if owner is not None and not isinstance(owner, type):
-                objects.setdefault(id(owner), (owner, set()))[1].add(code)
-            if may_write(code):
-                self._of(function, names_in(code), read)
-            names = names_of(code)
-            if not _TAKE.isdisjoint(names) or any(name[-1:] == "_" != name[-2:-1] for name in names):
-                self._sources(function)
-            for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._container(value, code)
-        for table in self._tables:
-            table.note_read(read)
-        for value, codes in objects.values():
-            self._object(value, codes)
-        self._numbers = RandomNumbers(self._generators)
+        try:
+            for function, owner in run_by(modules, besides):
+                self._functions[function.__code__] = function
+                if owner is not None and not (is_a(owner, type) and issubclass(owner, nn.Module)):
+                    objects.setdefault(id(owner), (owner, set()))[1].add(function.__code__)
+                self._function(function, read)
+            for table in self._tables:
+                table.note_read(read)
+            for value, codes in objects.values():
+                self._object(value, codes)
+            self._numbers = RandomNumbers(self._generators.values())
+        except Exception as error:
+            self._unknown = f"what it changes by name cannot be told ({describe_error(error)})"
+            self._numbers = RandomNumbers(())
+
+    def _function(self, function: types.FunctionType, read: set[tuple[int, str]]) -> None:
+        code = function.__code__
+        if may_write(code):
+            self._of(function, names_in(code), read)
+        names = names_of(code)
+        if not _takers().isdisjoint(names) or any(name[-1:] == "_" != name[-2:-1] for name in names):
+            self._sources(function)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(value, code)
 
     def _of(self, function: types.FunctionType, names: Names, read: set[tuple[int, str]]) -> None:
         """The places that one function may write to, and which of them it reads."""
         code, globals_ = function.__code__, function.__globals__
         if names.stored:
-            self._tables.append(Table(globals_, globals_, names.stored, {code}))
+            self._tables.append(Table(globals_, names.stored, {code}))
             for name in names.stored:
-                self._container(globals_.get(name), code)
+                self._value(globals_.get(name), code)
         for name in names.rebound & set(code.co_freevars):
             cell = (function.__closure__ or ())[code.co_freevars.index(name)]
             self._cells.append(Cell(cell, name, code))
-            self._container(cell_contents(cell), code)
+            self._value(cell_contents(cell), code)
         for chain in names.chains:
             if len(chain) == 1:
                 read.add((id(globals_), chain[0][1]))
             elif chain[-1][0] == ATTRIBUTE and (holder := end_of(function, chain[:-1])) is not MISSING:
                 read.add((id(holder), chain[-1][1]))
-        for chain in names.changed | names.assigned:
+        for chain in names.changed | names.assigned | names.unclear:
             for length in range(1, len(chain)):  # a defaultdict makes what is changed in it
-                self._container(end_of(function, chain[:length]), code)
+                self._value(end_of(function, chain[:length]), code)
             value = end_of(function, chain)
-            if isinstance(value, KINDS):
-                is_read = chain in names.whole or any(
-                    one[: len(chain)] == chain and one[-1][0] == KEY for one in names.chains
-                )
-                self._container(value, code, read=is_read, counted=chain in names.counted)
-            elif value is not MISSING and chain in names.assigned and not self._is_left(value):
-                own = fields_of(value)
-                if isinstance(value, type) or own is not None:
-                    self._tables.append(Table(value, own, names.sets, {code}))
-                    if chain in names.counted:
-                        read |= {(id(value), name) for name in names.sets}
+            if is_a(value, KINDS):
+                keys = {one[-1][1] for one in names.chains if one[:-1] == chain and one[-1][0] == KEY}
+                read_too = chain in names.whole or bool(keys)
+                found = self._containers.setdefault(id(value), Container(value))
+                found.note(code, read_too, chain in names.counted, keys)
+                for item in items_in(value) if chain in names.assigned else ():  # `x[key] += [1]` changes the item
+                    self._value(item[1] if is_a(value, dict) else item, code)
+            elif is_a(value, torch.Tensor) or is_array(value):
+                self._value(value, code)
+            elif value is not MISSING and chain not in names.changed - names.assigned and not self._is_left(value):
+                self._attributes(value, names.sets, {code})
+                if chain in names.counted:
+                    read |= {(id(value), name) for name in names.sets}
+
+    def _attributes(self, holder: Any, names: Iterable[str], codes: Collection[types.CodeType]) -> Table:
+        table = Table(holder, names, codes)
+        self._tables.append(table)
+        for held in list((fields_of(holder) or {}).values()) if not is_a(holder, types.ModuleType) else ():
+            for code in codes:
+                self._value(held, code)
+        return table
 
     def _is_left(self, holder: Any) -> bool:
         """Whether what an object holds is a module's own, or its code's that is left out."""
-        kind = holder if isinstance(holder, (type, types.FunctionType)) else type(holder)
-        module = holder.__name__ if isinstance(holder, types.ModuleType) else kind.__module__
-        return isinstance(holder, nn.Module) or lies_in(str(module), self._besides)
+        kind = holder if is_a(holder, (type, types.FunctionType)) else type(holder)
+        module = holder.__name__ if is_a(holder, types.ModuleType) else kind.__module__
+        return is_a(holder, nn.Module) or lies_in(str(module), self._besides)
 
     def _object(self, value: Any, codes: Collection[types.CodeType]) -> None:
-        """An object whose methods may write to whatever it holds."""
-        own = fields_of(value)
-        if own is not None:
-            table = Table(value, own, frozenset(own).union(*(names_in(code).sets for code in codes)), codes)
-            table.note_read({(id(value), name) for name in table.names})
-            self._tables.append(table)
-            for held in list(own.values()):
-                for code in codes:
-                    self._container(held, code)
+        """An object, or a class, whose methods may write to whatever it holds, or take from it."""
+        held = {*(fields_of(value) or ()), *slots_of(type(value))}
+        names = held.union(*(names_in(code).sets for code in codes))
+        self._attributes(value, names, codes).note_read({(id(value), name) for name in names})
+        if any(not _takers().isdisjoint(names_of(code)) for code in codes):
+            for name, inner in list((fields_of(value) or {}).items()):
+                if _is_iterator(inner):
+                    self._iterators.append(f"{type(value).__module__}.{type(value).__qualname__}.{name}")
 
     def _sources(self, function: types.FunctionType) -> None:
         """Iterators and generators of random numbers that a function may take from, and tensors that it may write to.
 
-        Those that name such tensors are the end of a chain, or what the method at its end is of.
+        Each is the end of a chain, or what the method at its end is of.
         """
-        for chain in names_in(function.__code__).chains:
-            value = end_of(function, chain)
-            of_method = end_of(function, chain[:-1]) if len(chain) > 1 else MISSING
-            for one in (value, of_method):
-                if isinstance(one, random.Random) or hasattr(one, "bit_generator"):
-                    self._generators.append(one)
-                if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter) and one.numel() <= _MOST_NUMBERS:
-                    self._tensors.setdefault(id(one), WrittenTensor(one))
-            taken = of_method if chain[-1][1] in ("__next__", "send") else value
-            if isinstance(taken, Iterator):
+        code = function.__code__
+        for chain in names_in(code).chains:
+            values = [end_of(function, chain)]
+            if len(chain) > 1:
+                values.append(end_of(function, chain[:-1]))
+            for value in values:
+                self._source(value)
+                if is_a(value, torch.Tensor):
+                    self._value(value, code)
+            taken = values[-1] if chain[-1][1] in ("__next__", "send") else values[0]
+            if _is_iterator(taken):
                 self._iterators.append(text_of([function.__globals__.get("__name__"), chain]))
 
-    def _container(self, value: Any, code: types.CodeType, *, read: bool = True, counted: bool = False) -> None:
-        if isinstance(value, KINDS):
-            self._containers.setdefault(id(value), Container(value)).note(code, read, counted)
+    def _source(self, value: Any) -> None:
+        generator = generator_of(value)
+        if generator is not None:
+            self._generators[id(generator)] = generator
+
+    def _value(self, value: Any, code: types.CodeType) -> None:
+        """A value that code may change in its place."""
+        if is_a(value, KINDS):
+            self._containers.setdefault(id(value), Container(value)).note(code, True, False)
+        elif is_a(value, torch.Tensor):
+            if not is_a(value, nn.Parameter) and value.layout is torch.strided and value.numel() <= _MOST_NUMBERS:
+                self._written.setdefault(id(value), WrittenNumbers(value))
+        elif is_array(value) and memoryview(value).nbytes <= _MOST_NUMBERS:
+            self._written.setdefault(id(value), WrittenNumbers(value))
+        else:
+            self._source(value)
 
     def since(self) -> str | None:
         """Why a graph cannot stand for what code did since this was made; None where it can. It stays as it is."""
-        if self._iterators:
-            return f"it takes from the iterator {self._iterators[0]}"
-        if self._numbers.drawn():
-            return _DRAWS
-        return next((reason for place in self._places() for reason in place.reasons(lambda _: True)), None)
+        if self._unknown or self._iterators:
+            return self._unknown or f"it takes from the iterator {self._iterators[0]}"
+        try:
+            if self._numbers.drawn():
+                return _DRAWS
+            reasons = [reason for place in self._places() for reason in place.reasons(lambda _: True)]
+            return next(iter([*reasons, *(one for each in self._written.values() for one in each.reasons())]), None)
+        except Exception as error:
+            return f"what it changes by name cannot be told ({describe_error(error)})"
 
     @classmethod
     def between(cls, root: nn.Module, blocks: Iterable[nn.Module], besides: Collection[str]) -> NamedState:
@@ -148,7 +203,10 @@ class NamedState:
         inside = {id(sub) for block in blocks if block is not root for sub in block.modules()}
         return cls((sub for sub in root.modules() if id(sub) not in inside), besides)
 
-    def _refuse_iterators(self) -> None:
+    def _refuse(self) -> None:
+        """Raise Refused where code takes what cannot be put back, or where nothing can be told of it."""
+        if self._unknown:
+            raise Refused(self._unknown)
         if self._iterators:
             raise Refused(f"it takes from the iterator {self._iterators[0]}, and compiled code would not")
 
@@ -163,27 +221,29 @@ class NamedState:
 
         Raises Refused, before the block, where that cannot be put back.
         """
-        self._refuse_iterators()
-        numbers = RandomNumbers(self._generators)
+        self._refuse()
+        numbers = RandomNumbers(self._generators.values())
+        problems: list[str] = []
         try:
             yield
         finally:
-            numbers.put_back()
+            _tried(numbers.put_back, problems)
             for place in self._places():
-                place.put_back()
-            for tensor in self._tensors.values():
-                tensor.put_back()
+                _tried(place.put_back, problems)
+            for written in self._written.values():
+                _tried(written.put_back, problems)
+        if problems:
+            raise Refused(problems[0])
 
     @contextmanager
     def kept(self, ran: Ran, is_given: IsGiven) -> Iterator[None]:
         """Put back what code changed in a block, which raises Refused where a graph could not stand for that.
 
         ran: the code that did in the block. is_given: whether a tensor was computed of what the block was given. One
-        that was not, such as a table for a size, may be kept by the code as a cache. What other threads change
-        meanwhile is gone.
+        that was not, such as a table for a size, may be kept by the code as a cache.
         """
-        self._refuse_iterators()
-        numbers = RandomNumbers(self._generators)
+        self._refuse()
+        numbers = RandomNumbers(self._generators.values())
         reasons: list[str] = []
         try:
             yield
@@ -193,8 +253,55 @@ class NamedState:
             codes = set(ran())
             for place in self._places():
                 if not codes.isdisjoint(place.codes):
-                    found = list(place.reasons(is_given))
-                    reasons += found
-                    place.put_back(objects=bool(found))
+                    _tried(lambda place=place: self._settle(place, is_given, reasons), reasons)  # type: ignore[misc]
+            for written in self._written.values():
+                reasons += written.reasons()
+                _tried(written.put_back, reasons)
+            _tried(lambda: self._left_over(codes, is_given, reasons), reasons)
         if reasons:
             raise Refused(reasons[0])
+
+    @staticmethod
+    def _settle(place: Place, is_given: IsGiven, reasons: list[str]) -> None:
+        found = list(place.reasons(is_given))
+        reasons += found
+        place.put_back(wholly=bool(found))
+
+    def _left_over(self, codes: Collection[types.CodeType], is_given: IsGiven, reasons: list[str]) -> None:
+        """What the trace left where the bytecode did not say that its code writes."""
+        functions = []
+        for code in codes:
+            known = self._functions.get(code)
+            if known is None and (module := module_of_code(code)) is not None:
+                known = types.FunctionType(
+                    code, vars(module), closure=tuple(types.CellType() for _ in code.co_freevars)
+                )
+            if known is not None:
+                functions.append(known)
+        if any(map(is_given, remove_fakes(functions, names_of))):
+            reasons.append("it keeps a tensor in what it reaches by name, and compiled code would not")
+
+
+def _tried(act: Callable[[], Any], problems: list[str]) -> None:
+    """Each place is put back, whatever becomes of the others."""
+    try:
+        act()
+    except Exception as error:
+        problems.append(f"what it changed by name cannot be put back ({describe_error(error)})")
+
+
+def _takers() -> frozenset[str]:
+    """Methods of generators of random numbers, and what takes the next of an iterator."""
+    numpy = sys.modules.get("numpy.random")
+    kinds = (numpy.Generator, numpy.RandomState) if numpy is not None else ()
+    return _methods_of(random.Random, *kinds)
+
+
+@functools.cache
+def _methods_of(*kinds: type) -> frozenset[str]:
+    return frozenset(name for kind in kinds for name in dir(kind) if name[0] != "_") | {"next", "send", "__next__"}
+
+
+def _is_iterator(value: Any) -> bool:
+    """Files are iterators too, and code writes to them."""
+    return any("__next__" in vars(base) for base in type(value).__mro__) and not is_a(value, io.IOBase)

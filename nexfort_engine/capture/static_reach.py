@@ -45,18 +45,20 @@ Written = tuple[Any, str | None]  # a table or an object, and the name that is w
 
 def functions_of(kinds: Iterable[type], modules: Collection[str] = ()) -> Iterator[types.FunctionType]:
     """The functions of the host that a forward of these classes may run. modules: only those of these, where given."""
-    return (function for function, _ in walk([(kind, _method(kind, "forward")) for kind in kinds], modules))
+    return (
+        function for function, _ in walk([pair for kind in kinds for pair in _methods(kind, ("forward",))], modules)
+    )
 
 
 def run_by(modules: Iterable[nn.Module], besides: Collection[str] = ()) -> Iterator[tuple[types.FunctionType, Any]]:
     """The functions that some modules may run by their forward, and those that are attributes of theirs; as `walk`."""
     starts: dict[tuple[int, int], tuple[Any, Any]] = {}
     for module in modules:
-        kind = type(module)
-        starts[0, id(kind)] = kind, _method(kind, "forward")
+        for number, pair in enumerate(_methods(type(module), ("forward",))):
+            starts[number, id(type(module))] = pair
         for value in list(module.__dict__.values()):
             if (function := function_in(value)) is not None:
-                starts[1, id(function)] = None, function
+                starts[-1, id(function)] = None, function
     return walk(list(starts.values()), (), besides)
 
 
@@ -66,34 +68,65 @@ def walk(
     """Each function with the class, or the object reached by name, whose method it is; None for another function.
 
     due: those to begin with. modules: only those of these, where given. besides: none of these, nor of what lies in
-    them.
+    them. Functions that others wrap are walked too, whoever wrote the wrapper.
     """
     seen: set[tuple[int, types.CodeType]] = set()
     while due and len(seen) < _MOST_FUNCTIONS:
         owner, value = due.pop()
+        if (inner := _wrapped(value)) is not None:
+            due.append((owner, inner))
         function = function_in(value)
-        if function is None or (id(owner), function.__code__) in seen or not is_host_code(function.__code__):
+        if function is None or (id(owner), function.__code__) in seen:
+            continue
+        seen.add((id(owner), function.__code__))
+        if not is_host_code(function.__code__):
+            due += [
+                (owner, one) for one in map(cell_contents, function.__closure__ or ()) if function_in(one) is not None
+            ]
             continue
         module = str(function.__globals__.get("__name__"))
         if (modules and module not in modules) or lies_in(module, besides):
             continue
-        seen.add((id(owner), function.__code__))
         yield function, owner
         names = _outline(function.__code__)[0]
         if owner is not None:
             due += _methods(owner, names)
         for found in _named(function, names):
             due.append((None, found))
-            if isinstance(found, (list, tuple, dict)) and len(found) <= _MOST_ITEMS:
-                due += [(None, item) for item in list(found.values() if isinstance(found, dict) else found)]
-            if not isinstance(found, (type, nn.Module, torch.Tensor, *PLAIN)) and function_in(found) is None:
-                due += _methods(found, {*names, "__call__"})
+            due += _brought(found, names)
+
+
+def _brought(found: Any, names: Collection[str]) -> Iterator[tuple[Any, Any]]:
+    """The functions that a value by a name brings along: a registry's, an object's, a class's."""
+    kind = type(found)
+    if issubclass(kind, (list, tuple, dict)):
+        base: Any = next(one for one in (list, tuple, dict) if issubclass(kind, one))
+        if base.__len__(found) <= _MOST_ITEMS:
+            yield from ((None, item) for item in list(dict.values(found) if base is dict else base.__iter__(found)))
+    elif issubclass(kind, type):
+        yield from _methods(found, {*names, "__init__", "__new__", "__post_init__"})
+    elif not issubclass(kind, (nn.Module, torch.Tensor, types.ModuleType, *PLAIN)) and function_in(found) is None:
+        yield from _methods(found, {*names, "__call__"})
+        fields = fields_of(found) or {}
+        yield from ((None, fields[name]) for name in names if name in fields)
+
+
+def _wrapped(value: Any) -> Any:
+    """What a partial calls, and what a decorator says that it wraps."""
+    if type(value) is functools.partial:
+        return value.func
+    if type(value) in (types.FunctionType, functools._lru_cache_wrapper):
+        return value.__dict__.get("__wrapped__")
+    return None
 
 
 def _methods(owner: Any, names: Collection[str]) -> Iterator[tuple[Any, Any]]:
-    """The methods of these names that a class, or the class of an object, has."""
-    kind = owner if isinstance(owner, type) else type(owner)
-    return ((owner, found) for name in names if (found := _method(kind, name)) is not None)
+    """The methods of these names that a class, or the class of an object, has, its bases' own of each name included."""
+    kind = owner if issubclass(type(owner), type) else type(owner)
+    for base in type.__getattribute__(kind, "__mro__"):
+        if not is_library(base):
+            table = table_of(base)
+            yield from ((owner, table[name]) for name in names if name in table)
 
 
 def written_by(kinds: Iterable[type]) -> list[Written]:
@@ -192,18 +225,12 @@ def _named(function: types.FunctionType, names: Collection[str]) -> Iterator[Any
     seen: set[int] = set()
     while due:
         value = due.pop()
-        if isinstance(value, types.ModuleType):
+        if issubclass(type(value), types.ModuleType):
             if id(value) not in seen and value.__name__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
                 seen.add(id(value))
                 due += [vars(value)[name] for name in names if name in vars(value)]
         else:
             yield value
-
-
-def _method(kind: type, name: str) -> Any:
-    """What classes of the host have under a name, None where there is nothing."""
-    owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-    return None if owner is None or is_library(owner) else vars(owner)[name]
 
 
 def end_of(function: types.FunctionType, chain: Chain) -> Any:
@@ -217,9 +244,17 @@ def end_of(function: types.FunctionType, chain: Chain) -> Any:
         return MISSING
     for step, name in rest:
         if step == KEY:
-            value = dict.get(value, name, MISSING) if isinstance(value, dict) else MISSING
-        elif isinstance(value, type):
-            value = next((table_of(base)[name] for base in value.__mro__ if name in vars(base)), MISSING)
+            value = dict.get(value, name, MISSING) if issubclass(type(value), dict) else MISSING
+        elif issubclass(type(value), type):
+            value = _on_class(value, name)
         else:
-            value = (fields_of(value) or {}).get(name, MISSING)
+            found = (fields_of(value) or {}).get(name, MISSING)
+            value = _on_class(type(value), name) if found is MISSING and value is not MISSING else found
+            if issubclass(type(value), (property, types.MemberDescriptorType, types.GetSetDescriptorType)):
+                value = MISSING  # its code would have to run
     return value
+
+
+def _on_class(kind: type, name: str) -> Any:
+    mro = type.__getattribute__(kind, "__mro__")
+    return next((table_of(base)[name] for base in mro if name in table_of(base)), MISSING)

@@ -214,7 +214,7 @@ def _put_in(module: nn.Module, places: Sequence[tuple[str, str, str]], container
 def is_computed_of(tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor was made by the trace that is under way, of the numbers of some that it was given.
 
-    One that was made of their sizes was not.
+    One that was made of their sizes was not. Weights are given: several blocks may share what one keeps by name.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -315,7 +315,7 @@ class Lifted(nn.Module):
             thread = ThreadNumber(trace.example.thread)
             asked = trace.asks(tensors, extra, whole)
             scopes = (calls, own_operators(), default_device(trace.device), thread.told(), asked.told())
-            of_given = functools.partial(is_computed_of, given=[*tensors, *extra])
+            of_given = functools.partial(is_computed_of, given=[*tensors, *extra, *weights])
             with trace.state.kept(lambda: trace.codes, of_given), walked() as trace.codes, ExitStack() as stack:
                 for scope in scopes:
                     stack.enter_context(scope)

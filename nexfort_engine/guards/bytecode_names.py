@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import sys
 import types
 from collections import Counter
@@ -34,6 +35,8 @@ _NOISE = frozenset(
 )
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CONST_IMMORTAL")
 _LOCAL_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+# two instructions in one, as Python 3.13 and newer write them
+_TWO_IN_ONE = re.compile(r"(LOAD|STORE)_FAST(?:_BORROW)?_(LOAD|STORE)_FAST(?:_BORROW)?")
 _EXCHANGES = ("SWAP", "ROT_")  # of what lies on top of the stack
 _KEYS = (str, int, float, bool, type(None))
 
@@ -46,8 +49,8 @@ class Names:
     value goes where its attributes cannot be followed. stored: globals that it assigns. rebound: free variables that it
     assigns. changed: chains of containers that it changes. taken: those that it takes something out of. assigned: those
     of which it assigns items or attributes. counted: those of which it changes items or attributes in their place
-    (`+=`). attributes: the names of all attributes that it asks anything for. sets: those that it sets, or that hold
-    what it changes. texts: the strings in it.
+    (`+=`). unclear: those of which it may do so, where it jumps on the way. attributes: the names of all attributes
+    that it asks anything for. sets: those that it sets, or that hold what it changes. texts: the strings in it.
     """
 
     chains: tuple[Chain, ...]
@@ -59,6 +62,7 @@ class Names:
     taken: frozenset[Chain]
     assigned: frozenset[Chain]
     counted: frozenset[Chain]
+    unclear: frozenset[Chain]
     attributes: frozenset[str]
     sets: frozenset[str]
     texts: frozenset[str]
@@ -71,6 +75,7 @@ class _Op:
     effect: int  # on the height of the stack
     calls: bool = False  # what is loaded is called
     in_place: bool = False  # it is an operator such as `+=`
+    jumps: bool = False
 
 
 @functools.lru_cache(maxsize=8192)
@@ -80,7 +85,7 @@ def names_in(code: types.CodeType) -> Names:
     chains = {chain: chain in found.called for chain in found.chains}
     whole, stored, rebound = set(found.whole), set(found.stored), set(found.rebound)
     changed, taken, assigned = set(found.changed), set(found.taken), set(found.assigned)
-    counted = set(found.counted)
+    counted, unclear = set(found.counted), set(found.unclear)
     attributes, sets, texts = set(found.attributes), set(found.sets), set(found.texts)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -96,6 +101,7 @@ def names_in(code: types.CodeType) -> Names:
             taken |= inner.taken
             assigned |= inner.assigned
             counted |= inner.counted
+            unclear |= inner.unclear
             attributes |= inner.attributes
             sets |= inner.sets
             texts |= inner.texts
@@ -110,6 +116,7 @@ def names_in(code: types.CodeType) -> Names:
         taken=frozenset(taken),
         assigned=frozenset(assigned),
         counted=frozenset(counted),
+        unclear=frozenset(unclear),
         attributes=frozenset(attributes),
         sets=frozenset(sets),
         texts=frozenset(texts),
@@ -122,16 +129,17 @@ def _ops(code: types.CodeType) -> Iterator[_Op]:
         if one.opname in _NOISE:
             before += dis.stack_effect(one.opcode, one.arg, jump=False)
             continue
-        pair = one.opname.split("_FAST_")
-        if len(pair) == 2 and isinstance(one.argval, tuple):  # two instructions in one, as Python 3.13 writes them
-            names = (f"{pair[0]}_FAST", pair[1] if pair[1].endswith("FAST") else "LOAD_FAST")
-            yield from (_Op(n, v, -1 if n == "STORE_FAST" else 1) for n, v in zip(names, one.argval, strict=True))
+        if isinstance(one.argval, tuple) and (pair := _TWO_IN_ONE.fullmatch(one.opname)):
+            yield from (
+                _Op(f"{n}_FAST", v, -1 if n == "STORE" else 1) for n, v in zip(pair.groups(), one.argval, strict=True)
+            )
             continue
         name = "BINARY_SUBSCR" if one.opname == "BINARY_OP" and one.argrepr == "[]" else one.opname
         in_place = one.opname.startswith("INPLACE_") or (one.opname == "BINARY_OP" and one.argrepr.endswith("="))
         effect = dis.stack_effect(one.opcode, one.arg, jump=False) + before
         before = 0
-        yield _Op(name, one.argval, effect, _is_of_a_call(one), in_place)
+        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        yield _Op(name, one.argval, effect, _is_of_a_call(one), in_place, jumps)
 
 
 def _is_of_a_call(one: dis.Instruction) -> bool:
@@ -155,6 +163,7 @@ class _Reader:
         self._taken: set[Chain] = set()
         self._assigned: set[Chain] = set()
         self._counted: set[Chain] = set()
+        self._unclear: set[Chain] = set()
         self._at: dict[int, Chain] = {}  # where a value is on the stack that a chain leads to
         self._aliases: dict[str, Chain] = {}  # locals that are assigned once, with what a chain leads to
         stores = Counter(op.value for op in self._ops if op.name == "STORE_FAST")
@@ -189,6 +198,7 @@ class _Reader:
             taken=frozenset(self._taken),
             assigned=frozenset(self._assigned),
             counted=frozenset(self._counted),
+            unclear=frozenset(self._unclear),
             attributes=frozenset(self._code.co_names),
             sets=frozenset(self._sets),
             texts=texts,
@@ -279,6 +289,9 @@ class _Reader:
             number, above, counts = start, above + 1, True
         for at in range(number - 1, -1, -1):
             op = self._ops[at]
+            if op.jumps:  # what lies below depends on the way
+                self._unclear.update(self._at.values())
+                return
             if above == 0 and not op.name.startswith(("STORE_", "POP_", "DELETE_")):  # it puts a value on top
                 if at in self._at:
                     self._changed.add(self._at[at])

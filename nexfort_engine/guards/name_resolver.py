@@ -165,9 +165,10 @@ class Resolver:
             value = self._looked(FIELD, value, "get", field_of(value, "get"))
         value = behind(value)
         self._note(value, self._depth)
-        if isinstance(value, weakref.ReferenceType):
-            more.append(self._looked(FIELD, value, _REFERENT, value()))
-            self._note(value(), self._depth)
+        if type(value) is weakref.ReferenceType:  # it is not kept alive: its place has its number, and its parts count
+            more.append(self._looked(FIELD, value, _REFERENT, field_of(value, _REFERENT)))
+            if fields_of(referent := value()) is not None:
+                self._note_content(fields_of(referent), _IN_OBJECT)
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, (type, nn.Module)):
             more.append(self._note_object(value.__self__))
         return [value, *more]
@@ -307,11 +308,12 @@ class Resolver:
 def function_in(value: Any) -> types.FunctionType | None:
     """The Python function that a method, a static method, a property or the like runs; None where there is none."""
     for _ in range(8):
-        if isinstance(value, types.FunctionType):
-            return value
-        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        kind = type(value)  # `isinstance` would ask the value for its class, which may raise
+        if issubclass(kind, types.FunctionType):
+            return value  # type: ignore[no-any-return]
+        if issubclass(kind, (types.MethodType, staticmethod, classmethod)):
             value = value.__func__
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             value = value.fget
         else:
             return None
@@ -379,8 +381,9 @@ def field_of(value: Any, name: str) -> Any:
             if len(_versions) > _MOST_VERSIONS:
                 _versions.clear()
             return None if value.is_inference() else _versions.setdefault(value._version, value._version)
-        if isinstance(value, weakref.ReferenceType):
-            return value()
+        if type(value) is weakref.ReferenceType:
+            referent = value()
+            return None if referent is None else _versions.setdefault(id(referent), id(referent))
         return _in_context(value) if isinstance(value, ContextVar) else getattr(value, name, MISSING)
     except Exception:
         return object()

@@ -14,6 +14,7 @@ import torch
 from effect_forms import CHANGES, KEPT, Form, module_of
 
 import nexfort_engine
+from nexfort_engine.capture.named_state import NamedState
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +63,46 @@ def test_a_table_that_code_makes_once_is_no_hindrance(name: str, tmp_path: Path)
     report = _compare(KEPT[name], tmp_path, f"kept_{list(KEPT).index(name)}")
     assert report["artefacts_compiled"] + report["artefacts_loaded"]
     assert not [row["reason"] for row in report["eager"] if "compiled code would" in row["reason"]]
+
+
+class _Raises:
+    """Whatever it is asked, it raises, as a package that is loaded when it is needed, and is not there."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+ODD = {"a package that is not there": _Raises(), "operators of torch": torch.ops, "the system's": random.SystemRandom()}
+NEVER = False
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_value_that_raises_when_it_is_asked_is_none_of_its_business(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "odd", ODD[name])
+
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if NEVER:
+                odd.next(odd.random(x)).mul_(2)  # type: ignore[name-defined] # noqa: F821
+            return x * 2
+
+    with NamedState([Block()]).kept(lambda: [Block.forward.__code__], lambda _: True):
+        pass
+
+
+def test_what_another_thread_does_meanwhile_stays() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            SEEN["block"] = 1
+            return x * 2
+
+    SEEN.clear()
+    with NamedState([Block()]).kept(lambda: [Block.forward.__code__], lambda _: True):
+        SEEN["other"] = object()
+        random.random()  # the block draws none
+    assert list(SEEN) == ["other"]
+
+
+SEEN: dict[str, Any] = {}

@@ -131,6 +131,46 @@ CHANGES = {
         "return REGISTRY['a'](x)",
         lambda m: _sums(m.SEEN),
     ),
+    "a list of an object, in place": Form(
+        "class C: pass\nO = C()\nO.seen = []", "O.seen += [x.mean()]\nreturn x * 2", lambda m: _sums(m.O.seen)
+    ),
+    "a number in a dict by its key": Form(
+        "D = {}", "D['n'] = D.get('n', 0) + 1\nreturn x * D['n']", lambda m: dict(m.D)
+    ),
+    "a number of a slot": Form(
+        "class C:\n    __slots__ = ('n',)\nO = C()\nO.n = 0", "O.n += 1\nreturn x * O.n", lambda m: m.O.n
+    ),
+    "a number, on a condition": Form(
+        "class C: pass\nO = C()\nO.n = 0", "O.n += 1 if x.shape[0] else 2\nreturn x * O.n", lambda m: m.O.n
+    ),
+    "a number of NumPy's": Form("N = np.int64(0)", "global N\nN = N + 1\nreturn x * int(N)", lambda m: int(m.N)),
+    "numbers of an array": Form("A = np.zeros(2)", "A[0] += 1\nreturn x * float(A[0])", lambda m: m.A.tolist()),
+    "what a decorated function counts": Form(
+        "class C:\n    n = 0\n@torch.no_grad()\ndef f(x):\n    C.n += 1\n    return x * C.n",
+        "return f(x)",
+        lambda m: m.C.n,
+    ),
+    "what a partial counts": Form(
+        "class C:\n    n = 0\ndef g(x):\n    C.n += 1\n    return x * C.n\nf = functools.partial(g)",
+        "return f(x)",
+        lambda m: m.C.n,
+    ),
+    "what a class method counts": Form(
+        "class C:\n    n = 0\n    @classmethod\n    def go(cls):\n        cls.n += 1\n        return cls.n",
+        "return x * C.go()",
+        lambda m: m.C.n,
+    ),
+    "what making an object counts": Form(
+        "class C:\n    n = 0\n    def __init__(self):\n        C.n += 1", "C()\nreturn x * C.n", lambda m: m.C.n
+    ),
+    "an iterator of an object": Form(
+        "class C:\n    def __init__(self):\n        self.c = itertools.count(1)\n"
+        "    def go(self):\n        return next(self.c)\nO = C()",
+        "return x * O.go()",
+    ),
+    "NumPy's numbers of a state of its own": Form(
+        "R = np.random.RandomState(0)", "return x * (1 + float(R.rand()))", lambda m: float(m.R.rand())
+    ),
     "an iterator": Form("N = itertools.count(1)", "return x * next(N)"),
     "a generator": Form("def n():\n    yield from range(1, 99)\nN = n()", "return x * next(N)"),
     "Python's random numbers": Form("", "return x * (1 + random.random())", lambda m: m.random.random()),
@@ -164,6 +204,14 @@ KEPT = {
     "a table in a default": Form(
         "def get(n, tables={}):\n    if n not in tables:\n        tables[n] = torch.arange(8.0)\n    return tables[n]",
         "return x * get(8)",
+    ),
+    "an object with a table": Form(
+        "class Rope:\n    def __init__(self):\n        self.table = torch.arange(8.0)\nROPES = {}",
+        "if x.dtype not in ROPES:\n    ROPES[x.dtype] = Rope()\nreturn x * ROPES[x.dtype].table",
+    ),
+    "a table in a dict of a function's": Form(
+        "TABLES = {}\ndef tables():\n    return TABLES",
+        "held = tables()\nif x.dtype not in held:\n    held[x.dtype] = torch.arange(8.0)\nreturn x * held[x.dtype]",
     ),
     "a table that functools keeps": Form(
         "@functools.lru_cache\ndef get(n):\n    return torch.arange(n).float()", "return x * get(8)"
