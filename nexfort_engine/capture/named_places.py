@@ -42,8 +42,12 @@ class Place(Protocol):
     @property
     def codes(self) -> Collection[types.CodeType]: ...
 
-    def put_back(self, *, wholly: bool = False) -> None:
-        """Have it hold what it held. wholly: a container also without what other threads may have put there."""
+    def put_back(self, *, wholly: bool = False, traced: bool = False) -> None:
+        """Have it hold what it held.
+
+        Of a container those items that are data are what its code put there. traced: those alone that a trace made.
+        wholly: whatever is new; another thread may have put it there.
+        """
 
     def reasons(self, is_given: IsGiven) -> Iterable[str]:
         """Why a graph cannot stand for code that left it so. is_given: as for `NamedState.kept`."""
@@ -83,7 +87,7 @@ class Table:
             if _is_changed(before, now):
                 yield name, before, now
 
-    def put_back(self, *, wholly: bool = False) -> None:
+    def put_back(self, *, wholly: bool = False, traced: bool = False) -> None:
         for name, before, _ in list(self._changed()):
             self._set(name, before)
 
@@ -112,7 +116,7 @@ class Cell:
         self._cell, self._name, self.codes = cell, name, {code}
         self._before = cell_contents(cell)
 
-    def put_back(self, *, wholly: bool = False) -> None:
+    def put_back(self, *, wholly: bool = False, traced: bool = False) -> None:
         if _is_changed(self._before, cell_contents(self._cell)):
             if self._before is MISSING:
                 del self._cell.cell_contents
@@ -144,32 +148,35 @@ class Container:
         self._read |= read
         self._counted |= counted
 
-    def put_back(self, *, wholly: bool = False) -> None:
-        """What is new and no data stays, unless it holds what a trace made: another thread may have put it there."""
+    def put_back(self, *, wholly: bool = False, traced: bool = False) -> None:
         now = items_in(self._value)
         if _are_same(now, self._before):
             return
+
+        def goes(item: Any) -> bool:
+            return wholly or (_is_data(item) and not traced) or holds_fake(item)
+
         if is_a(self._value, dict):
-            self._put_back_keys(dict(now), wholly)
+            self._put_back_keys(dict(now), goes)
             return
         had = set(map(id, self._before))
-        stays = [one for one in now if id(one) not in had and not (wholly or _is_data(one) or holds_fake(one))]
+        stays = [one for one in now if id(one) not in had and not goes(one)]
         if wholly or {*map(id, now)} >= had or all(map(_is_data, self._before)):
             _refill(self._value, [*self._before, *stays])
 
-    def _put_back_keys(self, now: dict[Any, Any], wholly: bool) -> None:
+    def _put_back_keys(self, now: dict[Any, Any], goes: Callable[[Any], bool]) -> None:
         kind: Any = collections.OrderedDict if is_a(self._value, collections.OrderedDict) else dict
         before = dict(self._before)
         for key, item in now.items():
             was = before.get(key, MISSING)
-            if item is was or not (wholly or _is_data(item) or holds_fake(item)):
+            if item is was or not goes(item):
                 continue
             if was is not MISSING:
                 kind.__setitem__(self._value, key, was)
             elif dict.__contains__(self._value, key):
                 kind.__delitem__(self._value, key)
         for key in before.keys() - now.keys():
-            if wholly or _is_data(before[key]):
+            if goes(before[key]):
                 kind.__setitem__(self._value, key, before[key])
 
     def reasons(self, is_given: IsGiven) -> Iterator[str]:

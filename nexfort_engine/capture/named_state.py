@@ -265,7 +265,7 @@ class NamedState:
     def _settle(place: Place, is_given: IsGiven, reasons: list[str]) -> None:
         found = list(place.reasons(is_given))
         reasons += found
-        place.put_back(wholly=bool(found))
+        place.put_back(wholly=bool(found), traced=True)
 
     def _left_over(self, codes: Collection[types.CodeType], is_given: IsGiven, reasons: list[str]) -> None:
         """What the trace left where the bytecode did not say that its code writes."""

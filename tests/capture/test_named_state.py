@@ -100,7 +100,7 @@ def test_what_another_thread_does_meanwhile_stays() -> None:
 
     SEEN.clear()
     with NamedState([Block()]).kept(lambda: [Block.forward.__code__], lambda _: True):
-        SEEN["other"] = object()
+        SEEN["other"] = 3
         random.random()  # the block draws none
     assert list(SEEN) == ["other"]
 
