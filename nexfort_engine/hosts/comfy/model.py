@@ -63,8 +63,11 @@ class Told(Protocol):
 
 
 PlainCall = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-# modules that count memory which ComfyUI has pinned, cast or loaded
-_ACCOUNTS = ("comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy_aimdo")
+# modules that count memory which ComfyUI has pinned, cast or loaded, and that say which back ends there are
+_ACCOUNTS = (
+    *("comfy.model_management", "comfy.memory_management", "comfy.model_prefetch", "comfy.pinned_memory"),
+    *("comfy_aimdo", "comfy_kitchen"),
+)
 _live: LiveObjects[Told] = LiveObjects()
 
 
