@@ -54,9 +54,9 @@ def remove_fakes(
         globals_ = function.__globals__
         for name in names(function.__code__):
             if name in globals_:
-                roots[id(globals_), name] = globals_[name], partial(globals_.pop, name, None)
+                roots[id(globals_), name] = globals_[name], partial(globals_.__setitem__, name, None)
         for cell in function.__closure__ or ():
-            roots[id(cell), ""] = cell_contents(cell), partial(delattr, cell, "cell_contents")
+            roots[id(cell), ""] = cell_contents(cell), partial(setattr, cell, "cell_contents", None)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             roots[id(value), ""] = value, _nothing
     found = [(tensor, remove) for tensor, remove in _search(roots.values()) if _is_fake(tensor)]
