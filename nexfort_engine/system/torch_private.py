@@ -23,7 +23,7 @@ TRIED = ("2.11.0", "2.14.1", "2.15.0")  # on a CPU, each with the Triton that it
 _NAMES: Mapping[str, str] = {
     "torch": "_int_mm _sym_sqrt _tensor",
     "torch._C": """
-        DispatchKey.CompositeImplicitAutograd DispatchKey.PreDispatch DispatchKeySet
+        DisableTorchFunction DispatchKey.CompositeImplicitAutograd DispatchKey.PreDispatch DispatchKeySet
         _AutoDispatchBelowAutograd _ForceDispatchKeyGuard _cuda_endAllocateToPool _cuda_memoryStats
         _cuda_releasePool
         _dispatch_has_kernel_for_dispatch_key _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set

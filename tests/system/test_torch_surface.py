@@ -23,7 +23,6 @@ TEXTS = {
 }
 # private names that are neither torch's nor the engine's
 OTHERS = {
-    "_FAST_": "part of the names of bytecodes",
     "_batch": "end of a name of a kind of modulation",
     "_c10d_functional": "the name of a namespace of operators, as text",
     "_c10d_functional_autograd": "the same",
