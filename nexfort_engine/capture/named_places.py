@@ -20,13 +20,15 @@ import torch
 
 from ..guards.option_recorder import MISSING
 from ..guards.value_digests import cell_contents, slots_of
+from ..modules.containers import are_same, items_in, refill
 from ..modules.tree import PLAIN, fields_of
-from .trace_leftovers import holds_fake, items_in, tensors_in
+from .trace_leftovers import holds_fake, tensors_in
 
 KINDS = (list, collections.deque, dict, set)  # of containers
 _ORDERED = (list, collections.deque)
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)  # that stand for any
 _DEPTH = 3  # of containers in containers, where a value is plain
+_OF_NUMPY = ("Generator", "RandomState")  # of random numbers
 Items = list[Any]
 IsGiven = Callable[[torch.Tensor], bool]
 
@@ -150,7 +152,7 @@ class Container:
 
     def put_back(self, *, wholly: bool = False, traced: bool = False) -> None:
         now = items_in(self._value)
-        if _are_same(now, self._before):
+        if are_same(now, self._before):
             return
 
         def goes(item: Any) -> bool:
@@ -162,7 +164,7 @@ class Container:
         had = set(map(id, self._before))
         stays = [one for one in now if id(one) not in had and not goes(one)]
         if wholly or {*map(id, now)} >= had or all(map(_is_data, self._before)):
-            _refill(self._value, [*self._before, *stays])
+            refill(self._value, [*self._before, *stays])
 
     def _put_back_keys(self, now: dict[Any, Any], goes: Callable[[Any], bool]) -> None:
         kind: Any = collections.OrderedDict if is_a(self._value, collections.OrderedDict) else dict
@@ -181,7 +183,7 @@ class Container:
 
     def reasons(self, is_given: IsGiven) -> Iterator[str]:
         now = items_in(self._value)
-        if not _are_same(now, self._before) and self._is_refused(now, is_given):
+        if not are_same(now, self._before) and self._is_refused(now, is_given):
             yield f"it changes a {type(self._value).__name__} that it reaches by name, and compiled code would not"
 
     def _is_refused(self, now: Items, is_given: IsGiven) -> bool:
@@ -293,9 +295,6 @@ def generator_of(value: Any) -> Any:
     return value if is_numpys else None
 
 
-_OF_NUMPY = ("Generator", "RandomState")
-
-
 def _state_of(generator: Any) -> tuple[Any, Callable[[Any], None]]:
     """The state of a generator, and what sets it."""
     if is_a(generator, random.Random) or generator is random:
@@ -355,26 +354,6 @@ def _is_changed(before: Any, now: Any) -> bool:
     if now is MISSING:
         return _is_data(before)
     return holds_fake(now) or (_is_data(now) and type(now) not in (bool, str, type(None)))
-
-
-def _are_same(one: Items, other: Items) -> bool:
-    return len(one) == len(other) and all(map(_is_same, one, other))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is tuple and type(other) is tuple and len(one) == len(other) == 2:
-        return one[0] is other[0] and one[1] is other[1]
-    return one is other
-
-
-def _refill(value: Any, items: Items) -> None:
-    """Give a list, a deque or a set these items; it stays the one that others hold."""
-    if is_a(value, list):
-        list.__setitem__(value, slice(None), items)
-        return
-    kind: Any = set if is_a(value, set) else collections.deque
-    kind.clear(value)
-    (set.update if kind is set else collections.deque.extend)(value, items)
 
 
 def _name_of(holder: Any) -> str:

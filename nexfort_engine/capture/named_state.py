@@ -24,6 +24,7 @@ from ..guards.bytecode_names import ATTRIBUTE, KEY, Names, names_in
 from ..guards.name_resolver import text_of
 from ..guards.option_recorder import MISSING, Refused
 from ..guards.value_digests import cell_contents, slots_of
+from ..modules.containers import items_in
 from ..modules.tree import fields_of
 from ..reporting.resource_shortages import describe_error
 from .named_places import (
@@ -41,7 +42,7 @@ from .named_places import (
 )
 from .source_hashes import module_of_code
 from .static_reach import end_of, lies_in, may_write, names_of, run_by
-from .trace_leftovers import items_in, remove_fakes
+from .trace_leftovers import remove_fakes
 
 _MOST_NUMBERS = 1 << 16  # of a tensor or an array that is copied in case code writes to it
 _DRAWS = "it draws random numbers from Python or NumPy, and compiled code would not"
@@ -193,7 +194,8 @@ class NamedState:
             if self._numbers.drawn():
                 return _DRAWS
             reasons = [reason for place in self._places() for reason in place.reasons(lambda _: True)]
-            return next(iter([*reasons, *(one for each in self._written.values() for one in each.reasons())]), None)
+            reasons += [reason for written in self._written.values() for reason in written.reasons()]
+            return reasons[0] if reasons else None
         except Exception as error:
             return f"what it changes by name cannot be told ({describe_error(error)})"
 

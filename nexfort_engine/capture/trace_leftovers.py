@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ..guards.value_digests import cell_contents, slots_of, table_of
+from ..modules.containers import items_in, refill
 from ..modules.tree import PLAIN, fields_of
 
 _DEPTH = 5  # of values in one another
@@ -20,16 +20,6 @@ _MOST_VALUES = 20_000  # that are looked at
 _PASSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device)
 _CLOSED = ("torch", "triton", "numpy", "sympy", "nexfort_engine", "builtins")  # packages whose objects are not searched
 Remove = Callable[[], Any]
-
-
-def items_in(value: Any) -> list[Any]:
-    """What is in a container, of a dict its items; a class's own methods are not asked."""
-    if issubclass(type(value), dict):
-        return list(dict.items(value))
-    for kind in (list, tuple, set, frozenset, collections.deque):
-        if issubclass(type(value), kind):
-            return list(kind.__iter__(value))
-    return []
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -111,13 +101,7 @@ def _parts(value: Any, remove: Remove) -> Iterator[tuple[Any, Remove]]:
 
 
 def _take_out(value: Any, item: Any) -> None:
-    left = [one for one in items_in(value) if one is not item]
-    if issubclass(type(value), list):
-        list.__setitem__(value, slice(None), left)
-        return
-    kind: Any = set if issubclass(type(value), set) else collections.deque
-    kind.clear(value)
-    (set.update if kind is set else collections.deque.extend)(value, left)
+    refill(value, [one for one in items_in(value) if one is not item])
 
 
 def _unset(value: Any, fields: dict[str, Any], name: str) -> None:

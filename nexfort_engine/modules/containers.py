@@ -144,10 +144,18 @@ def _is_state(value: Any) -> bool:
     return value is None or type(value) in _CONTAINERS or isinstance(value, torch.Tensor)
 
 
+def items_in(value: Any) -> list[Any]:
+    """What is in a container, of a dict its items; a class's own methods are not asked."""
+    if issubclass(type(value), dict):
+        return list(dict.items(value))
+    for kind in (list, tuple, set, frozenset, collections.deque):
+        if issubclass(type(value), kind):
+            return list(kind.__iter__(value))
+    return []
+
+
 def items_of(value: Any) -> list[Any]:
-    if type(value) not in _CONTAINERS:
-        return []
-    return list(value.items()) if isinstance(value, dict) else list(value)
+    return items_in(value) if type(value) in _CONTAINERS else []
 
 
 def _below(value: Any, depth: int = _DEPTH) -> list[tuple[Any, list[Any]]]:
@@ -161,15 +169,20 @@ def _below(value: Any, depth: int = _DEPTH) -> list[tuple[Any, list[Any]]]:
 
 
 def refill(value: Any, items: list[Any]) -> None:
-    """Give a container what was in it; it stays the one that others hold."""
-    now = items_of(value)
-    if len(now) == len(items) and all(map(_is_same, now, items)):
+    """Give a container what was in it; it stays the one that others hold. A class's own methods are not asked."""
+    if are_same(items_in(value), items):
         return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(items)
-    else:
-        value.extend(items)
+    if issubclass(type(value), list):
+        list.__setitem__(value, slice(None), items)
+        return
+    kind: Any = next(one for one in (collections.OrderedDict, *_CONTAINERS) if issubclass(type(value), one))
+    kind.clear(value)
+    (kind.extend if kind is collections.deque else kind.update)(value, items)
+
+
+def are_same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists of items are of the same objects, in one order."""
+    return len(one) == len(other) and all(map(_is_same, one, other))
 
 
 def _is_same(one: Any, other: Any) -> bool:
