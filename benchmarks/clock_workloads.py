@@ -167,7 +167,7 @@ _QWEN3_4B = Encoder(("comfy.text_encoders.z_image:te",), "LUMINA2", called=True)
 _QWEN3_8B = Encoder(("comfy.text_encoders.flux:Qwen3_8BModel",), "FLUX2")
 _QWEN_VL = Encoder(("comfy.text_encoders.qwen_image:te",), "QWEN_IMAGE", called=True)
 _KREA_VL = Encoder(("comfy.text_encoders.krea2:Krea2Qwen3VLClipModel",), "KREA2")
-_UMT5 = Encoder(("comfy.text_encoders.wan:UMT5XXlModel",), "WAN")
+_UMT5 = Encoder(("comfy.text_encoders.wan:UMT5XXlModel",), "WAN", pieces=True)
 _SDXL = Encoder(("comfy.sd1_clip:SDClipModel", "comfy.sdxl_clip:SDXLClipG"), "STABLE_DIFFUSION")
 _CLIP_H = Encoder(("comfy.text_encoders.sd2_clip:SD2ClipHModel",), "STABLE_DIFFUSION")
 _GEMMA = Encoder(

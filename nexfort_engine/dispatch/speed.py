@@ -123,6 +123,7 @@ class Speed:
     def _add(self, key: _Key, seconds: float, source: str, facts: Any) -> None:
         with self._lock:
             kind = self._kind(key)
+            is_known = kind.row["eager"] is not None
             if source:
                 self._add_eager(kind, seconds, source)
             elif kind.skip:
@@ -132,7 +133,9 @@ class Speed:
                 # asked for once: the report is long
                 kind.row["reason"] = (kind.row.get("reason") or self._why(facts)) if is_slower(kind.row) else ""
             self._state.report.speed(key.text, kind.row)
-        if time.monotonic() - self._kept > KEEP_EVERY:
+            # at once: a run without Nexfort has no end here, and its model may leave memory before the next one
+            is_new = not is_known and kind.row["eager"] is not None
+        if is_new or time.monotonic() - self._kept > KEEP_EVERY:
             self.keep()
 
     def _add_eager(self, kind: _Kind, seconds: float, source: str) -> None:

@@ -216,6 +216,17 @@ def test_it_is_kept_over_a_restart_and_adds_up(tmp_path: Path, clock: Clock) -> 
     assert len(kept) == 1 and kept[0]["pictures"] == 2 and kept[0]["steps"] > LEAST
 
 
+def test_what_a_run_without_nexfort_showed_is_kept_though_its_model_leaves_memory(tmp_path: Path, clock: Clock) -> None:
+    first = compiled(tmp_path)
+    run(first, MADE + FIRST + LEAST)
+    clock.seconds = 0.2
+    bypassed(first, FIRST_EAGER + LEAST)  # such a run has no end that is told
+    again = compiled(tmp_path)
+    clock.seconds = 0.1
+    run(again, MADE + FIRST + LEAST)
+    assert ratio(last(again)) == pytest.approx(2) and last(again)["source"] == speed.BYPASSED
+
+
 def test_a_damaged_record_is_told_in_one_sentence_and_nothing_else_is_lost(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,16 @@ def speed(server: ComfyServer) -> dict[str, Any]:
     return dict(report["speed"][-1])
 
 
+def run_without_until_timed(page: Any, server: ComfyServer, seed: int) -> None:
+    """Bypassed prompts until one was timed: steps beside which something is compiled or stored do not count."""
+    for again in range(4):
+        assert run(page, seed + 1000 * again, BYPASSED) == "bypassed"
+        if speed(server)["eager"] is not None:
+            return
+    reports = [engine["report"] for engine in server.get("/nexfort/report")["engines"]]
+    raise AssertionError([(report["speed"], report["notes"], report["eager"]) for report in reports])
+
+
 def verdict(row: dict[str, Any]) -> str:
     """What a row comes to: these networks are so small that any of it may be."""
     ratio = row["eager"] / row["compiled"]
@@ -105,7 +115,7 @@ def test_speed_is_shown_after_a_bypassed_run_and_kept(
         assert run(page, 301) == "compiled just now, not measured yet"
         page.evaluate(SET_MODE, BYPASSED)
         page.locator(BADGE, has_text="bypassed").wait_for()
-        assert run(page, 302, BYPASSED) == "bypassed"
+        run_without_until_timed(page, server, 302)
         said = run(page, 303)
         row = speed(server)
         assert row["source"] == "bypassed" and WORDS[verdict(row)] in said
@@ -139,8 +149,8 @@ def test_the_badge_is_amber_where_steps_are_slower(
 ) -> None:
     browser.load(page, behind("TestSlow", slow=slow))
     page.locator(BADGE).wait_for()
-    for seed, mode in ((371, RUN), (372, BYPASSED)):
-        run(page, seed, mode)
+    run(page, 371)
+    run_without_until_timed(page, server, 372)
     said = run(page, 373)
     assert WORDS[told] in said, said
     assert page.locator(BADGE).get_attribute("data-state") in states
