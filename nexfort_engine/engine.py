@@ -376,7 +376,7 @@ class Engine:
                     session.others_code.note_around_blocks()
                 if stand_in(region.module, region.own_forward):
                     placed.append(region.module)
-                    if replaced_forward(region.module) is not None:
+                    if replaced_forward(region.module) is not None and not self.table.is_below(region):
                         session.others_code.expect_call(region.module, region)
                 else:
                     self.report.eager(region.path, f"it carries {own_foreign(region.module)}")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builder: from a call no artefact is known for, to a binding. Plans, captures, lowers; lookup.py has what is there.
 
-The first time something is missing, planner.py says what else is: all of it is captured and lowered together, with one
-progress bar.
+The first time something is missing, planner.py says what else is: all of it is made together, with one progress bar.
 
 Everything here runs under one process-wide lock, off the path of calls whose artefact is known.
 """
@@ -171,13 +170,14 @@ class Builder:
             last = failure is not None and failure.wide  # the picture's other steps have theirs, and do not lack this
             if not (self.waits or last) and self.handover.puts_off(session):
                 return None, _PENDING
-            later = functools.partial(self._to_come, session, wanted.device)
+            later: Later = functools.partial(self._to_come, session, wanted.device)
             with self.planner.plan(session) as found:
                 if not self.planner.pays(found, session):
                     return None, _PENDING
                 if self.waits:
-                    self._make_all(found, later)
-                    found = []
+                    while found:
+                        self._make_all(found, later)
+                        later, found = no_later, self.planner.calls_below(found, session)
             wanted.region.weights.renew()  # a plan exchanges submodules as the network does
             before, wanted = wanted, self.requests.wanted(wanted.region, wanted.example.spec, wanted.flat)
             failure = failure if wanted.primary == before.primary else None  # a plan may find how images lie

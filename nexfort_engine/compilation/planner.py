@@ -50,6 +50,7 @@ from .requests import Requests
 
 log = logging.getLogger("nexfort")
 
+_DEEPEST = 4  # runs of a plan, each of which may find that what the last one split has to be split again
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Way = Callable[[], _Call]  # gives the call in containers and with tensors of its own, which a network may change
 
@@ -95,6 +96,23 @@ class Planner:
         if reason := _stateful(args, kwargs):
             self._state.report.note(f"regions are compiled one by one: {reason}")
             return []
+        for _ in range(_DEEPEST):
+            found = self._calls_or_none(session, call, args, kwargs)
+            if not self._splits(found, session):
+                break
+        return found
+
+    def calls_below(self, found: list[Wanted], session: ForwardContext) -> list[Wanted]:
+        """What regions need below those that captures of what a plan found refused. It ends with the module tree."""
+        return self.calls(session) if self._splits(found, session) else []
+
+    def _splits(self, found: list[Wanted], session: ForwardContext) -> bool:
+        if not self._worth.splits([*self._called(found), *self.lost]):
+            return False
+        session.planning.note_split()
+        return True
+
+    def _calls_or_none(self, session: ForwardContext, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Wanted]:
         self.lost = []
         self._changing.clear()
         try:
@@ -240,12 +258,14 @@ class Planner:
         if region.disabled_reason is not None:
             session.trace.note_lost(region, region.disabled_reason)
         try:
+            in_parts = wanted is None or self.refusals.of(wanted) is not None
             if wanted is None or not wanted.images or not self._may_pay(region):
                 with laid_out(options), self._watched(wanted, other, session, args, kwargs):
-                    return region.run_own_forward(plain, args, kwargs, session)
+                    return region.run_own_forward(plain, args, kwargs, session, in_parts=in_parts)
             taken = tuple(map(_as_taken, args)), {name: _as_taken(value) for name, value in kwargs.items()}
             with Convolved(), self._watched(wanted, other, session, *taken):
-                return to_channels_last(region.run_own_forward(plain, *taken, session), tensors_in(taken))
+                result = region.run_own_forward(plain, *taken, session, in_parts=in_parts)
+                return to_channels_last(result, tensors_in(taken))
         finally:
             self._weigh(region, wanted)
 

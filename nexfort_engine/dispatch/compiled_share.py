@@ -3,7 +3,8 @@
 
 A network most of whose weights lie in blocks that no artefact can stand for gains nothing, and each call of such a
 block is looked at for nothing. For that kind of call the engine steps aside: the call is the plain forward again. A
-plan shows it before anything is captured; otherwise the first step that ran as it will from now on does.
+plan shows it before anything is captured; otherwise the first step that ran as it will from now on does. Before that,
+blocks that cannot be captured are split, and what can be compiled below them counts.
 
 A kind of call is what it is made of without its sizes, but for sizes of 1: one image takes another way through the
 network of a video than a video does. The verdict holds as long as the weights are of the same types on the same device,
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +100,10 @@ class Worth:
         """
         if session.missing.uncompiled:
             return False
+        called = list(called)
+        if self.splits(called):
+            session.planning.note_split()
+            return True
         lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
         for region, reason in called:
             weight = self.weight(region)
@@ -108,7 +113,8 @@ class Worth:
                     return True  # it may run compiled the next time
                 lost[reason] += weight
                 rows += [row for row in reason.guards if row not in rows]
-        if not lost or all_of_it - lost.total() >= LEAST * all_of_it or session.calls.engine is None:
+        pays = all_of_it > 0 and all_of_it - lost.total() >= LEAST * all_of_it
+        if not lost or pays or session.calls.engine is None:
             return True
         # what the network itself writes into its options on the way is not there when a call begins
         maps = _mappings(*session.calls.engine[1:])
@@ -122,8 +128,30 @@ class Worth:
         self._memory.release()
         return False
 
+    def splits(self, called: Sequence[tuple[Region, str | None]]) -> bool:
+        """Split the regions that hold much of the weights and cannot be captured. Whether some were not split before.
+
+        called: as for `pays`.
+        """
+        lost, all_of_it = Counter[str](), 0
+        for region, reason in called:
+            weight = self.weight(region)
+            all_of_it += weight
+            lost[region.kind] += weight if isinstance(reason, ForGood) and not region.stays_whole else 0
+        much = {kind for kind, weight in lost.items() if weight and weight >= LEAST * all_of_it}
+        new = self._table.split(
+            region
+            for region, reason in called
+            if isinstance(reason, ForGood) and not region.stays_whole and region.kind in much
+        )
+        if new:
+            self._weights.clear()
+        return new
+
     def judge(self, session: ForwardContext) -> None:
         """See what a step ran that has ended: if a region ran eager for good; in the first one, what was left out."""
+        if session.planning.split:
+            return
         if not self._has_told and session.trace.used:
             self._has_told = True
             self._tell_of_blocks_that_are_not_called(session)
@@ -154,9 +182,13 @@ class Worth:
             self._state.report.note(_NOT_CALLED.format(left[0].path, left[-1].path))
 
     def weight(self, region: Region) -> int:
-        """How many numbers the weights of a region have."""
+        """How many numbers the weights of a region have, those of regions below it left out."""
         if id(region) not in self._weights:
-            self._weights[id(region)] = sum(weight.numel() for weight in region.weights.slots.read())
+            inner = [place for one in self._table.below(region) for place in one.weights.slots.slots]
+            below = {(id(table), name) for table, name in inner}
+            slots = region.weights.slots
+            own = zip(slots.slots, slots.read(), strict=True)
+            self._weights[id(region)] = sum(w.numel() for (table, name), w in own if (id(table), name) not in below)
         return self._weights[id(region)]
 
 

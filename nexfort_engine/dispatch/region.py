@@ -88,12 +88,18 @@ class Region:
         self.disabled_reason: str | None = None
         self._asked: Recent[Any, None] = Recent(MOST_SIZES)  # kinds of call for which it was asked whether it does
         self._containers: OwnContainers | None = None  # once it is known to change some
+        self.stays_whole = False  # what was compiled of it failed, or gave another result
         self._modal = False  # the network's own code calls it under modes of torch other than the step's
 
     @property
     def changes(self) -> bool:
         """Whether it is known to change lists or mappings that it is given or holds."""
         return self.path in self.state.known.changing
+
+    @property
+    def is_split(self) -> bool:
+        """Whether submodules below it are regions too, for calls of it that cannot be captured."""
+        return self.path in self.state.known.split
 
     def changes_what_it_is_given(self) -> None:
         """From now on it is called so that changes reach its caller."""
@@ -208,6 +214,7 @@ class Region:
         result, reason = differs(artefact, ours, call, session, self.state, self.path)
         if reason:
             self._artifacts.withdraw(self, spec, flat, artefact, reason)
+            self.stays_whole = True
             self.state.report.eager(self.path, reason)
             session.trace.note_eager()
             session.trace.note_lost(self, ForGood.of(reason))
@@ -332,6 +339,7 @@ class Region:
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""
         self.disabled_reason = ForGood.of(reason)
+        self.stays_whole = True
         self.state.report.eager(self.path, reason)
         log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 
@@ -340,12 +348,15 @@ class Region:
         session.trace.note_lost(self, reason)
         return self.run_own_forward(plain, args, kwargs, session)
 
-    def run_own_forward(self, plain: Any, args: Any, kwargs: Any, session: ForwardContext) -> Any:
+    def run_own_forward(
+        self, plain: Any, args: Any, kwargs: Any, session: ForwardContext, *, in_parts: bool = True
+    ) -> Any:
+        """Run the block uncompiled. in_parts: regions below it stand in their places, where it is split."""
         session.trace.note_eager()
         session.others_code.note_run()
         if self.changes:
             session.outcome.note_changed_lists()
-        before = session.enter_block()
+        before = session.enter_block(self.is_split and in_parts)
         try:
             return plain(*args, **kwargs)
         except Exception as error:

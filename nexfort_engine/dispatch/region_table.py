@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
 from ..capture.reached_names import assigns_names
 from ..capture.static_reach import set_for_blocks, takes_out
-from ..modules.regions import RegionSpec, Seats, beyond, find_regions
+from ..modules.regions import RegionSpec, Seats, beyond, find_regions, parts
 from ..modules.tree import Slot
 from ..runtime.artifact import Binding
 from ..runtime.engine_state import EngineState
 from .prepack_cache import released_weights
 from .region import Region
+
+_SPLIT = "{} is not compiled as a whole where it cannot be captured; of its submodules, those that can be are"
 
 
 class RegionTable:
@@ -27,6 +29,7 @@ class RegionTable:
         self._finding = threading.Lock()
         self._by_module: dict[int, Region] | None = None
         self._placed: list[tuple[RegionSpec, Region]] = []
+        self._split: frozenset[str] = frozenset()  # as the regions were found
         self._seats: Seats | None = None  # where their blocks are in the backbone
         self._sets_names = False
 
@@ -67,6 +70,26 @@ class RegionTable:
         """Find the regions anew when they are asked for next: submodules were exchanged."""
         self._by_module = None
 
+    def split(self, regions: Iterable[Region]) -> bool:
+        """Have the submodules below regions be regions too, from the next step on. Whether there are new ones."""
+        for region in regions:
+            path = "" if region.module is self._state.root else region.path
+            if next(parts(region.module, path), None) is not None:
+                self._state.known.split.add(path)
+                self._state.report.note(_SPLIT.format(region.kind))
+        if self._state.known.split <= self._split:
+            return False
+        self.find_anew()
+        return True
+
+    def below(self, region: Region) -> list[Region]:
+        """The regions below one that is split."""
+        return [other for other in self.regions if region.is_split and other.path.startswith(f"{region.path}.")]
+
+    def is_below(self, region: Region) -> bool:
+        """Whether a region is called only where another one, which is split, runs its own forward."""
+        return any(region.path.startswith(f"{path}.") for path in self._split)
+
     def _found(self) -> dict[int, Region]:
         found = self._by_module
         if found is None:
@@ -78,12 +101,13 @@ class RegionTable:
 
     def _find(self) -> dict[int, Region]:
         root, report = self._state.root, self._state.report
-        specs = find_regions(root, whole=self._may_be_whole)
+        self._split = frozenset(self._state.known.split)
+        specs = find_regions(root, whole=self._may_be_whole, split=self._split)
         # a region whose block stayed where it is keeps what it knows
         known = {(spec.path, id(region.module)): region for spec, region in self._placed}
         found = [(spec, known.get((spec.path, id(spec.module))) or self._make(spec)) for spec in specs]
         self._placed, self._seats = found, Seats(root, [spec.path for spec in specs])
-        inside = {id(sub) for spec in specs for sub in spec.module.modules()}
+        inside = {id(sub) for spec in specs if spec.path not in self._split for sub in spec.module.modules()}
         own = {type(sub) for sub in root.modules() if id(sub) not in inside or sub is root}
         blocks = {type(sub) for spec in specs if spec.module is not root for sub in spec.module.modules()}
         self._sets_names = any(map(assigns_names, own)) or bool(set_for_blocks(own, blocks)) or takes_out(blocks)

@@ -5,6 +5,9 @@ A region is the largest piece that one artefact should serve. A module that has 
 call runs is repeated: it is one region and its twins share the artefact. A module that holds a list of repeated
 modules is taken apart; every other module below what was taken apart is a region of its own, so that together the
 regions hold every weight outside the backbone's own forward. A backbone with no list of modules at all is one region.
+
+A region that cannot be captured is split: submodules below it become regions, which act where it runs its own forward.
+A single layer is none, for its artefact would gain nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ class RegionSpec:
         return type(self.module).__name__
 
 
-def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
+def find_regions(root: nn.Module, *, whole: bool = True, split: Collection[str] = ()) -> list[RegionSpec]:
     """The regions of a backbone in the order of its module tree. Empty if it holds no weights.
+
+    split: paths of regions that are split; "" is the backbone.
 
     whole: it may be one region; not where it is called through other methods than its forward. Then no call runs two
     parts of it, such as an encoder and a decoder, and a twin in another part is none.
@@ -48,7 +53,8 @@ def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
     counts = _counted(root, keys)
     if not _holds_weights(root):
         return []
-    if whole and not any(_is_list(sub) and any(_is_block(child) for child in sub.children()) for sub in root.modules()):
+    one = whole and not any(_is_list(sub) and any(map(_is_block, sub.children())) for sub in root.modules())
+    if one and "" not in split:
         return [RegionSpec("", root)]
     found: list[RegionSpec] = []
     seen: set[int] = set()
@@ -68,9 +74,32 @@ def find_regions(root: nn.Module, *, whole: bool = True) -> list[RegionSpec]:
             found.append(RegionSpec(at, child, inner))
             if type(child).forward is nn.Sequential.forward:  # its owner may walk over it instead of calling it
                 visit(child, at, True)
+            if at in split:
+                below(child, at)
 
-    visit(root, "", False)
+    def below(module: nn.Module, path: str) -> None:
+        for part in parts(module, path):
+            if id(part.module) not in seen:
+                seen.add(id(part.module))
+                found.append(part)
+                if part.path in split:
+                    below(part.module, part.path)
+
+    if one:
+        below(root, "")
+    else:
+        visit(root, "", False)
     return found
+
+
+def parts(module: nn.Module, path: str) -> Iterator[RegionSpec]:
+    """The submodules that become regions where a region is split."""
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if _is_list(child):
+            yield from parts(child, at)
+        elif _is_block(child):
+            yield RegionSpec(at, child)
 
 
 class Seats:

@@ -185,16 +185,22 @@ class Planning:
     """What is found and refused for regions without an artefact.
 
     planned: the step was run for a plan, or did without. examples: what regions are called with, in a plan. refused:
-    why the region that is called now has no artefact, and what was refused for it (Refusals.take_back).
+    why the region that is called now has no artefact, and what was refused for it (Refusals.take_back). split: the
+    plan split regions; the step goes on without those below them.
     """
 
     planned: bool = False
+    split: bool = False
     examples: list[Any] = field(default_factory=list)
     refused: tuple[str, list[Any]] | None = None
 
     def begin(self) -> None:
         """The step is planned now, and not again."""
         self.planned = True
+
+    def note_split(self) -> None:
+        """Regions were split. Those below them act from the next step on."""
+        self.split = True
 
     def add_example(self, wanted: Any) -> None:
         """A region is called so in the plan."""
@@ -309,9 +315,12 @@ class ForwardContext:
         self.outcome.forget_images()
         self.fresh_trace()
 
-    def enter_block(self) -> bool:
-        """A block runs its own forward. Whether another one does already, for `leave_block`."""
-        before, self.inside = self.inside, True
+    def enter_block(self, in_parts: bool = False) -> bool:
+        """A block runs its own forward. Whether another one does already, for `leave_block`.
+
+        in_parts: regions below it are called.
+        """
+        before, self.inside = self.inside, self.inside or not in_parts
         return before
 
     def leave_block(self, before: bool) -> None:

@@ -17,7 +17,8 @@ FAMILIES = {
 _BRANCHES = "its code branches on the value of a tensor"
 _SIZES = "it was compiled for other sizes"
 _HANDED = "is neither data nor a plain value"
-# by family: the regions that run eager, as the beginning of their names, and words of the reason that the report gives
+# by family: the regions that run eager, as the beginning of their names, and words of the reason that the report gives;
+# what can be compiled of their submodules is
 FALLS_SHORT: dict[str, dict[str, str]] = {
     "hunyuan3d_21": {"blocks.": _BRANCHES},  # it sends each token to the experts that its weights name
     "ace_step15": {"encoder": _BRANCHES},
