@@ -176,7 +176,8 @@ def _module_of(file: str) -> str | None:
     was_loaded, modules = _looked_through
     name = modules.get(file)
     if loaded != was_loaded if name is None else getattr(sys.modules.get(name), "__file__", None) != file:
-        modules = {f: n for n, m in list(sys.modules.items()) if (f := getattr(m, "__file__", None))}
+        # a copy, which no other thread's import comes between
+        modules = {f: n for n, m in sys.modules.copy().items() if (f := getattr(m, "__file__", None))}
         _looked_through, name = (loaded, modules), modules.get(file)
     return name
 

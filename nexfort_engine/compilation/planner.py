@@ -107,10 +107,7 @@ class Planner:
         return self.calls(session) if self._splits(found, session) else []
 
     def _splits(self, found: list[Wanted], session: ForwardContext) -> bool:
-        if not self._worth.splits([*self._called(found), *self.lost]):
-            return False
-        session.planning.note_split()
-        return True
+        return self._worth.splits([*self._called(found), *self.lost], session)
 
     def _calls_or_none(self, session: ForwardContext, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Wanted]:
         self.lost = []

@@ -101,8 +101,7 @@ class Worth:
         if session.missing.uncompiled:
             return False
         called = list(called)
-        if self.splits(called):
-            session.planning.note_split()
+        if self.splits(called, session):
             return True
         lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
         for region, reason in called:
@@ -128,11 +127,14 @@ class Worth:
         self._memory.release()
         return False
 
-    def splits(self, called: Sequence[tuple[Region, str | None]]) -> bool:
+    def splits(self, called: Sequence[tuple[Region, str | None]], session: ForwardContext) -> bool:
         """Split the regions that hold much of the weights and cannot be captured. Whether some were not split before.
 
-        called: as for `pays`.
+        Not in a call that brings code of others along, which may be why, and be gone in the next one. called: as for
+        `pays`.
         """
+        if session.calls.engine is not None and not self._state.is_quiet(*session.calls.engine[1:]):
+            return False
         lost, all_of_it = Counter[str](), 0
         for region, reason in called:
             weight = self.weight(region)
@@ -145,6 +147,7 @@ class Worth:
             if isinstance(reason, ForGood) and not region.stays_whole and region.kind in much
         )
         if new:
+            session.planning.note_split()
             self._weights.clear()
         return new
 

@@ -74,7 +74,7 @@ def _find() -> None:
     global _known
     if len(sys.modules) != _known:
         _known = len(sys.modules)
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             if name.startswith(_OF) and getattr(module, "__dict__", {}).get("subprocess") is subprocess:
                 _found.append(module)
 

@@ -132,3 +132,24 @@ def test_a_module_that_another_thread_imports_meanwhile_ends_nothing(monkeypatch
     assert source_hashes.last_key(Growing(a=1)) is None
     monkeypatch.setattr(source_hashes.sys, "modules", Growing(sys.modules))
     assert source_hashes.module_of_code(probe_module.block_of.__code__) is probe_module
+
+
+def test_nor_does_one_while_the_table_of_modules_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+
+    def imports(phase: str, info: dict[str, int]) -> None:  # as a thread may that gets the processor here
+        imported.append(f"nexfort_imported_{len(imported)}")
+        sys.modules[imported[-1]] = types.ModuleType(imported[-1])
+
+    monkeypatch.setattr(source_hashes, "_looked_through", ((0, None), {}))
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(imports)
+    gc.set_threshold(1)
+    try:
+        assert source_hashes._module_of(__file__) == __name__
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(imports)
+        for name in imported:
+            del sys.modules[name]
+    assert imported

@@ -133,7 +133,9 @@ def test_a_layer_of_an_unknown_class_with_quantised_weights(pair: MakePair, look
     assert distance(sample(at.clone), wanted) < TOLERANCE
     new = at.since(mark)
     if looks:
-        eager_only(new, {"double_blocks.0"}, "branches on the value of a tensor")
+        assert {row["region"] for row in new["eager"]} == {"double_blocks.0", "double_blocks.0.img_mlp"}, new["eager"]
+        assert all("branches on the value of a tensor" in row["reason"] for row in new["eager"]), new["eager"]
+        assert all(row["region"].startswith("double_blocks.0.") for row in new["artefacts"]), new["artefacts"]
     else:
         assert {row["region"] for row in new["artefacts"]} == {"double_blocks.0"} and not new["eager"], new
         mlp[0].scales.mul_(-1.0)  # data of the layer, not a constant of its artefact
