@@ -16,7 +16,6 @@ from patchers import (
     TOLERANCE,
     Pair,
     distance,
-    eager_only,
     nothing_new,
     sample,
     with_method,
