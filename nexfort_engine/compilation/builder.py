@@ -57,8 +57,7 @@ Coming = list[Callable[[torch.device], list[Job]]]
 # for the arguments of a first call: what is called once the steps are done, to be made inside the block
 Then = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Coming]]
 
-# artefacts of one structure and call that a session makes, and that there are at all; past that something changes on
-# every run
+# artefacts of one structure and call that a session makes, and that there are at all; past that it keeps changing
 MOST_VARIANTS = 8
 MOST_SIZES = 4  # of those, for sizes that code loops over
 _MOST_STORED = 64
@@ -138,6 +137,7 @@ class Builder:
     def withdraw(self, region: Region, spec: Any, flat: Flat, artefact: Artefact, reason: str) -> None:
         """Give an artefact to no call any more, and make none for calls like this one."""
         self.finder.withdraw(artefact, reason)
+        self.state.known.withdrawn.add(reason)
         self.refusals.add(self.requests.wanted(region, spec, flat), None, reason)
 
     def lacked(self, session: ForwardContext) -> None:

@@ -97,8 +97,10 @@ class Planner:
             self._state.report.note(f"regions are compiled one by one: {reason}")
             return []
         for _ in range(_DEEPEST):
+            before = len(self._state.known.split)
             found = self._calls_or_none(session, call, args, kwargs)
-            if not self._splits(found, session):
+            self._splits(found, session)
+            if len(self._state.known.split) == before:
                 break
         return found
 
@@ -345,7 +347,7 @@ class Planner:
             if contents((args, kwargs, own)) == before and not self._is_passed_on(lists):
                 return
             other.region.changes_what_it_is_given()
-            session.planning.replace_example(other)
+            session.planning.replace_example(wanted, other)
 
 
 class _Hopeless(Exception):
@@ -377,8 +379,8 @@ def _stateful(args: Any, kwargs: Any) -> str | None:
     """Why a plan's runs would change what the call is given, as far as that can be seen."""
     try:
         return stateful(flatten_call(args, kwargs, Flat()))
-    except Unsupported:
-        return None
+    except Unsupported as reason:  # a run may change it, and there is no copy to give to one
+        return f"it is called with {reason}"
 
 
 def _as_taken(value: Any) -> Any:

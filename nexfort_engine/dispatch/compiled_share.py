@@ -35,6 +35,7 @@ log = logging.getLogger("nexfort")
 WHOLE = "(whole module)"
 LEAST = 0.1  # of the weights that a call passes through: what is compiled of less saves less than looking costs
 _ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
+_MOST_SETTLED = 512
 _MUCH = 0.5  # of the blocks' weights: more than a network leaves out in a step of its own accord
 _NOT_CALLED = "{} to {} are not called as modules; if the network calls their parts, those run uncompiled"
 
@@ -44,14 +45,19 @@ class Worth:
 
     def __init__(self, state: EngineState, table: RegionTable, memory: MemoryReclaim) -> None:
         self._state, self._table, self._memory = state, table, memory
+        self._withdrawn = state.known.withdrawn
         self._off: dict[Hashable, Any] = state.known.off  # kinds of call that are not, each with how that is checked
-        self._weights: dict[int, int] = {}
+        self._weights: dict[tuple[int, ...], int] = {}  # by region and those that are left out
+        self._settled: set[Hashable] = set()  # what steps called that pay as they are
         self._has_told = False
 
     def anew(self) -> None:
         """Everything is worth a try again."""
         self._off.clear()
-        self._weights.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._weights, self._settled = {}, set()
 
     def is_off(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call runs as it would without the engine. It costs nothing before there is such a kind."""
@@ -104,8 +110,7 @@ class Worth:
         if self.splits(called, session):
             return True
         lost, all_of_it, rows = Counter[str](), 0, list[list[Any]]()
-        for region, reason in called:
-            weight = self.weight(region)
+        for (_, reason), weight in zip(called, self._weighed(called), strict=True):
             all_of_it += weight
             if reason is not None:
                 if not isinstance(reason, ForGood):
@@ -121,7 +126,7 @@ class Worth:
         self._off[self.kind(*session.calls.engine)] = (self._now(), check)
         session.missing.run_uncompiled()
         if self._table.whole_region is None:  # which says so itself
-            reason = _ASIDE.format(lost.total() / all_of_it, lost.most_common(1)[0][0])
+            reason = _ASIDE.format(lost.total() / max(all_of_it, 1), lost.most_common(1)[0][0])
             self._state.report.eager(WHOLE, reason)
             log.info("Nexfort: %s runs eager: %s", self._state.name, reason)
         self._memory.release()
@@ -135,20 +140,20 @@ class Worth:
         """
         if session.calls.engine is not None and not self._state.is_quiet(*session.calls.engine[1:]):
             return False
-        lost, all_of_it = Counter[str](), 0
-        for region, reason in called:
-            weight = self.weight(region)
-            all_of_it += weight
-            lost[region.kind] += weight if isinstance(reason, ForGood) and not region.stays_whole else 0
-        much = {kind for kind, weight in lost.items() if weight and weight >= LEAST * all_of_it}
-        new = self._table.split(
-            region
-            for region, reason in called
-            if isinstance(reason, ForGood) and not region.stays_whole and region.kind in much
-        )
+        weights = self._weighed(called)
+        refused = [
+            (region, weight)
+            for (region, reason), weight in zip(called, weights, strict=True)
+            if isinstance(reason, ForGood) and region.disabled_reason is None and reason not in self._withdrawn
+        ]
+        lost = Counter[str]()
+        for region, weight in refused:
+            lost[region.kind] += weight
+        much = {kind for kind, weight in lost.items() if weight and weight >= LEAST * sum(weights)}
+        new = self._table.split(region for region, _ in refused if region.kind in much)
         if new:
             session.planning.note_split()
-            self._weights.clear()
+            self._forget()
         return new
 
     def judge(self, session: ForwardContext) -> None:
@@ -162,8 +167,13 @@ class Worth:
         if not session.trace.lost or missing.made_beside or missing.held or missing.uncompiled:
             return
         ran = [(region, None) for region in self._used(session)]
+        called = [*ran, *session.trace.lost]
+        kind = frozenset((id(region), reason and str(reason)) for region, reason in called)
+        if kind in self._settled:
+            return
         try:
-            self.pays([*ran, *session.trace.lost], session)
+            if self.pays(called, session) and not session.planning.split and len(self._settled) < _MOST_SETTLED:
+                self._settled.add(kind)
         except Exception as error:  # an argument's own code; the step has its result
             if is_passed_on(error, self._state.hooks.stops()):
                 raise
@@ -184,15 +194,28 @@ class Worth:
         if sum(map(self.weight, left)) > _MUCH * sum(map(self.weight, blocks)):
             self._state.report.note(_NOT_CALLED.format(left[0].path, left[-1].path))
 
-    def weight(self, region: Region) -> int:
-        """How many numbers the weights of a region have, those of regions below it left out."""
-        if id(region) not in self._weights:
-            inner = [place for one in self._table.below(region) for place in one.weights.slots.slots]
-            below = {(id(table), name) for table, name in inner}
+    def weight(self, region: Region, besides: Sequence[Region] | None = None) -> int:
+        """How many numbers the weights of a region have, those of regions below it left out.
+
+        besides: the regions below it whose weights are left out; None: all.
+        """
+        below = self._table.below(region) if besides is None else besides
+        place = (id(region), *map(id, below))
+        found = self._weights.get(place)
+        if found is None:
+            inner = {(id(table), name) for one in below for table, name in one.weights.slots.slots}
             slots = region.weights.slots
             own = zip(slots.slots, slots.read(), strict=True)
-            self._weights[id(region)] = sum(w.numel() for (table, name), w in own if (id(table), name) not in below)
-        return self._weights[id(region)]
+            found = sum(weight.numel() for (table, name), weight in own if (id(table), name) not in inner)
+            self._weights[place] = found
+        return found
+
+    def _weighed(self, called: Sequence[tuple[Region, str | None]]) -> list[int]:
+        """The numbers in the weights of each region that was called, those left out that count for one below it."""
+        each = {id(region) for region, _ in called}
+        return [
+            self.weight(region, [one for one in self._table.below(region) if id(one) in each]) for region, _ in called
+        ]
 
 
 def _mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:

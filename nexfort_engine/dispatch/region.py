@@ -88,7 +88,6 @@ class Region:
         self.disabled_reason: str | None = None
         self._asked: Recent[Any, None] = Recent(MOST_SIZES)  # kinds of call for which it was asked whether it does
         self._containers: OwnContainers | None = None  # once it is known to change some
-        self.stays_whole = False  # what was compiled of it failed, or gave another result
         self._modal = False  # the network's own code calls it under modes of torch other than the step's
 
     @property
@@ -214,7 +213,6 @@ class Region:
         result, reason = differs(artefact, ours, call, session, self.state, self.path)
         if reason:
             self._artifacts.withdraw(self, spec, flat, artefact, reason)
-            self.stays_whole = True
             self.state.report.eager(self.path, reason)
             session.trace.note_eager()
             session.trace.note_lost(self, ForGood.of(reason))
@@ -339,7 +337,6 @@ class Region:
     def latch(self, reason: str) -> None:
         """Run the block eager from now on."""
         self.disabled_reason = ForGood.of(reason)
-        self.stays_whole = True
         self.state.report.eager(self.path, reason)
         log.warning("Nexfort: %s (%s) runs eager from now on; %s", self.path, self.kind, reason)
 

@@ -73,9 +73,8 @@ class RegionTable:
     def split(self, regions: Iterable[Region]) -> bool:
         """Have the submodules below regions be regions too, from the next step on. Whether there are new ones."""
         for region in regions:
-            path = "" if region.module is self._state.root else region.path
-            if next(parts(region.module, path), None) is not None:
-                self._state.known.split.add(path)
+            if region.module is not self._state.root and next(parts(region.module, region.path), None) is not None:
+                self._state.known.split.add(region.path)
                 self._state.report.note(_SPLIT.format(region.kind))
         if self._state.known.split <= self._split:
             return False

@@ -143,7 +143,7 @@ class Verifier:
         with left_alone(region.module, self._state.besides):  # eager begins with what it keeps from call to call
             ours, seconds = _clocked(lambda: region.call(plain, copies, more, session))
         ran_compiled = not trace.ran_eager
-        result, eager_seconds = _clocked(lambda: region.run_own_forward(plain, args, kwargs, session))
+        result, eager_seconds = _clocked(lambda: region.run_own_forward(plain, args, kwargs, session, in_parts=False))
         if ran_compiled:
             artefact = trace.used[-1].artefact
             row = self._rows.setdefault(region.path, _blank_row(region))

@@ -43,7 +43,7 @@ class RegionSpec:
 def find_regions(root: nn.Module, *, whole: bool = True, split: Collection[str] = ()) -> list[RegionSpec]:
     """The regions of a backbone in the order of its module tree. Empty if it holds no weights.
 
-    split: paths of regions that are split; "" is the backbone.
+    split: paths of regions that are split.
 
     whole: it may be one region; not where it is called through other methods than its forward. Then no call runs two
     parts of it, such as an encoder and a decoder, and a twin in another part is none.
@@ -53,8 +53,7 @@ def find_regions(root: nn.Module, *, whole: bool = True, split: Collection[str] 
     counts = _counted(root, keys)
     if not _holds_weights(root):
         return []
-    one = whole and not any(_is_list(sub) and any(map(_is_block, sub.children())) for sub in root.modules())
-    if one and "" not in split:
+    if whole and not any(_is_list(sub) and any(map(_is_block, sub.children())) for sub in root.modules()):
         return [RegionSpec("", root)]
     found: list[RegionSpec] = []
     seen: set[int] = set()
@@ -85,17 +84,14 @@ def find_regions(root: nn.Module, *, whole: bool = True, split: Collection[str] 
                 if part.path in split:
                     below(part.module, part.path)
 
-    if one:
-        below(root, "")
-    else:
-        visit(root, "", False)
+    visit(root, "", False)
     return found
 
 
 def parts(module: nn.Module, path: str) -> Iterator[RegionSpec]:
     """The submodules that become regions where a region is split."""
     for name, child in module.named_children():
-        at = f"{path}.{name}" if path else name
+        at = f"{path}.{name}"
         if _is_list(child):
             yield from parts(child, at)
         elif _is_block(child):

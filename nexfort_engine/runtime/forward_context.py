@@ -206,9 +206,9 @@ class Planning:
         """A region is called so in the plan."""
         self.examples.append(wanted)
 
-    def replace_example(self, wanted: Any) -> None:
-        """The region that was called last is called so instead."""
-        self.examples[-1] = wanted
+    def replace_example(self, example: Any, wanted: Any) -> None:
+        """A region is called so instead."""
+        self.examples = [wanted if one is example else one for one in self.examples]
 
     def note_refusal(self, reason: str, refused: list[Any]) -> None:
         """The region that is called now has no artefact."""
@@ -315,17 +315,24 @@ class ForwardContext:
         self.outcome.forget_images()
         self.fresh_trace()
 
-    def enter_block(self, in_parts: bool = False) -> bool:
-        """A block runs its own forward. Whether another one does already, for `leave_block`.
+    def enter_block(self, in_parts: bool = False) -> tuple[bool, bool]:
+        """A block runs its own forward. What `leave_block` is to be given.
 
-        in_parts: regions below it are called.
+        in_parts: regions below it are called. Its code may then change names, and objects that it was given, before
+        each of them.
         """
-        before, self.inside = self.inside, self.inside or not in_parts
+        before = self.inside, self.others_code.at_any_time
+        self.inside = self.inside or not in_parts
+        if in_parts:
+            self.others_code.begin(at_any_time=True)
+            self.outcome.note_changed_lists()
         return before
 
-    def leave_block(self, before: bool) -> None:
+    def leave_block(self, before: tuple[bool, bool]) -> None:
         """The block's own forward has ended."""
-        self.inside = before
+        self.inside, at_any_time = before
+        self.others_code.begin(at_any_time=at_any_time)
+        self.others_code.note_run()
 
     def with_rare_collections(self) -> None:
         """From now on to its end all objects are seldom looked through for garbage."""

@@ -32,12 +32,12 @@ class Known:
     """What an engine knows that would be as true of another network of the same kind. It holds no module.
 
     artefacts, refusals: by primary key. made: how many artefacts, by primary key, those that were there before left
-    out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and
-    how the last time. compiled: classes of which some block was not. changing: paths of blocks that change lists or
+    out. reported: the artefacts that the report has. often: by class and reason, how often a block was refused, and how
+    the last time. compiled: classes of which some block was not. changing: paths of blocks that change lists or
     mappings that they are given or hold. split: paths of regions of which some calls cannot be captured, so that
-    submodules below them are regions as well; "" is the network. off: kinds of call that do not pay
-    (dispatch/compiled_share.py). images: no code is known that cannot take them with channels innermost. watched: what
-    their code reaches by name.
+    submodules below them are regions as well. withdrawn: reasons for which artefacts were withdrawn. off: kinds of call
+    that do not pay (dispatch/compiled_share.py). images: no code is known that cannot take them with channels
+    innermost. watched: what their code reaches by name.
     """
 
     artefacts: dict[str, list[Artefact]] = field(default_factory=dict)
@@ -48,6 +48,7 @@ class Known:
     compiled: set[str] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
     split: set[str] = field(default_factory=set)
+    withdrawn: set[str] = field(default_factory=set)
     off: dict[Any, Any] = field(default_factory=dict)
     images: bool = True
     watched: Watched = field(default_factory=Watched)

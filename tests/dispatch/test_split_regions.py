@@ -283,12 +283,12 @@ def test_a_block_that_can_be_captured_without_an_option_is_one_artefact(tmp_path
 
 
 @torch.no_grad()
-def test_a_network_that_is_one_region_is_split_into_its_blocks(tmp_path: Path) -> None:
+def test_a_network_that_is_one_region_is_not_split(tmp_path: Path) -> None:
     net = Alone()
     ours, x = compiled(net, tmp_path), torch.randn(2, 3, WIDTH).abs()
     for _ in range(3):
-        assert torch.allclose(ours(x), net(x), atol=1e-6)
-    assert used(ours) == {"body"} and told(ours)["artefacts_compiled"] == 1
+        assert torch.equal(ours(x), net(x))
+    assert not used(ours) and told(ours)["artefacts_compiled"] == 0
 
 
 @torch.no_grad()
@@ -312,3 +312,99 @@ def test_what_failed_once_it_was_compiled_is_not_split(tmp_path: Path) -> None:
     for _ in range(2):
         assert torch.equal(ours(x, {}), net(x, {}))
     assert all(region.path.count(".") <= 1 for region in ours._nexfort_engine.regions)
+
+
+class Gain:
+    """What a block is given and calls: it counts its calls, and exchanges what code below reaches by name."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        global GAIN
+        self.calls += 1
+        GAIN = float(self.calls % 3 + 1)
+        return GAIN
+
+
+class Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, h: T, gain: Gain) -> T:
+        return self.mlp(h) * gain() + self.mlp(h)
+
+
+class Given(nn.Module):
+    """A network whose caller hands over the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Calling() for _ in range(4)])
+        self.last = Mlp()
+
+    def forward(self, h: T, gain: Gain) -> T:
+        h = self.first(h)
+        for block in self.blocks:
+            h = block(h, gain)
+        return self.last(h)
+
+
+@torch.no_grad()
+def test_an_object_of_the_caller_is_called_as_often_and_what_it_changes_is_seen(tmp_path: Path) -> None:
+    net, gains = Given(), (Gain(), Gain())
+    ours, x = compiled(net, tmp_path), torch.randn(2, 3, WIDTH)
+    try:
+        for step in range(5):
+            results = []
+            for network, gain in zip((ours, net), gains, strict=True):
+                sys.modules[__name__].GAIN = 1.0  # type: ignore[attr-defined]
+                results.append(network(x, gain))
+            assert torch.allclose(*results, atol=1e-6) and gains[0].calls == gains[1].calls, step
+        assert {f"blocks.{n}.mlp" for n in range(4)} <= used(ours)
+    finally:
+        sys.modules[__name__].GAIN = 1.0  # type: ignore[attr-defined]
+
+
+class Walking(nn.Module):
+    """It calls the layers of its submodule, not the submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, h: T, memo: Memo) -> T:
+        return self.mlp.narrow(torch.relu(self.mlp.wide(h)))
+
+
+@torch.no_grad()
+def test_where_nothing_below_is_called_the_engine_steps_aside(tmp_path: Path) -> None:
+    net = Net(Walking, 12)
+    ours, x = compiled(net, tmp_path), torch.randn(2, 3, WIDTH)
+    for _ in range(3):
+        assert torch.equal(ours(x), net(x))
+    assert WHOLE in {row["region"] for row in told(ours)["eager"]}
+
+
+@torch.no_grad()
+def test_withdrawn_artefacts_split_no_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexfort_engine.dispatch.region.differs", lambda *args: (args[1], "its first result differs"))
+    net = Optional(Option)
+    ours, x = compiled(net, tmp_path), torch.randn(2, 3, WIDTH)
+    for _ in range(3):
+        assert torch.allclose(ours(x, {}), net(x, {}), atol=1e-6)
+    assert not ours._nexfort_engine.state.known.split
+
+
+@torch.no_grad()
+def test_a_verification_compares_what_lies_below_once(tmp_path: Path) -> None:
+    net = Net(Handed)
+    ours, x = compiled(net, tmp_path), torch.randn(2, 3, WIDTH)
+    for _ in range(2):
+        ours(x)
+    ours.verify_next()
+    assert torch.allclose(ours(x), net(x), atol=1e-6)
+    rows = {row["region"]: row for row in told(ours)["verifications"][-1]["regions"]}
+    assert {f"blocks.{n}.mlp" for n in range(4)} <= set(rows) and all(row["calls"] == 1 for row in rows.values())
