@@ -97,7 +97,7 @@ class Planner:
             self._state.report.note(f"regions are compiled one by one: {reason}")
             return []
         for _ in range(_DEEPEST):
-            before = len(self._state.known.split)
+            before = len(self._state.known.split)  # a run at batch 1 may have split some as well
             found = self._calls_or_none(session, call, args, kwargs)
             self._splits(found, session)
             if len(self._state.known.split) == before:

@@ -35,7 +35,7 @@ log = logging.getLogger("nexfort")
 WHOLE = "(whole module)"
 LEAST = 0.1  # of the weights that a call passes through: what is compiled of less saves less than looking costs
 _ASIDE = "blocks with {:.0%} of the weights that it runs cannot be compiled ({}); it runs as without Nexfort"
-_MOST_SETTLED = 512
+_MOST_SETTLED = 512  # steps that differ in what they called; more are looked at each time
 _MUCH = 0.5  # of the blocks' weights: more than a network leaves out in a step of its own accord
 _NOT_CALLED = "{} to {} are not called as modules; if the network calls their parts, those run uncompiled"
 
@@ -138,7 +138,7 @@ class Worth:
         Not in a call that brings code of others along, which may be why, and be gone in the next one. called: as for
         `pays`.
         """
-        if session.calls.engine is not None and not self._state.is_quiet(*session.calls.engine[1:]):
+        if self._brings_code(session):
             return False
         weights = self._weighed(called)
         refused = [
@@ -156,6 +156,9 @@ class Worth:
             self._forget()
         return new
 
+    def _brings_code(self, session: ForwardContext) -> bool:
+        return session.calls.engine is not None and not self._state.is_quiet(*session.calls.engine[1:])
+
     def judge(self, session: ForwardContext) -> None:
         """See what a step ran that has ended: if a region ran eager for good; in the first one, what was left out."""
         if session.planning.split:
@@ -172,7 +175,9 @@ class Worth:
         if kind in self._settled:
             return
         try:
-            if self.pays(called, session) and not session.planning.split and len(self._settled) < _MOST_SETTLED:
+            pays = self.pays(called, session) and not session.planning.split
+            # with code of others nothing was split; without it some may be
+            if pays and len(self._settled) < _MOST_SETTLED and not self._brings_code(session):
                 self._settled.add(kind)
         except Exception as error:  # an argument's own code; the step has its result
             if is_passed_on(error, self._state.hooks.stops()):

@@ -83,7 +83,9 @@ class RegionTable:
 
     def below(self, region: Region) -> list[Region]:
         """The regions below one that is split."""
-        return [other for other in self.regions if region.is_split and other.path.startswith(f"{region.path}.")]
+        if not region.is_split:
+            return []
+        return [other for other in self.regions if other.path.startswith(f"{region.path}.")]
 
     def is_below(self, region: Region) -> bool:
         """Whether a region is called only where another one, which is split, runs its own forward."""

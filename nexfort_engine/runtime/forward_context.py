@@ -128,6 +128,10 @@ class OthersCode:
         """Some may have run."""
         self.has_run = True
 
+    def note_run_and_expect(self, *, at_any_time: bool) -> None:
+        """Some may have run. at_any_time: from now on it may at any moment."""
+        self.at_any_time, self.has_run = at_any_time, True
+
     def note_names_seen(self) -> None:
         """Names were looked at."""
         self.has_run = self.at_any_time
@@ -324,15 +328,14 @@ class ForwardContext:
         before = self.inside, self.others_code.at_any_time
         self.inside = self.inside or not in_parts
         if in_parts:
-            self.others_code.begin(at_any_time=True)
+            self.others_code.note_run_and_expect(at_any_time=True)
             self.outcome.note_changed_lists()
         return before
 
     def leave_block(self, before: tuple[bool, bool]) -> None:
         """The block's own forward has ended."""
         self.inside, at_any_time = before
-        self.others_code.begin(at_any_time=at_any_time)
-        self.others_code.note_run()
+        self.others_code.note_run_and_expect(at_any_time=at_any_time)
 
     def with_rare_collections(self) -> None:
         """From now on to its end all objects are seldom looked through for garbage."""

@@ -21,6 +21,7 @@ from nexfort_engine.cache.store import Store
 from nexfort_engine.config.compile_config import CompileConfig
 from nexfort_engine.dispatch.compiled_share import WHOLE
 from nexfort_engine.engine import Engine
+from nexfort_engine.runtime.engine_state import HostHooks
 
 pytestmark = pytest.mark.usefixtures("threads")
 T = torch.Tensor
@@ -107,12 +108,16 @@ class Listed(nn.Module):
         return result
 
 
-class Naming(nn.Module):
-    """Exchanges what its submodule reaches by name, between two calls of it."""
+class Holding(nn.Module):
+    """It holds one submodule that can be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mlp = Mlp()
+
+
+class Naming(Holding):
+    """Exchanges what its submodule reaches by name, between two calls of it."""
 
     def forward(self, h: T, memo: Memo) -> T:
         global GAIN
@@ -123,12 +128,8 @@ class Naming(nn.Module):
         return first - second
 
 
-class Option(nn.Module):
+class Option(Holding):
     """It cannot be captured with one option, and can be without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
 
     def forward(self, h: T, options: dict[str, Any]) -> T:
         if options.get("asks") and bool(h.sum() > 1e9):
@@ -327,11 +328,7 @@ class Gain:
         return GAIN
 
 
-class Calling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
+class Calling(Holding):
     def forward(self, h: T, gain: Gain) -> T:
         return self.mlp(h) * gain() + self.mlp(h)
 
@@ -368,12 +365,8 @@ def test_an_object_of_the_caller_is_called_as_often_and_what_it_changes_is_seen(
         sys.modules[__name__].GAIN = 1.0  # type: ignore[attr-defined]
 
 
-class Walking(nn.Module):
+class Walking(Holding):
     """It calls the layers of its submodule, not the submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
 
     def forward(self, h: T, memo: Memo) -> T:
         return self.mlp.narrow(torch.relu(self.mlp.wide(h)))
@@ -408,3 +401,28 @@ def test_a_verification_compares_what_lies_below_once(tmp_path: Path) -> None:
     assert torch.allclose(ours(x), net(x), atol=1e-6)
     rows = {row["region"]: row for row in told(ours)["verifications"][-1]["regions"]}
     assert {f"blocks.{n}.mlp" for n in range(4)} <= set(rows) and all(row["calls"] == 1 for row in rows.values())
+
+
+class Patched(Net):
+    """It is handed options, and its blocks an object of its own. Most of its weights are in what can be compiled."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(kind)
+        self.first = nn.Sequential(nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH))  # type: ignore[assignment]
+
+    def forward(self, h: T, options: dict[str, Any]) -> T:  # type: ignore[override]
+        memo, h = Memo(), self.first(h)
+        for block in self.blocks:
+            h = block(h, memo)
+        return h
+
+
+@torch.no_grad()
+def test_what_code_of_others_put_off_is_done_without_it(tmp_path: Path) -> None:
+    net = Patched(Handed).eval().requires_grad_(False)
+    hooks = HostHooks(others_code=lambda options: "a patch is there" if options.get("patch") else None)
+    ours = wrap_methods(net, Engine(net, CompileConfig.parse(None), Store(tmp_path), hooks=hooks), ("forward",))
+    x = torch.randn(2, 3, WIDTH)
+    for options in ({"patch": 1}, {"patch": 1}, {}, {}, {}):
+        assert torch.allclose(ours(x, options), net(x, options), atol=1e-6)
+    assert used(ours) == {f"blocks.{n}.mlp" for n in range(4)}
